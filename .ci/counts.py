@@ -26,7 +26,7 @@ RECORD = Path(__file__).with_suffix(".json")
 MECHANISMS = {
     "n-grams": r"(?i)n-?gram",
     "AltUp": r"(?i)altup",
-    "indexer": r"(?i)indexer",
+    "indexer": r"[Ii]ndexer|INDEXER",
     "recurrent": r"(?i)recurrent",
     "MLA": r"\bmla|_mla\b|Mla|MLA",
 }

@@ -17,8 +17,8 @@ What keys that stand for windows of tokens send over cp, and what they keep ther
 | all-gather of keys of windows, forward; reduce-scatter of gradients | w b · most · D · (c − 1) each |
 
 A rank makes the windows whose last tokens it has; `most` is how many the rank with most of them makes, and each of its
-tokens gives values and weights of `series` times D features. An indexer sends the same with features of its own,
-forward only. Full recomputation repeats forward, without the indexer, whose choice is kept.
+tokens gives values and weights of `series` times D features. Who chooses among these keys sends the same with features
+of its own, forward only. Full recomputation repeats forward, without the choice, which is kept.
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ def exchanges(work: Workload, layers: range, axis: str) -> Iterator[tuple[Exchan
     for one in work.shape.parts:
         if count := one.count(layers) * work.micro_batches:
             yield from ((found, count) for found in one.exchanges(local(work)) if found.axis == axis)
+
+
+def gathered_over_cp(work: Workload, layers: range) -> tuple[int, float]:
+    """Messages and bytes of a step that a rank sends of what these layers gather over cp, forward only."""
+    messages: int = 0
+    size: float = 0
+    for one, passes in exchanges(work, layers, Axis.CP) if work.cp > 1 else ():
+        if one.kind == "all-gather":
+            messages, size = messages + passes, size + passes * one.size * (work.cp - 1)
+    return messages, size
 
 
 def late_gradient(work: Workload, stage: Stage) -> tuple[float, int]:

@@ -56,9 +56,8 @@ from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
-from .blocks import exchanges, uses, window_exchanges
+from .blocks import exchanges, gathered_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
-from .indexer import key_bytes
 from .memory import keeps_both_gradients
 from .recurrent import sent_over_cp
 from .workload import FRAMEWORKS, Workload
@@ -122,11 +121,7 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         kind = "all-to-all" if both.operation.startswith("all-to-all") else "send"
         messages = passes * both.messages + untrained * forward.messages
         found[both.group, kind] = Sent(messages, passes * both.wire_bytes + untrained * forward.wire_bytes)
-    messages, of_keys = key_bytes(work, stage)
-    size: float = of_keys
-    for one, passes in exchanges(work, stage.layers, Axis.CP) if work.cp > 1 else ():
-        if one.kind == "all-gather":
-            messages, size = messages + passes, size + passes * one.size * (work.cp - 1)
+    messages, size = gathered_over_cp(work, stage.layers)
     if messages:
         found[Axis.CP, "all-gather"] = Sent(messages, size)
     messages, size = sent_over_cp(work, stage.layers, cp_rank)

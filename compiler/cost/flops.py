@@ -3,8 +3,8 @@
 Convention of this project: 6 operations for each parameter in a matrix product (head included, embedding not) and
 token, plus 12 · S · L · a · dh for attention without halving it for the causal mask (arXiv 2204.02311, appendix B).
 What is recomputed does not count. A layer that carries a state adds three times the operations of its recurrence in the
-place of attention. An indexer does not count either: attention counts as if every key were seen. Keys that stand for
-windows of tokens count beside those of the tokens.
+place of attention. What chooses keys does not count either: attention counts as if every key were seen. Keys that stand
+for windows of tokens count beside those of the tokens.
 Of packed documents S is the length of a document.
 """
 
@@ -121,6 +121,19 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     if shape.compressed is not None:
         keys += shape.compressed.count(sequence_length) / 2
     return 2.0 * keys * width
+
+
+def forward_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
+    """Forward operations for a token without a gradient, the mean of all layers: each tp rank computes all of them."""
+    rank = shape.mla.q_lora_rank or 0 if shape.mla is not None else 0
+    total = sum(len(one.layers) * one.forward_flops(shape.hidden_size, rank, sequence_length) for one in shape.parts)
+    if shape.low_rank is not None:
+        total += sum(
+            len(layers) * one.compressed.forward_flops(shape.hidden_size, shape.low_rank.query_rank, sequence_length)
+            for layers, one in shape.by_kind
+            if one.compressed is not None
+        )
+    return total / shape.num_hidden_layers
 
 
 def moe_layers(shape: ModelShape) -> int:

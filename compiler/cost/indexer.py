@@ -1,13 +1,13 @@
-"""What an indexer costs: operations of its own, on every tp rank, and what tells an attention of its choice."""
+"""What an indexer holds while it chooses keys, and what is kept of its choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from parcompile.layout.stages import Stage
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
-from parcompile.model.type_traits import types_with
 
 from .blocks import compressed_layers, gathered_bytes
 from .workload import Workload
@@ -15,62 +15,8 @@ from .workload import Workload
 INDEX_BYTES = 4
 """A chosen key is an int32."""
 
-FP32_KEYS = 4
-"""Bytes of an element of dots3-note's keys: it rotates them by sines and cosines in fp32."""
-
 SCORES_AT_ONCE = 2**24
 """Scores of an indexer that the runtime has in memory at a time."""
-
-
-def index_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
-    """Forward operations for one token, the mean of all layers: no gradient, and every key of the sequence is scored.
-
-    Each tp rank computes all of it.
-    """
-    indexer, mla = shape.indexer, shape.mla
-    if shape.low_rank is not None:
-        total = 0.0
-        for count, keys, choice in _choices(shape, range(shape.num_hidden_layers)):
-            scored = keys.count(sequence_length) * choice.heads * (choice.head_dim + 1)
-            total += 2.0 * count * (choice.numel(shape.hidden_size, shape.low_rank.query_rank) + scored)
-        return total / shape.num_hidden_layers
-    if indexer is not None and indexer.block:
-        # Queries are compared with the blocks that they see: half of all.
-        flops = 2.0 * indexer.numel(shape.hidden_size, 0)
-        flops += indexer.scored(sequence_length) * indexer.heads * (indexer.head_dim + 1)
-        return flops * len(indexer.layers) / shape.num_hidden_layers
-    if indexer is None or mla is None or mla.q_lora_rank is None:
-        return 0.0
-    flops = 2.0 * indexer.numel(shape.hidden_size, mla.q_lora_rank)
-    flops += 2.0 * indexer.scored(sequence_length) * indexer.heads * (indexer.head_dim + 1)
-    return flops * len(indexer.layers) / shape.num_hidden_layers
-
-
-def key_bytes(work: Workload, stage: Stage) -> tuple[int, int]:
-    """Messages and bytes of a step in which a rank sends the keys of its indexers to the other ranks of cp."""
-    indexer = work.shape.indexer
-    if indexer is None or work.cp == 1:
-        return 0, 0
-    messages = len(set(indexer.layers) & set(stage.layers)) * work.micro_batches
-    width = FP32_KEYS if work.shape.model_type in types_with("fp32_index_keys") else work.element_bytes
-    local = int(work.local_tokens) * indexer.token_width * width
-    return messages, messages * local * (work.cp - 1)
-
-
-def frozen_bytes(work: Workload, stage: Stage) -> float:
-    """The weights of a stage's indexers, which every tp rank holds whole, and which are not trained."""
-    indexer, mla, low = work.shape.indexer, work.shape.mla, work.shape.low_rank
-    if low is not None:
-        h = work.shape.hidden_size
-        return work.element_bytes * sum(
-            count * (choice.numel(h, low.query_rank) + (2 * keys.rate + 1) * choice.head_dim)
-            for count, keys, choice in _choices(work.shape, stage.layers)
-        )
-    if indexer is None or not (indexer.block or (mla is not None and mla.q_lora_rank is not None)):
-        return 0.0
-    rank = 0 if mla is None else mla.q_lora_rank or 0
-    numel = indexer.numel(work.shape.hidden_size, rank) + indexer.further
-    return float(numel * len(set(indexer.layers) & set(stage.layers)) * work.element_bytes)
 
 
 def scoring_bytes(work: Workload, stage: Stage) -> float:
@@ -78,7 +24,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
 
     Of compressed keys this is scaled, too, in a tensor of its own, and each row of a batch is scored alone.
     """
-    indexer = work.shape.indexer
+    indexer = work.shape.part(Indexer)
     if work.shape.low_rank is not None:
         length, queries = work.sequence_length, work.sequence_length // work.cp
         scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
@@ -97,7 +43,7 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     """
     if work.shape.low_rank is not None:
         return _compressed_bytes(work, stage)
-    indexer = work.shape.indexer
+    indexer = work.shape.part(Indexer)
     if indexer is None:
         return 0.0
     hiding = work.sequence_length * work.element_bytes

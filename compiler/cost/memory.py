@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.layout.stages import Stage
+from parcompile.model.parameters import parameter_table
 
-from .indexer import frozen_bytes
 from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
@@ -99,11 +99,18 @@ def bucket_numel(work: Workload) -> int:
     return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))
 
 
+def untrained_bytes(work: Workload, stage: Stage) -> float:
+    """The weights of layers of a stage that get no gradient: every tp rank holds them whole."""
+    rows = (one for one in parameter_table(work.shape).layer if not one.trained and one.expert_dim is None)
+    held = (one.numel * len(set(one.layers or ()) & set(stage.layers)) for one in rows)
+    return float(work.element_bytes * sum(held))
+
+
 def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0)
-        weights = held.weight_bytes + frozen_bytes(work, stage)
+        weights = held.weight_bytes + untrained_bytes(work, stage)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parcompile.cost.blocks import window_exchanges
+from parcompile.cost.blocks import gathered_over_cp, window_exchanges
 from parcompile.cost.collectives import busiest_stage, collectives, stage_exchanges
 from parcompile.cost.context_exchanges import context_exchanges
-from parcompile.cost.indexer import key_bytes
 from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.traffic import sending_most
 from parcompile.cost.workload import Workload
@@ -48,10 +47,10 @@ class Traffic:
 
 
 def _state_bytes(work: Workload, stage: Stage) -> int:
-    """What layers that carry a state, indexers and windows of a stage send over cp."""
+    """What layers of a stage send over cp for other mechanisms than attention."""
     windows = window_exchanges(work.of_stage(stage), stage.layers)
-    sent = sent_over_cp(work, stage.layers)[1] + key_bytes(work, stage)[1]
-    return sent + int(sum(one.wire_bytes for one in windows))
+    sent = sent_over_cp(work, stage.layers)[1] + gathered_over_cp(work, stage.layers)[1]
+    return int(sent + sum(one.wire_bytes for one in windows))
 
 
 def step_traffic(work: Workload) -> Traffic:

@@ -20,8 +20,12 @@ from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time, time_values
 from .collectives import hidden_bytes
 from .context_time import ContextCost, context_cost, state_seconds, window_seconds
-from .flops import attention_flops_per_token, mixed_matmul_parameters, model_flops_per_token
-from .indexer import index_flops_per_token
+from .flops import (
+    attention_flops_per_token,
+    forward_flops_per_token,
+    mixed_matmul_parameters,
+    model_flops_per_token,
+)
 from .recurrent import scan_flops_per_token
 from .workload import FRAMEWORKS, Workload
 
@@ -174,8 +178,8 @@ def _uniform_terms(work: Workload) -> StepTerms:
     # transformers' recurrence is computed again with its layer.
     states = 0 if shape.recurrent is None else len(shape.recurrent.layers) / shape.num_hidden_layers
     attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
-    # Every tp rank runs the whole of an indexer, forward only.
-    attention += work.tp * index_flops_per_token(shape, work.sequence_length) * tokens
+    # Every tp rank computes all of it, forward only.
+    attention += work.tp * forward_flops_per_token(shape, work.sequence_length) * tokens
     passed = again * _passed(shape, kept)
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)

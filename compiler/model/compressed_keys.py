@@ -1,7 +1,7 @@
 """Keys that stand for whole windows of tokens, beside those of single tokens in a sliding window (DeepSeek-V4).
 
 A compressor makes one key, which is the value too, of each `rate` tokens: a mean by weights that it learns for each
-feature. With two series a key stands for the window before, too. An indexer may choose among these keys.
+feature. With two series a key stands for the window before, too. A few light heads may choose among these keys.
 
 Source: transformers models/deepseek_v4/modeling_deepseek_v4.py (DeepseekV4HCACompressor, DeepseekV4CSACompressor,
 DeepseekV4Indexer).
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cutting.cut import FROZEN, Cut
+
 
 @dataclass(frozen=True, slots=True)
 class KeyChoice:
-    """An indexer of compressed keys, which makes smaller keys of its own for the same windows."""
+    """What chooses among compressed keys, by smaller keys of its own for the same windows."""
 
     heads: int
     head_dim: int
@@ -39,8 +41,19 @@ class CompressedKeys:
         """Compressed keys of a sequence: tokens behind the last whole window are in none."""
         return sequence_length // self.rate
 
+    def cut(self, module: str) -> Cut | None:
+        """All ranks have to choose the same keys."""
+        return FROZEN if module.startswith("compressor.indexer.") else None
+
+    def forward_flops(self, hidden: int, query_rank: int, sequence_length: int) -> float:
+        """Operations of the choice among them for a token, without a gradient: every key is scored."""
+        if self.choice is None:
+            return 0.0
+        scored = self.count(sequence_length) * self.choice.heads * (self.choice.head_dim + 1)
+        return 2.0 * (self.choice.numel(hidden, query_rank) + scored)
+
     def numel(self, hidden: int, head_dim: int) -> int:
-        """Elements of the compressor's weights that multiply each token, without its indexer."""
+        """Elements of the compressor's weights that multiply each token, without that of a choice."""
         return 2 * self.series * head_dim * hidden
 
 

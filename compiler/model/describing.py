@@ -37,7 +37,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append(f"{family.recurrent.kind.value}s {where}")
     if family.layer_shapes:
         found.append("layers of different shapes")
-    found += [one.words for one in family.parts if one.telling == 0]
+    found += [one.described for one in family.parts if one.telling == 0]
     if family.hyper_streams:
         found.append("several residual streams")
     if family.layers_per_module > 1:
@@ -48,12 +48,10 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("an input of each layer")
     if family.runs:
         found.append("stacks of layers that run several times")
-    found += [one.words for one in family.parts if one.telling]
+    found += [one.described for one in family.parts if one.telling == 1]
     if family.latent:
         found.append("latent attention")
-    if family.indexer:
-        kind = "pools of " if family.indexer.pool else "blocks of " if family.indexer.block_key else ""
-        found.append(f"{kind}keys chosen by an indexer")
+    found += [one.described for one in family.parts if one.telling == 2]
     if family.low_rank:
         found.append("compressed KV, some chosen by an indexer")
     if family.experts and family.experts.hashed:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from .blocks import Traits
 from .compressed_keys import LowRank
-from .indexer import Indexer
 from .layer_kind import LayerShape
 from .layer_runs import LayerPeriod, LayerRuns
 from .recurrent.traits import Recurrent
@@ -187,8 +186,6 @@ class Family:
     latent: Latent | None = None
     low_rank: Callable[[Mapping[str, Any]], LowRank] | None = None
     """Projections of queries and outputs through fewer features, without latent keys."""
-    indexer: Indexer | None = None
-    """What chooses the keys that each query attends to."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that a configuration leaves out, where they are not those of Llama's."""
     hidden_is_heads: bool = False

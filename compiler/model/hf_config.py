@@ -16,7 +16,6 @@ from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, Latent
-from .indexer import indexer_shape
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
@@ -145,9 +144,6 @@ def _described(config: Config) -> ModelShape:
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
         mla=mla,
-        indexer=None
-        if family.indexer is None
-        else indexer_shape(family.indexer, config, read.size("num_hidden_layers"), read.size),
         layers_per_module=family.layers_per_module,
         runs=runs,
         recurrent=None if family.recurrent is None else recurrent_shape(family.recurrent, config, layers, read.size),

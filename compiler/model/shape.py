@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from .blocks import Block
 from .compressed_keys import CompressedKeys, LowRank
-from .indexer import IndexerShape
 from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_kind import MlaShape as MlaShape
@@ -140,8 +139,6 @@ class ModelShape:
     """Projections of queries and outputs through fewer features, without latent keys."""
     compressed: CompressedKeys | None = None
     """Keys that stand for windows of tokens, in a model all of whose layers have them alike; else see `kinds`."""
-    indexer: IndexerShape | None = None
-    """What chooses the keys that each query attends to."""
     recurrent: RecurrentShape | None = None
     """Layers that carry a state in the place of attention."""
     shared_blocks: SharedBlocks | None = None
@@ -260,11 +257,6 @@ class ModelShape:
     def value_dim(self) -> int:
         """Width of a value head."""
         return self.head_dim if self.value_head_dim is None else self.value_head_dim
-
-    @property
-    def shares_choices(self) -> bool:
-        """Whether layers take the choice of another layer's indexer, and have none."""
-        return self.indexer is not None and len(self.indexer.layers) < len(self.indexer.attending)
 
     @property
     def expert_features(self) -> int:

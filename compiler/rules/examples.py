@@ -28,7 +28,7 @@ SHARING: Mapping[str, Any] = {
     "index_topk_freq": 4,
     "index_skip_topk_offset": 1,
 }
-"""A model with an indexer in the first of each four layers, whose choice the other three take."""
+"""A model the first of each four layers of which chooses keys; the other three take its choice."""
 
 HYBRID: Mapping[str, Any] = {
     "model_type": "qwen3_5_text",

@@ -271,8 +271,8 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     "virtual stages of layers that are not alike",
     """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
     counted as those of one stretch. Where linear-attention/SSM layers stand between layers that attend, layers with
-    experts between dense ones, or some layers have an indexer and others take its choice, one stretch has not as many
-    of each as the others.""",
+    experts between dense ones, or some layers take a choice that others make, one stretch has not as many of each as
+    the others.""",
     wrong={
         "model": {**HYBRID},
         "parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2},
@@ -285,13 +285,12 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     },
 )
 def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages with layers that carry a state, or that take the choice of another's indexer."""
-    recurrent, indexer, layers = spec.shape.recurrent, spec.shape.indexer, spec.shape.num_hidden_layers
-    kinds = ""
+    """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
+    recurrent, layers, kinds = spec.shape.recurrent, spec.shape.num_hidden_layers, ""
     if recurrent is not None:
         kinds = f"{len(recurrent.layers)} of {layers} linear-attention/SSM layers ({recurrent.kind.value})"
-    elif indexer is not None and spec.shape.shares_choices:
-        kinds = f"{len(indexer.layers)} of {layers} layers that have an indexer"
+    elif choosing := [one for one in spec.shape.parts if one.behind]:
+        kinds = f"{len(choosing[0].layers)} of {layers} layers that have {choosing[0].has}"
     elif spec.shape.moe is not None and spec.shape.moe.layers is not None:
         kinds = f"{len(spec.shape.moe.layers)} of {layers} layers that have experts"
     if spec.virtual_stages > 1 and kinds:
@@ -307,8 +306,8 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "L009",
     "a stage begins with a layer that takes the choice of another",
-    """An indexer chooses the keys that each query attends to, and the layers behind it may take its choice. Stages hand
-    hidden states on, and no choice: the first layer of each stage has an indexer of its own.""",
+    """Stages hand hidden states on, and nothing that a layer has chosen: the first layer of each stage chooses by
+    itself.""",
     wrong={
         "model": {**SHARING},
         "parallelism": {"pp": 4},
@@ -321,16 +320,16 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     },
     sources=("transformers models/glm_moe_dsa/modeling_glm_moe_dsa.py: GlmMoeDsaAttention",),
 )
-def stages_begin_with_an_indexer(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stages that begin with a layer without an indexer of its own."""
-    indexer, layers = spec.shape.indexer, spec.shape.num_hidden_layers
-    if indexer is None:
+def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
+    """Fires for stages that begin with a layer that does not choose by itself."""
+    layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
+    if not choosing:
         return
+    one, sharing = choosing[0], choosing[0].behind
     try:
         stages = stages_from_counts(spec.pipeline_split.counts(layers))
     except ValueError:
         return  # another rule says so
-    sharing = set(indexer.attending) - set(indexer.layers)
     starts = [stage.layers.start for stage in stages if len(stage.layers) and stage.layers.start in sharing]
     if starts:
         others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
@@ -339,7 +338,7 @@ def stages_begin_with_an_indexer(spec: Resolution) -> Iterator[Finding]:
         edits = tuple(Edit(path, remove=True) for path in others)
         yield Finding(
             f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(starts)}, which take the choice of a layer "
-            f"before them; the layers with an indexer are {listed(indexer.layers)}",
+            f"before them; the layers with {one.has} are {listed(one.layers)}",
             _PP,
             help=f"with stages of equal length pp can be {listed(sizes)}",
             fixes=tuple(

@@ -1,4 +1,4 @@
-"""What an indexer has chosen, on its way into the attention over ranks.
+"""Which keys are chosen, on their way into the attention over ranks.
 
 Shapes: B rows, S tokens of this rank, T tokens of all ranks, N chosen keys.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Unmasked:
-    """What an attention with an indexer is given for its mask: the ring knows the mask, and the choice comes beside."""
+    """What an attention to chosen keys is given for its mask: the ring knows the mask, and the choice comes beside."""
 
     def __getitem__(self, _: Any) -> Unmasked:
         return self
@@ -28,7 +28,7 @@ class Chosen(Unmasked):
 
 
 class Visible(Unmasked):
-    """What an attention is given for its mask that joins it with its indexer's choice, as one of bools."""
+    """What an attention is given for its mask that joins it with a choice of keys, as one of bools."""
 
     dtype = torch.bool
 

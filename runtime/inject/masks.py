@@ -59,8 +59,8 @@ class _Reached(Exception):  # noqa: N818 -- nothing went wrong
 
 
 def masked_layers(shape: ModelShape) -> set[int]:
-    """The layers whose attention goes by a mask: an indexer's go by its choice, and have the causal one."""
-    return set(shape.attention_layers) - set(shape.indexer.attending if shape.indexer else ())
+    """The layers whose attention goes by a mask of the model."""
+    return set(shape.attention_layers).difference(*(one.unmasked for one in shape.parts))
 
 
 def check_masks(model: nn.Module, path: str, sequence_length: int, attending: Collection[int] | None = None) -> None:

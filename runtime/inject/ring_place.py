@@ -99,7 +99,7 @@ class RingPlace:
         return packed_attention(query, key, value, packing, rank=rank, **named, **masks)
 
     def hiding(self, indices: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """What hides the keys that an indexer has not chosen; `indices` [B, S, N] are places in the whole sequence."""
+        """What hides the keys that were not chosen; `indices` [B, S, N] are places in the whole sequence."""
         batch, length = current(), key.shape[2]
         if batch.alone:
             return hiding(indices, length, length, dtype)
@@ -163,14 +163,6 @@ def chunked(documents: list[list[int]] | None, rows: int, length: int, chunk: in
         sorted({edge for start, end in pairwise(borders) for edge in (*range(start, end, chunk), end)})
         for borders in documents or [[0, length]] * rows
     ]
-
-
-def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
-    """[B, S, ..] of this rank to [B, T, ..] of all; where a rank is alone with those that a cache has kept before."""
-    if current().alone:
-        kept: Tensor = local if past is None else past.update_indexer(local, layer)
-        return kept
-    return token_order(place, local.shape[1], 0, local.device).gather(local, place.group)
 
 
 def token_order(place: RingPlace, length: int, total: int, device: torch.device) -> TokenOrder:

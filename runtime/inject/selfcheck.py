@@ -305,7 +305,7 @@ def check_small_copy(mesh: Mesh) -> None:
 def _borders(model: nn.Module, mesh: Mesh) -> list[int]:
     if mesh.plan.spec.model.shape.user_module is not None:
         return []  # nobody says what is within it
-    return borders(model.config, mesh.plan.spec.training.sequence_length)
+    return borders(mesh.plan, model.config)
 
 
 def _length(mesh: Mesh, places: Sequence[int]) -> int:

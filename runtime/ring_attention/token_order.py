@@ -1,4 +1,4 @@
-"""Where the tokens of all ranks are in their sequences: for what looks at every key at once, as an indexer does.
+"""Where the tokens of all ranks are in their sequences: for what looks at every key at once.
 
 Shapes: B rows, S tokens of this rank, T tokens of all ranks without padding.
 """

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.cost.flops import attention_flops_per_token, model_flops_per_token
-from parcompile.cost.indexer import index_flops_per_token
+from parcompile.cost.flops import attention_flops_per_token, forward_flops_per_token, model_flops_per_token
 from parcompile.layout.tensor import SplitError, tensor_layout
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
@@ -102,7 +101,7 @@ def test_operations_count_the_window_and_half_of_the_compressed_keys() -> None:
 def test_an_indexer_scores_the_compressed_keys_of_its_layers() -> None:
     shape = shape_of(layer_types=["sliding_attention"] * 42 + ["compressed_sparse_attention"])
     projected = 1024 * 64 * 128 + 4096 * (4 * 128 + 64)
-    assert index_flops_per_token(shape, 4096) == pytest.approx(2 * (projected + 1024 * 64 * 129) / 43)
+    assert forward_flops_per_token(shape, 4096) == pytest.approx(2 * (projected + 1024 * 64 * 129) / 43)
 
 
 def test_groups_of_heads_are_cut_together() -> None:

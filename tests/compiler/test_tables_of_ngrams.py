@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from parcompile.cost.flops import matmul_parameters
-from parcompile.cost.indexer import index_flops_per_token
+from parcompile.cost.flops import forward_flops_per_token, matmul_parameters
 from parcompile.layout.tensor import tensor_layout
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.ngrams import TABLE, Ngrams
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -56,8 +56,7 @@ def test_the_defaults_are_those_of_the_class() -> None:
     assert {layer: size[1] for layer, size in found.items()} == {1: 128, 5: 128}
     assert all(size[0] % 128 == 0 for size in found.values())
     assert 16 * 20_000_000 < found[1][0] < found[5][0] < 16 * 20_002_000
-    assert shape.indexer is not None
-    assert shape.indexer.layers == tuple(range(3, 40, 4))
+    assert shape.part(Indexer).layers == tuple(range(3, 40, 4))
     assert shape.recurrent is not None
     assert len(shape.recurrent.layers) == 30
     assert shape.residual_streams == 4
@@ -115,15 +114,14 @@ def test_layers_may_be_listed_in_older_words_and_twice() -> None:
     older = [{"full_attention": "qwen_sparse_attention"}.get(kind, kind) for kind in kinds]
     one = shape_of(num_hidden_layers=4, layer_types=kinds, ple_layer_ids=[4, 2, 4])
     assert one == shape_of(num_hidden_layers=4, layer_types=older, ple_layer_ids=[2, 4])
-    assert one.indexer is not None
-    assert one.indexer.layers == (0, 2)
+    assert one.part(Indexer).layers == (0, 2)
     assert tables(one) == tables(shape_of(num_hidden_layers=4, layer_types=kinds, ple_layer_ids=[2, 4]))
 
 
 def test_without_them_there_is_nothing_to_look_up_or_choose() -> None:
     plain = {key: None for key in CONFIG if key.startswith(("indexer_", "ple_"))}
     shape = shape_of(**plain, layer_types=["linear_attention"] * 40)
-    assert (shape.part(Ngrams), shape.indexer, tables(shape)) == (None, None, {})
+    assert (shape.part(Ngrams), shape.part(Indexer), tables(shape)) == (None, None, {})
 
 
 def test_operations_of_blocks_and_projections_are_counted() -> None:
@@ -134,7 +132,7 @@ def test_operations_of_blocks_and_projections_are_counted() -> None:
     assert matmul_parameters(shape) - matmul_parameters(without) == 2 * ngrams.matmul_parameters(2048, 4)
     projected = 2048 * 17 * 256
     compared = 16 * 257 * (4096 // 16)
-    assert index_flops_per_token(shape, 4096) == pytest.approx((2 * projected + compared) * 10 / 40)
+    assert forward_flops_per_token(shape, 4096) == pytest.approx((2 * projected + compared) * 10 / 40)
 
 
 def test_the_text_part_of_the_whole_is_planned() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from families import FAMILIES, tiny_config
 
+from parcompile.model.blocks.indexer import IndexerTraits
 from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.tables import reads
 
@@ -366,9 +367,10 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
             "index_topk": choose.choice([1, 3, 40]),
             "o_groups": choose.choice([4, 4, 8]),
         }
-    if (indexer := FAMILIES[family].indexer) is not None and indexer.pool is not None:
+    indexer = next((one for one in FAMILIES[family].parts if isinstance(one, IndexerTraits)), None)
+    if indexer is not None and indexer.pool is not None:
         return _pools(choose, layers)
-    if FAMILIES[family].indexer is not None:
+    if indexer is not None:
         # Every layer has one; its heads hold the rotary part of the others'.
         sizes = {"index_head_dim": 16, "index_n_heads": choose.choice([2, 4]), "index_topk": choose.choice([2, 5, 40])}
         return {key: size for key, size in sizes.items() if key in names}

@@ -21,6 +21,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
@@ -231,7 +232,7 @@ def test_the_layers_with_an_indexer_are_those_of_transformers(schedule: dict[str
     from transformers import GlmMoeDsaConfig
 
     config = tiny_config("glm_moe_dsa", num_hidden_layers=7, mlp_layer_types=["sparse"] * 7, **schedule)
-    indexer = shape_from_config(config).indexer
+    indexer = shape_from_config(config).part(Indexer)
     assert indexer is not None
     kinds = GlmMoeDsaConfig(**{key: value for key, value in config.items() if key != "model_type"}).indexer_types
     assert indexer.layers == tuple(layer for layer, kind in enumerate(kinds) if kind == "full")

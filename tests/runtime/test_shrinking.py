@@ -70,8 +70,8 @@ def test_a_published_model_becomes_one_of_the_same_kind_that_is_checked_in_a_sec
         kinds, before = (set(getattr(planned_config(one), "layer_types", None) or ()) for one in (small, plan))
         assert kinds == before
         config, length = planned_config(small), small.spec.training.sequence_length
-        crossed = len(borders(planned_config(plan), plan.spec.training.sequence_length))
-        assert len(borders(config, length)) == crossed
+        crossed = len(borders(plan, planned_config(plan)))
+        assert len(borders(small, config)) == crossed
         assert LENGTH <= length <= 128
     assert tried
 
@@ -194,7 +194,7 @@ def test_switches_of_rotary_embeddings_are_crossed_where_they_would_be(family: s
         training = replace(plan.spec.training, sequence_length=length)
         small = shrunk(replace(plan, spec=replace(plan.spec, training=training)))
         config = planned_config(small)
-        assert borders(config, small.spec.training.sequence_length) == expected
+        assert borders(small, config) == expected
         built(small)
         if family == "phi3" and expected:
             assert config.max_position_embeddings / config.original_max_position_embeddings == 2.0

@@ -5,10 +5,11 @@ small models of preflight, and the names of stored tensors.
 """
 
 from .altup import AltUpTraits
-from .block import Block, Divided, Exchange, Halo, Local, Traits
+from .block import Block, Divided, Exchange, Halo, Local, Small, Traits
+from .indexer import IndexerTraits
 from .ngrams import NgramTraits
 
-KNOWN: tuple[type[Traits], ...] = (AltUpTraits, NgramTraits)
+KNOWN: tuple[type[Traits], ...] = (AltUpTraits, NgramTraits, IndexerTraits)
 """Every mechanism."""
 
-__all__ = ["KNOWN", "Block", "Divided", "Exchange", "Halo", "Local", "Traits"]
+__all__ = ["KNOWN", "Block", "Divided", "Exchange", "Halo", "Local", "Small", "Traits"]

@@ -71,6 +71,7 @@ class AltUpTraits(Traits):
 
     words: ClassVar[str] = "several residual streams"
     telling: ClassVar[int] = 0
+    lists: ClassVar[Sequence[str]] = ("activation_sparsity_pattern",)
 
     def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Block, ...]:  # noqa: ARG002
         """From the shares of `activation_sparsity_pattern`, layer by layer."""

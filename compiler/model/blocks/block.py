@@ -7,7 +7,7 @@ that it stands in. What a mechanism has nothing to say of it leaves out: the ans
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,6 +69,20 @@ class Halo:
     told: str
 
 
+@dataclass(frozen=True, slots=True)
+class Small:
+    """The small model of the same kind that a mechanism gives its keys for."""
+
+    layers: Sequence[int]
+    """Those of the model that it has."""
+    starts: Collection[int]
+    """The places among them at which stages begin."""
+    before: int
+    """Tokens of a sequence of the model."""
+    length: int
+    """The same of the small one."""
+
+
 class Block:
     """A mechanism with its sizes, in the layers that have it."""
 
@@ -80,10 +94,23 @@ class Block:
     inputs: ClassVar[Sequence[str]] = ()
     """What names of parameters in front of the layers begin with, where a stage that receives streams has no use."""
 
+    has: ClassVar[str] = ""
+    """What those layers have, where others do without; empty: that needs no words."""
+
     @property
     def streams(self) -> int:
         """Hidden states of each token that a layer hands on."""
         return 1
+
+    @property
+    def behind(self) -> frozenset[int]:
+        """Layers that take what a layer before them has made, beside hidden states: no stage begins with one."""
+        return frozenset()
+
+    @property
+    def unmasked(self) -> Collection[int]:
+        """Layers whose attention goes by something else than a mask of the model."""
+        return ()
 
     def count(self, layers: range) -> int:
         """How many of these layers have it."""
@@ -109,6 +136,13 @@ class Block:
         """Of a layer, those that multiply each token."""
         return 0
 
+    def forward_flops(self, hidden: int, query_rank: int, sequence_length: int) -> float:  # noqa: ARG002
+        """Operations of a layer for a token that have no gradient, and that each tp rank computes all of.
+
+        `query_rank` is how many features queries are compressed to; 0 where they are not.
+        """
+        return 0.0
+
     def end_parameters(self, hidden: int) -> int:  # noqa: ARG002
         """Outside of the layers, those that multiply each token."""
         return 0
@@ -128,8 +162,12 @@ class Block:
         """What a layer sends of a micro-batch."""
         yield from ()
 
-    def small(self, config: Any, layers: Sequence[int]) -> Mapping[str, Any]:  # noqa: ARG002
-        """The keys of a small model of the same kind that has these layers."""
+    def borders(self) -> Iterator[int]:
+        """Lengths of sequences, in tokens, from which on it computes otherwise."""
+        yield from ()
+
+    def small(self, config: Any, small: Small) -> Mapping[str, Any]:  # noqa: ARG002
+        """The keys of a small model."""
         return {}
 
 
@@ -141,11 +179,18 @@ class Traits(ABC):
     words: ClassVar[str]
     """What distinguishes a type that has it."""
     telling: ClassVar[int] = 1
-    """0: that comes in front of what layers take in beside their inputs."""
+    """0: that comes in front of what layers take in beside their inputs; 2: behind the kind of attention."""
+    lists: ClassVar[Sequence[str]] = ()
+    """What keys end with that list something for each layer."""
     rules: ClassVar[Mapping[str, str]] = {}
     """What the pages of rules say of it, by code."""
     pieces: ClassVar[Sequence[tuple[str, str]]] = ()
     """Parameters that published files store in pieces: a pattern of the name, and the ending of a piece with `{}`."""
+
+    @property
+    def described(self) -> str:
+        """The words of a type that says so much of it."""
+        return self.words
 
     @abstractmethod
     def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Block, ...]:

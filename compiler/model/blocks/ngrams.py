@@ -26,7 +26,7 @@ from parcompile.model.cutting.cut import Cut
 from parcompile.model.layer_kind import LayersError
 from parcompile.model.table import Part, Split
 
-from .block import Block, Divided, Exchange, Halo, Local, Size, Traits
+from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits
 
 TABLE = "ple.ple_embedding.ngram_embedding.weight"
 """What a layer calls the table."""
@@ -99,10 +99,10 @@ class Ngrams(Block):
         yield Exchange("cp", "all-gather", TOKEN_BYTES * local.tokens)
         yield Exchange("cp", "chain", local.batch * streams * self.seen)
 
-    def small(self, config: Any, layers: Sequence[int]) -> Mapping[str, Any]:
+    def small(self, config: Any, small: Small) -> Mapping[str, Any]:
         """The keys of the tables, for those of these layers that have one; each hashes with numbers of its own."""
         return {
-            "ple_layer_ids": [place + 1 for place, layer in enumerate(layers) if layer in self.layers],
+            "ple_layer_ids": [place + 1 for place, layer in enumerate(small.layers) if layer in self.layers],
             "ple_embed_dim": self.heads * min(self.width // self.heads, _FEW_FEATURES),
             "ngram_vocab_size_base": min(config.ngram_vocab_size_base, _FEW_ROWS),
         }

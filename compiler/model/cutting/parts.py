@@ -108,8 +108,8 @@ _BEHIND_GROUPS = "o_b_proj"
 
 def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
     """The cut of `module` (`q_proj.weight`) in layers of this shape."""
-    if module.startswith(("indexer.", "compressor.indexer.")):
-        return FROZEN  # all ranks have to choose the same keys
+    if shape.compressed is not None and (cut := shape.compressed.cut(module)) is not None:
+        return cut
     name, _, kind = module.rpartition(".")
     if shape.low_rank is not None and name in (_OF_GROUPS, _BEHIND_GROUPS):
         groups = Part(shape.low_rank.output_groups * shape.low_rank.output_rank, shape.low_rank.output_groups)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from parcompile.model.blocks.indexer import IndexerTraits, every_fourth, scheduled_kinds
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.indexer import Indexer, every_fourth, scheduled_kinds
 from parcompile.model.layer_kind import LayersError, LayerShape
 
 from .traits import all_heads, by_frequency, routed
@@ -204,7 +204,7 @@ def _narrow_head(rotary: int, head: int) -> Callable[[Mapping[str, Any]], bool]:
     return lambda config: config.get("index_head_dim", head) < config.get("qk_rope_head_dim", rotary)
 
 
-def _refusals(latent: Latent, indexer: Indexer, *others: Refusal) -> tuple[Refusal, ...]:
+def _refusals(latent: Latent, indexer: IndexerTraits, *others: Refusal) -> tuple[Refusal, ...]:
     return (
         *others,
         Refusal(
@@ -254,25 +254,25 @@ _CLAMP = Refusal(
 
 _V32, _GLM, _AX = Latent(), Latent(2048, 512, 192, 64, 256), Latent(384, 128, 64, 32, 64)
 _HY = Latent(1536, 512, 192, 64, 256)
-_V32_INDEXER, _GLM_INDEXER, _AX_INDEXER = Indexer(), Indexer(heads=32, kinds=scheduled_kinds), Indexer(heads=16)
-_HY_INDEXER = Indexer(heads=16, kinds=every_fourth)
+_V32_INDEXER, _GLM_INDEXER = IndexerTraits(), IndexerTraits(heads=32, kinds=scheduled_kinds)
+_AX_INDEXER, _HY_INDEXER = IndexerTraits(heads=16), IndexerTraits(heads=16, kinds=every_fourth)
 
 INDEXED: Mapping[str, Family] = {
     "deepseek_v32": Family(
         latent=_V32,
-        indexer=_V32_INDEXER,
+        parts=(_V32_INDEXER,),
         experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
         refusals=_refusals(_V32, _V32_INDEXER, _OLD_COUNT),
     ),
     "glm_moe_dsa": Family(
         latent=_GLM,
-        indexer=_GLM_INDEXER,
+        parts=(_GLM_INDEXER,),
         experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
         refusals=_refusals(_GLM, _GLM_INDEXER, _OLD_COUNT),
     ),
     "axk2": Family(
         latent=_AX,
-        indexer=_AX_INDEXER,
+        parts=(_AX_INDEXER,),
         gate="q_gate_proj",
         query_gate=True,
         norm_gate=("gated_norm_rank", 16),
@@ -281,7 +281,7 @@ INDEXED: Mapping[str, Family] = {
     ),
     "hy_v4": Family(
         latent=_HY,
-        indexer=_HY_INDEXER,
+        parts=(_HY_INDEXER,),
         kv_heads=all_heads,
         gate="gate_proj",
         sinks="sinks",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.indexer import FULL, NONE, Indexer
 from parcompile.model.layer_kind import LayersError, LayerShape
 from parcompile.model.shape import ModelShape
 
@@ -24,6 +24,8 @@ _WINDOWED: Mapping[str, int] = {
     "v_head_dim": 128,
 }
 """Defaults of layers with a window (`Dots3NoteTextConfig`), under keys that begin with `swa_`."""
+_FP32 = 4
+"""Bytes of an element of an indexer's keys: sines and cosines in fp32 rotate them."""
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -133,7 +135,7 @@ DOTS3: Mapping[str, Family] = {
     "dots3_note_text": Family(
         keys={"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
         latent=Latent(1024, 512, 128, 64, 128),
-        indexer=Indexer(kinds=_choosing),
+        parts=(IndexerTraits(kinds=_choosing, key_width=_FP32),),
         layer_shapes=_layer_shapes,
         values_of_layers=_values_of_layers,
         gate="g_proj",

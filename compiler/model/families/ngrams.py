@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
 from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.indexer import FULL, NONE, Indexer
 from parcompile.model.recurrent import Recurrent, RecurrentKind
 
 _CARRYING = "linear_attention"
@@ -62,17 +62,19 @@ NGRAMS: Mapping[str, Family] = {
         hyper_streams=("hc_count", 4),
         mixture_rank=("hc_lowrank", 320),
         recurrent=Recurrent(RecurrentKind.GATED_DELTA_NET, attending_words=("indexed_attention", "full_attention")),
-        indexer=Indexer(
-            kinds=_kinds,
-            sizes={
-                "index_n_heads": "indexer_n_heads",
-                "index_head_dim": "indexer_head_dim",
-                "index_topk": "indexer_budget",
-            },
-            block_key="indexer_compress_ratio",
-            rotated=_rotated,
+        parts=(
+            NgramTraits(among=_carrying),
+            IndexerTraits(
+                kinds=_kinds,
+                sizes={
+                    "index_n_heads": "indexer_n_heads",
+                    "index_head_dim": "indexer_head_dim",
+                    "index_topk": "indexer_budget",
+                },
+                block_key="indexer_compress_ratio",
+                rotated=_rotated,
+            ),
         ),
-        parts=(NgramTraits(among=_carrying),),
         experts=Experts(
             shared="shared_expert",
             count=("num_experts", 512),

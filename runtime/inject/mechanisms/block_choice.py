@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.runtime.inject.chosen import Visible
 from parcompile.runtime.inject.ring_place import RingPlace, token_order
 from parcompile.runtime.ring_attention import TokenOrder
@@ -32,11 +33,11 @@ from .mechanism import Placed
 
 def use_block_choice(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers attend to the blocks that their indexers choose."""
-    shape = placed.shape
-    if shape.indexer is None or not shape.indexer.block:
+    block = placed.shape.part(Indexer)
+    if block is None or not block.block:
         return
     place = RingPlace.of(placed.mesh)
-    for _, layer in placed.layers(shape.indexer.layers):
+    for _, layer in placed.layers(block.layers):
         attention: Any = layer.get_submodule(placed.family.attention)
         attention.register_forward_pre_hook(_with_visible, with_kwargs=True)
         attention.indexer.requires_grad_(False)

@@ -21,27 +21,28 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
+from parcompile.model.blocks.indexer import Indexer, IndexerTraits
 from parcompile.runtime.inject.chosen import Unmasked
-from parcompile.runtime.inject.ring_place import RingPlace, of_all_ranks, token_order
+from parcompile.runtime.inject.ring_place import RingPlace, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention.recompute import once
 
 from .mechanism import Placed
-from .pools import use_pools, without_masks
+from .pools import of_all_ranks, use_pools, without_masks
 
 
 def use_indexers(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers that have an indexer, or take the choice of one, attend so."""
-    shape, family = placed.shape, placed.family
-    if family.indexer is not None and family.indexer.pool is not None:
+    block, family = placed.shape.part(Indexer), placed.family
+    if any(isinstance(one, IndexerTraits) and one.pool is not None for one in family.parts):
         placed.model.get_submodule(family.base).register_forward_pre_hook(without_masks, with_kwargs=True)
-    if shape.indexer is None or shape.indexer.block:
+    if block is None or block.block:
         return
     place = RingPlace.of(placed.mesh)
-    for _, layer in placed.layers(shape.indexer.attending):
+    for _, layer in placed.layers(block.attending):
         attention: Any = layer.get_submodule(family.attention)
         attention.register_forward_pre_hook(_without_mask, with_kwargs=True)
-        if shape.indexer.pool:
+        if block.pool:
             use_pools(attention, place)
         elif attention.indexer is not None:
             attention.indexer.requires_grad_(False)

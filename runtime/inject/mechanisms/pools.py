@@ -22,9 +22,18 @@ from torch import Tensor, nn
 
 from parcompile.cost.indexer import SCORES_AT_ONCE
 from parcompile.runtime.inject.chosen import Chosen
-from parcompile.runtime.inject.ring_place import RingPlace, of_all_ranks, token_order
+from parcompile.runtime.inject.ring_place import RingPlace, token_order
+from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import Run, TokenOrder
 from parcompile.runtime.ring_attention.recompute import once
+
+
+def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
+    """[B, S, ..] of this rank to [B, T, ..] of all; where a rank is alone with those that a cache has kept before."""
+    if current().alone:
+        kept: Tensor = local if past is None else past.update_indexer(local, layer)
+        return kept
+    return token_order(place, local.shape[1], 0, local.device).gather(local, place.group)
 
 
 def choose_pools(

@@ -79,7 +79,7 @@ def _windowed_latent(shape: ModelShape, heads: int) -> dict[str, Any]:
     if not shape.kinds or not windows or (mla := windows[0].mla) is None:
         return {}
     sizes = {**asdict(mla), "head_dim": mla.qk_head_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
-    # The list of kinds says which layers have an indexer.
+    # The list of kinds says which layers choose keys.
     return {"use_dsa": None, **{f"swa_{name}": value for name, value in sizes.items()}}
 
 

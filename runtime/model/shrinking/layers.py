@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from parcompile.layout.stages import PipelineSplit
+from parcompile.model.blocks import KNOWN
 from parcompile.model.families import FAMILIES
-from parcompile.model.indexer import FULL, SHARED
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
@@ -35,8 +34,8 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
     stages = split.pp * split.virtual
     if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
         return list(range(shape.num_hidden_layers))  # fewer could part layers from those whose keys they use
-    # A layer that takes the choice of another's indexer stands behind it, in the same stage.
-    least = 2 * stages if any(SHARED in value for value in lists) else 2
+    # A layer that takes the choice of another stands behind it, in the same stage.
+    least = 2 * stages if any(one.behind for one in shape.parts) else 2
     # Layers that come once in a period stay where they are: up to the first of the last kind.
     periodic = _has_periods(shape)
     chosen = list(dict.fromkeys(kinds.values()))
@@ -61,7 +60,7 @@ def _has_periods(shape: ModelShape) -> bool:
     )
 
 
-def lists_of_layers(config: Any, shape: ModelShape, layers: list[int], split: PipelineSplit) -> dict[str, Any]:
+def lists_of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
     found: dict[str, Any] = {"num_hidden_layers": len(layers) // shape.layers_per_module}
     if shape.runs is not None:
@@ -75,10 +74,6 @@ def lists_of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pi
         # The numbers of the layers that attend.
         attending = set(range(shape.num_hidden_layers)) - set(shape.recurrent.layers)
         found[traits.attending_key] = [place for place, layer in enumerate(layers) if layer in attending]
-    if SHARED in found.get("indexer_types", ()) and len(layers) < shape.num_hidden_layers:
-        starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
-        # A stage begins with a layer that has an indexer.
-        found["indexer_types"] = _choices(set(starts), layers, shape)
     if getattr(config, "moe_layers", None) is not None:
         # The numbers of the layers with experts.
         found["moe_layers"] = [place for place, layer in enumerate(layers) if shape.routed(range(layer, layer + 1))]
@@ -92,19 +87,6 @@ def lists_of_layers(config: Any, shape: ModelShape, layers: list[int], split: Pi
             found[experts.dense_layers[0]] = dense
         elif listed := getattr(config, "mlp_only_layers", None):
             found["mlp_only_layers"] = [place for place, layer in enumerate(layers) if layer in listed]
-    return found
-
-
-def _choices(first: set[int], layers: list[int], shape: ModelShape) -> list[str]:
-    """Which layers have an indexer, and which take a choice; `first` begin a stage.
-
-    Where layers with a state stand between, a choice goes to the next layer only.
-    """
-    attending = [shape.indexer is not None and layer in shape.indexer.attending for layer in layers]
-    found: list[str] = []
-    for place in range(len(layers)):
-        takes = place not in first and (all(attending) or (attending[place - 1] and found[-1] == FULL))
-        found.append(SHARED if takes else FULL)
     return found
 
 
@@ -135,8 +117,8 @@ def _few(kv_heads: int, tp: int, heads: int) -> int:
 
 
 _BY_LAYER = (
-    *("layer_types", "_layers", "layer_rope_theta", "indexer_types", "layers_block_type"),
-    "activation_sparsity_pattern",
+    *("layer_types", "_layers", "layer_rope_theta", "layers_block_type"),
+    *(key for one in KNOWN for key in one.lists),
 )
 """Endings of keys that list something for each layer."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from parcompile.layout.stages import PipelineSplit
+from parcompile.model.blocks import Small
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import FOLLOWING
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
@@ -23,23 +25,22 @@ from .layers import kept_layers, kinds_of_layers, lists_of_layers
 WINDOW, SWITCH = 7, 24
 """Of a small model, in tokens: its windows, and where its rotary embeddings change."""
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
-_POOL = 3
-"""Tokens of a pool of keys."""
 
 
-def borders(config: Any, sequence_length: int) -> list[int]:
+def borders(plan: Plan, config: Any) -> list[int]:
     """The lengths, in tokens, from which on a model computes otherwise: of windows, and where rotary embeddings change.
 
     Args:
-        config: of transformers.
-        sequence_length: of the plan's sequences. What is not shorter never begins, and is left out.
+        plan: of its sequences. What is not shorter never begins, and is left out.
+        config: of transformers, as the plan has it.
     """
+    shape, sequence_length = plan.spec.model.shape, plan.spec.training.sequence_length
     found = [getattr(config, key, None) for key in _WINDOWS]
     rates = _rates(config)
     if rates:
-        # An indexer chooses among keys of so many tokens each.
+        # Queries choose among keys of so many tokens each.
         found[_WINDOWS.index("index_topk")] = config.index_topk * min(rates.values())
-    found += [*rates.values(), *crossed(config)]
+    found += [*rates.values(), *(place for one in shape.parts for place in one.borders())]
     found += [_switch(rope, config) for rope in _ropes(config)]
     return sorted({place for place in found if isinstance(place, int) and 0 < place < sequence_length})
 
@@ -50,10 +51,6 @@ def short_lengths(config: Any, before: int, length: int) -> dict[str, Any]:
     for key in _WINDOWS:
         if isinstance(window := getattr(config, key, None), int):
             found[key] = min(window, WINDOW) if window < before else max(window, length)
-    if pool := getattr(config, "index_kpool", None):
-        # Whole pools are chosen, a few of them.
-        pool = found["index_kpool"] = min(pool, _POOL)
-        found["index_topk"] = max(found["index_topk"] // pool, 1) * pool
     if rates := _rates(config):
         found["compress_rates"] = {kind: min(rate, WINDOW) if rate < before else rate for kind, rate in rates.items()}
     switches = [switch for rope in _ropes(config) if (switch := _switch(rope, config)) is not None]
@@ -110,26 +107,6 @@ def _switch(rope: Mapping[str, Any], config: Any) -> int | None:
     return None
 
 
-_BLOCK, _BLOCKS = 4, 2
-"""Tokens of a block, and how many blocks queries choose."""
-
-
-def small_blocks(shape: ModelShape, before: int, length: int) -> dict[str, int]:
-    """The keys of blocks: a short sequence has more than are chosen if one of length `before` has."""
-    if (indexer := shape.indexer) is None or not indexer.block:
-        return {}
-    block = min(indexer.block, _BLOCK)
-    blocks = indexer.top_k // indexer.block
-    chosen = min(blocks, _BLOCKS) if indexer.top_k < before else max(blocks, -(-length // block))
-    return {"indexer_compress_ratio": block, "indexer_budget": block * chosen}
-
-
-def crossed(config: Any) -> list[int]:
-    """Tokens from which on queries choose among blocks, and do not see them all."""
-    budget, block = (getattr(config, f"indexer_{key}", None) for key in ("budget", "compress_ratio"))
-    return [budget + block] if isinstance(budget, int) and isinstance(block, int) else []
-
-
 # The small plan, of all its parts.
 
 LENGTH, VOCABULARY = 48, 256
@@ -160,17 +137,18 @@ def shrunk(plan: Plan) -> Plan:
     config, spec, shape = planned_config(plan), plan.spec, plan.spec.model.shape
     unit = 2 * spec.parallelism.cp * spec.parallelism.tp
     length = min(-(-LENGTH // unit) * unit, spec.training.sequence_length)
-    layers = kept_layers(plan, config)
+    layers, split = kept_layers(plan, config), spec.parallelism.pipeline_split
+    starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
+    parts = Small(layers, set(starts), spec.training.sequence_length, length)
     heads = small_heads(plan, config)
     changes = {
         **heads,
         **small_widths(plan, config),
         **small_states(plan),
-        **lists_of_layers(config, shape, layers, spec.parallelism.pipeline_split),
+        **lists_of_layers(config, shape, layers),
         **kinds_of_layers(plan, config, layers, heads),
         **short_lengths(config, spec.training.sequence_length, length),
-        **{key: value for one in shape.parts for key, value in one.small(config, layers).items()},
-        **small_blocks(shape, spec.training.sequence_length, length),
+        **{key: value for one in shape.parts for key, value in one.small(config, parts).items()},
         **small_tokens(config, min(shape.vocab_size, VOCABULARY + shape.vocab_size % VOCABULARY)),
     }
     # Weights of this size keep the variance of what they multiply: with smaller ones scores are all but equal, and
