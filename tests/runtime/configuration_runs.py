@@ -67,6 +67,20 @@ def planned(drawn: Drawn, *, alone: bool = False) -> Plan:
     return family_plan(drawn.family, 1 if alone else drawn.world_size, {} if alone else drawn.parallelism, **changes)
 
 
+def accepted(drawn: Drawn) -> Drawn:
+    """The draw without the keys for which it is refused."""
+    while True:
+        try:
+            planned(drawn, alone=True)
+        except AssertionError as error:
+            named = [key for key in drawn.changes if key in str(error)]
+            if not named:
+                return drawn
+            drawn = replace(drawn, changes={key: one for key, one in drawn.changes.items() if key not in named})
+        else:
+            return drawn
+
+
 def outcomes(draws: Sequence[Drawn], timeout: float = 240, noise: bool = False) -> list[Outcome]:
     """All of one layout, in one world. What differs in fp32 is judged again in fp64, in a second one.
 
@@ -166,4 +180,4 @@ def _judged(drawn: Drawn, found: list[Margin], dtype: torch.dtype) -> Outcome:
     return Outcome(drawn, kind, furthest.difference, furthest.noise, "" if kind == "equal" else worst.text)
 
 
-__all__ = ["LAYOUTS", "Outcome", "RankError", "cases", "outcomes"]
+__all__ = ["LAYOUTS", "Outcome", "RankError", "accepted", "cases", "outcomes"]
