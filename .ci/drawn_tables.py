@@ -75,16 +75,23 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     from families import FAMILIES, tiny_config
     from transformers import CONFIG_MAPPING
 
+    from parcompile.model.blocks.mamba2 import Mamba2Traits
     from parcompile.model.blocks.ngrams import NgramTraits
+    from parcompile.model.blocks.recurrent import RecurrentTraits
 
     traits, base = FAMILIES[family], tiny_config(family)
     known = vars(CONFIG_MAPPING[family]).get("__dataclass_fields__", {})
     found: dict[str, Any] = {key: choose.choice([False, True]) for key in SWITCHES if key in known}
     found |= {key: choose.choice(values) for key, values in NUMBERS.items() if key in known}
-    states, layers = traits.recurrent, changes["num_hidden_layers"]
+    states, layers = traits.part(RecurrentTraits), changes["num_hidden_layers"]
     # Which layers have n-grams follows from the kinds that were drawn.
     own_kinds = any(isinstance(one, NgramTraits) for one in traits.parts)
-    if not own_kinds and states is not None and states.state_space is None and states.layers_key == "layer_types":
+    if (
+        not own_kinds
+        and states is not None
+        and not isinstance(states, Mamba2Traits)
+        and states.layers_key == "layer_types"
+    ):
         words = [states.word, *states.attending_words]
         found["layer_types"] = [states.word, "full_attention", *(choose.choice(words) for _ in range(layers - 2))]
     if traits.indexer and traits.indexer.pool is None and not traits.indexer.block_key:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 from pathlib import Path
 
 import pytest
+
+from parcompile.model import blocks
+from parcompile.model.blocks import KNOWN, Traits
 
 FILE = Path(__file__).parents[1] / ".ci" / "counts.py"
 
@@ -35,3 +39,15 @@ def test_a_further_place_is_counted(module, tmp_path: Path, monkeypatch: pytest.
     after = module.counts()
     assert after["files that name indexer"] == before["files that name indexer"] + 1
     assert after["literals of model types"] == before["literals of model types"] + 2
+
+
+def test_mechanisms_that_pages_and_stored_names_know_of_are_listed() -> None:
+    every = {
+        one
+        for file in pkgutil.iter_modules(blocks.__path__)
+        for one in vars(importlib.import_module(f"{blocks.__name__}.{file.name}")).values()
+        if isinstance(one, type) and issubclass(one, Traits) and one is not Traits
+    }
+    assert len(every) > len(KNOWN)
+    telling = {one for one in every if one.rules or one.pieces or "numeric_keys" in vars(one)}
+    assert telling == set(KNOWN)

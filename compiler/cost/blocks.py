@@ -31,7 +31,7 @@ from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout, chunk_ids
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import padded_vocab_size
-from parcompile.model.blocks import Exchange, Local
+from parcompile.model.blocks import Block, Exchange, Local
 from parcompile.model.compressed_keys import CompressedKeys
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
@@ -84,6 +84,37 @@ def gathered_over_cp(work: Workload, layers: range) -> tuple[int, float]:
     for one, passes in exchanges(work, layers, Axis.CP) if work.cp > 1 else ():
         if one.kind == "all-gather":
             messages, size = messages + passes, size + passes * one.size * (work.cp - 1)
+    return messages, size
+
+
+def handed_bytes(work: Workload, one: Block) -> tuple[int, int]:
+    """What each piece of a sequence hands to the next in a layer and micro-batch: in a chain, and as a halo."""
+    sent = [(each.kind, int(each.size)) for each in one.exchanges(local(work)) if each.axis == Axis.CP]
+    chain, halo = (sum(size for kind, size in sent if kind == each) for each in ("chain", "halo"))
+    return chain, halo
+
+
+def hops(work: Workload, cp_rank: int | None = None) -> int:
+    """How often a rank hands them on in a layer and micro-batch, forward and backward; the busiest rank's by default.
+
+    Every piece but the last hands on in forward, every one but the first in backward. With zigzag a rank has two, and
+    those in the middle of the chain are neighbours on one rank.
+    """
+    if work.cp == 1:
+        return 0
+    pieces = 2 if work.cp_layout == "zigzag" else 1
+    if cp_rank is None:
+        return pieces * min(2, work.cp - 1)
+    return pieces * ((cp_rank < work.cp - 1) + (cp_rank > 0))
+
+
+def sent_over_cp(work: Workload, layers: range, cp_rank: int | None = None) -> tuple[int, int]:
+    """Messages and bytes of a step's states and halos that a rank with these layers sends."""
+    messages, size, each = 0, 0, work.micro_batches * hops(work, cp_rank)
+    for one in work.shape.parts if each else ():
+        times = one.count(layers) * each
+        handed = handed_bytes(work, one)
+        messages, size = messages + times * sum(part > 0 for part in handed), size + times * sum(handed)
     return messages, size
 
 

@@ -193,8 +193,7 @@ def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
         return None
     if (dp * cp) % int(fields.get("ep", work.ep)):
         return None
-    states = work.shape.recurrent
-    if states is not None and states.units % tp:
+    if any(dealt.size % tp for one in work.shape.parts if (dealt := one.dealt()) is not None):
         return None
     if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
         return None

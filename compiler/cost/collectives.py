@@ -50,16 +50,14 @@ from parcompile.layout.tensor import repeated_ranges
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
-from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
-from .blocks import exchanges, gathered_over_cp, uses, window_exchanges
+from .blocks import exchanges, gathered_over_cp, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
 from .memory import keeps_both_gradients
-from .recurrent import sent_over_cp
 from .workload import FRAMEWORKS, Workload
 
 # What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
@@ -96,7 +94,7 @@ _Send = Callable[[str, str, float, float, int], None]
 def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Collectives:
     """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
 
-    States of recurrent layers go from rank to rank, and so do tokens of windows: the ends of the chain send less. They
+    States of layers go from rank to rank, and so do tokens of windows: the ends of the chain send less. They
     are those of `cp_rank`, by default of the busiest.
 
     Raises:
@@ -250,23 +248,16 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         chosen = moe.num_experts_per_token
         rows = work.split_tokens * chosen if work.ep == 1 else sent_rows(work, chosen) * work.expert_slices
         send(Axis.TP, "all-reduce", sums, rows * work.shape.expert_features * work.element_bytes, tp)
-    states = work.shape.recurrent
-    if states is None or states.kind is not RecurrentKind.MAMBA2:
-        # A norm over the features of all ranks sums its squares, and their gradient.
-        split = [one for one in parameter_table(work.shape).layer if one.split is not None and _is_norm(one)]
-        sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
-        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
-    if states is not None and states.kind is RecurrentKind.MAMBA2 and states.gated_norm and states.groups < tp:
-        sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
-        send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
-    if states is not None and states.kind is RecurrentKind.MAMBA1:
-        # What the channels of all ranks give together, and the gradients of what each rank uses of it.
-        sums = states.count(stage.layers) * times * (3 if work.recomputes_layers else 2)
-        send(Axis.TP, "all-reduce", sums, states.selected * work.local_tokens * work.element_bytes, tp)
+    # A norm over the features of all ranks sums its squares, and their gradient.
+    split = [one for one in parameter_table(work.shape).layer if one.split is not None and _sums(one, work.shape)]
+    sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
+    send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 
-def _is_norm(parameter: Parameter) -> bool:
-    return len(parameter.shape) == 1 and parameter.name.endswith("norm.weight")
+def _sums(parameter: Parameter, shape: ModelShape) -> bool:
+    own = parameter.name.partition(".{layer}.")[2]
+    is_norm = len(parameter.shape) == 1 and own.endswith("norm.weight")
+    return is_norm and not any(one.sums_norm(own) for one in shape.parts)
 
 
 def _user_module_columns(work: Workload, module: UserModule, passes: int, activation: float, send: _Send) -> None:

@@ -15,7 +15,7 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 
-from .blocks import window_exchanges
+from .blocks import handed_bytes, window_exchanges
 from .coefficients import time_values
 from .context_exchanges import (
     SUM_BYTES,
@@ -30,7 +30,6 @@ from .context_exchanges import (
     sizes_of,
 )
 from .flops import attention_flops_per_token
-from .recurrent import halo_bytes, state_bytes
 from .workload import Workload
 
 MESSAGE_SECONDS = {"cpu": 1.5e-4}
@@ -127,16 +126,17 @@ def attention_seconds(work: Workload, values: Mapping[str, float]) -> float:
 
 
 def state_seconds(work: Workload, values: Mapping[str, float]) -> float:
-    """A state's way through all pieces of a sequence and back, in one layer that carries it; halos travel at once."""
-    if work.cp == 1 or work.shape.recurrent is None:
-        return 0.0
+    """A state's way through all pieces of a sequence and back, in a layer: the mean. Halos travel at once."""
     pieces = 2 if work.cp_layout == "zigzag" else 1
     # The two pieces in the middle of a zigzag are on one rank.
-    way = 2 * pieces * (work.cp - 1)
-    size = way * state_bytes(work) + 2 * halo_bytes(work)
-    count = way + (2 if halo_bytes(work) else 0)
-    chain = ContextExchange(Axis.CP, "chain of states", work.cp, 1, count, size, neighbours=True)
-    return _seconds(work, chain, values)
+    way, seconds = 2 * pieces * (work.cp - 1), 0.0
+    for one in work.shape.parts if work.cp > 1 else ():
+        state, halo = handed_bytes(work, one)
+        if one.states:
+            count = way + (2 if halo else 0)
+            chain = ContextExchange(Axis.CP, "chain", work.cp, 1, count, way * state + 2 * halo, neighbours=True)
+            seconds += one.share(work.shape.num_hidden_layers) * _seconds(work, chain, values)
+    return seconds
 
 
 def window_seconds(work: Workload, values: Mapping[str, float]) -> float:

@@ -10,12 +10,12 @@ Of packed documents S is the length of a document.
 
 from __future__ import annotations
 
+from parcompile.model.blocks import Block
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape, mean_over_layers
 
 from .blocks import head_parameters, mixture_parameters
-from .recurrent import mixer_parameters, scan_flops_per_token
 
 CONVENTION = (
     "6 N + 12 L a dh S per token (arXiv 2204.02311, appendix B): head counted, no causal discount, no recompute"
@@ -59,7 +59,9 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     h, attention = shape.hidden_size, attention_matmul_parameters(shape)
     if shape.layer_inputs is not None:
         attention += 3 * h * shape.layer_inputs.width  # its share of the projection for all layers, and its own two
-    attention += mixture_parameters(shape) + parameters_of_parts(shape, of_all=True)
+    attention += mixture_parameters(shape) + sum(
+        _parameters(one, shape) for one in shape.parts if _is_of_all(one, shape)
+    )
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
         experts = shape.moe
@@ -75,16 +77,14 @@ def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     if shape.blocks is not None:
         return _matmul_parameters_of_blocks(shape) / shape.num_hidden_layers
     whole = layer_matmul_parameters(shape, moe=moe)
-    if shape.recurrent is None:
-        return whole
-    return whole + _instead(shape) / shape.num_hidden_layers
+    return whole + more / shape.num_hidden_layers if (more := _instead(shape)) else whole
 
 
 def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
     """Of all layers, where each is one block."""
     attention, every = attention_matmul_parameters(shape), range(shape.num_hidden_layers)
-    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
-    total: float = len(shape.attention_layers) * attention + states * mixer_parameters(shape)
+    total: float = len(shape.attention_layers) * attention
+    total += sum(len(one.layers) * _parameters(one, shape) for one in shape.parts)
     if (shared := shape.shared_blocks) is not None:
         total += len(shared.layers) * shared.matmul_parameters(shape.hidden_size, shape.intermediate_size)
     total += shape.dense(every) * (layer_matmul_parameters(shape) - attention)
@@ -92,19 +92,23 @@ def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
 
 
 def _instead(shape: ModelShape) -> int:
-    """What layers that carry a state have more than if they attended, and the further mechanisms of some."""
-    if shape.recurrent is None:
-        return 0
-    attending = 0 if shape.recurrent.beside_attention else attention_matmul_parameters(shape)
-    found = len(shape.recurrent.layers) * (mixer_parameters(shape) - attending)
-    return found + parameters_of_parts(shape, of_all=False)
+    """What layers with mechanisms of some layers have more, in all; than if they attended, where they do not."""
+    attention = attention_matmul_parameters(shape)
+    return sum(
+        len(one.layers) * (_parameters(one, shape) - (attention if one.replaces_attention else 0))
+        for one in shape.parts
+        if not _is_of_all(one, shape)
+    )
 
 
-def parameters_of_parts(shape: ModelShape, *, of_all: bool) -> int:
-    """Those of mechanisms that multiply each token: in each layer, of such as all layers have, else in all layers."""
-    h, streams, total = shape.hidden_size, shape.residual_streams, shape.num_hidden_layers
-    chosen = [one for one in shape.parts if (len(one.layers) == total) == of_all]
-    return sum((1 if of_all else len(one.layers)) * one.matmul_parameters(h, streams) for one in chosen)
+def _parameters(one: Block, shape: ModelShape) -> int:
+    """Those of a mechanism in a layer that multiply each token."""
+    return one.matmul_parameters(shape.hidden_size, shape.residual_streams)
+
+
+def _is_of_all(one: Block, shape: ModelShape) -> bool:
+    """Whether each layer is counted with a mechanism."""
+    return len(one.layers) == shape.num_hidden_layers and not one.states
 
 
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
@@ -165,5 +169,5 @@ def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
         shape, lambda one: 0 if one.compressed is None else one.compressed.count(sequence_length)
     )
     attention = 12.0 * attending * width * keys
-    states = 0 if shape.recurrent is None else len(shape.recurrent.layers)
-    return 6.0 * matmul_parameters(shape) + attention + 3.0 * states * scan_flops_per_token(shape)
+    scans = sum(len(one.layers) * one.flops_per_token(carried=False) for one in shape.parts)
+    return 6.0 * matmul_parameters(shape) + attention + 3.0 * scans

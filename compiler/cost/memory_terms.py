@@ -123,7 +123,7 @@ class _Held:
     @property
     def states(self) -> int:
         """Layers that carry a state."""
-        return 0 if self.work.shape.recurrent is None else self.work.shape.recurrent.count(self.stage.layers)
+        return sum(one.count(self.stage.layers) for one in self.work.shape.parts if one.states)
 
     @property
     def with_blocks(self) -> range:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parcompile.cost.blocks import gathered_over_cp, window_exchanges
+from parcompile.cost.blocks import gathered_over_cp, sent_over_cp, window_exchanges
 from parcompile.cost.collectives import busiest_stage, collectives, stage_exchanges
 from parcompile.cost.context_exchanges import context_exchanges
-from parcompile.cost.recurrent import sent_over_cp
 from parcompile.cost.traffic import sending_most
 from parcompile.cost.workload import Workload
 from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid

@@ -26,7 +26,6 @@ from .flops import (
     mixed_matmul_parameters,
     model_flops_per_token,
 )
-from .recurrent import scan_flops_per_token
 from .workload import FRAMEWORKS, Workload
 
 OPTIMIZER_BYTES = 28
@@ -176,8 +175,9 @@ def _uniform_terms(work: Workload) -> StepTerms:
     attending = len(shape.attention_layers) / shape.num_hidden_layers
     attention = 3 * attending * attention_flops_per_token(shape, work.attended_length) * tokens * attention_again
     # transformers' recurrence is computed again with its layer.
-    states = 0 if shape.recurrent is None else len(shape.recurrent.layers) / shape.num_hidden_layers
-    attention += 3 * states * scan_flops_per_token(shape, carried=work.cp > 1) * tokens * again
+    for one in shape.parts:
+        share = one.share(shape.num_hidden_layers)
+        attention += 3 * share * one.flops_per_token(carried=work.cp > 1) * tokens * again
     # Every tp rank computes all of it, forward only.
     attention += work.tp * forward_flops_per_token(shape, work.sequence_length) * tokens
     passed = again * _passed(shape, kept)
@@ -319,9 +319,7 @@ def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCo
         tensor += terms.tp_calls * (terms.network_latency_seconds if far else terms.node_latency_seconds)
     shared = shared or context_cost(work, work.context, values)
     attending = len(work.shape.attention_layers) / work.shape.num_hidden_layers
-    recurrent = work.shape.recurrent
-    states = 0 if recurrent is None else len(recurrent.layers) / work.shape.num_hidden_layers
-    context = attending * shared.seconds + states * state_seconds(work, values) + window_seconds(work, values)
+    context = attending * shared.seconds + state_seconds(work, values) + window_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     whole = max(work_layer + attention + tensor + context + expert, _launch(terms, values))
     return _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)

@@ -10,10 +10,9 @@ from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.layout.stages import Stage
 from parcompile.machines.accelerator import Link
 
-from .blocks import window_exchanges
+from .blocks import sent_over_cp, window_exchanges
 from .collectives import Sent, busiest_stage, collectives, stage_exchanges
 from .context_exchanges import ContextExchange, context_exchanges
-from .recurrent import sent_over_cp
 from .workload import Workload
 
 

@@ -28,13 +28,7 @@ def kinds_of(one: ModelType) -> list[str]:
     if family is None:
         return []
     found = ["mixture of experts" if family.experts else "dense"]
-    if family.recurrent:
-        where = "beside attention" if family.recurrent.beside_attention else "in the place of most attention"
-        if not family.attends:
-            where = "alone, without attention and MLP"
-        if family.shared_blocks:
-            where = "in every layer, behind attention and MLPs that layers share"
-        found.append(f"{family.recurrent.kind.value}s {where}")
+    found += [one.described for one in family.parts if one.telling == -1]
     if family.layer_shapes:
         found.append("layers of different shapes")
     found += [one.described for one in family.parts if one.telling == 0]

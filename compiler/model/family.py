@@ -5,14 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .blocks import Traits
 from .compressed_keys import LowRank
 from .layer_kind import LayerShape
 from .layer_runs import LayerPeriod, LayerRuns
-from .recurrent.traits import Recurrent
 from .shape import LayerInputs, ModelShape
+
+T = TypeVar("T", bound=Traits)
 
 Switch = bool | str | tuple[str, ...]
 """A trait that is fixed, or the configuration key that decides it; several keys stand for the same thing."""
@@ -172,8 +173,6 @@ class Family:
     """Where streams lie side by side, and gates of all their features read them, the key of the rank of these gates."""
     parts: tuple[Traits, ...] = ()
     """The mechanisms that some of its layers have (`blocks/`)."""
-    recurrent: Recurrent | None = None
-    """Layers that carry a state in the place of attention."""
     mlp: str = "mlp"
     """Empty: its linears stand in the layer itself."""
     mlp_ratio: int | None = None
@@ -202,6 +201,10 @@ class Family:
     refusals: tuple[Refusal, ...] = ()
     refused_axes: Mapping[str, str] = field(default_factory=dict)
     """Axes of the mesh that the runtime does not run the family over, and why."""
+
+    def part(self, kind: type[T]) -> T | None:
+        """What it says of a mechanism; None where it has none of that kind."""
+        return next((one for one in self.parts if isinstance(one, kind)), None)
 
     @property
     def names_norms(self) -> bool:

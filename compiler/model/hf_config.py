@@ -20,7 +20,6 @@ from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, wh
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, kinds_of_layers
 from .reading_experts import experts_from
-from .recurrent.reading import recurrent_shape
 from .shape import MlaShape, ModelShape
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
@@ -146,7 +145,6 @@ def _described(config: Config) -> ModelShape:
         mla=mla,
         layers_per_module=family.layers_per_module,
         runs=runs,
-        recurrent=None if family.recurrent is None else recurrent_shape(family.recurrent, config, layers, read.size),
         blocks=blocks,
         shared_blocks=shared,
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),

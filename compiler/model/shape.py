@@ -12,7 +12,6 @@ from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
 from .layer_kind import MlaShape as MlaShape
 from .layer_runs import LayerRuns
-from .recurrent.shape import RecurrentShape
 from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
 
@@ -139,8 +138,6 @@ class ModelShape:
     """Projections of queries and outputs through fewer features, without latent keys."""
     compressed: CompressedKeys | None = None
     """Keys that stand for windows of tokens, in a model all of whose layers have them alike; else see `kinds`."""
-    recurrent: RecurrentShape | None = None
-    """Layers that carry a state in the place of attention."""
     shared_blocks: SharedBlocks | None = None
     """Transformer blocks that several layers use."""
     layers_per_module: int = 1
@@ -176,23 +173,21 @@ class ModelShape:
         every = range(self.num_hidden_layers)
         if self.blocks is not None:
             return self.blocks.attention
-        if self.recurrent is None or self.recurrent.beside_attention:
-            return every
-        return tuple(layer for layer in every if layer not in set(self.recurrent.layers))
+        others = {layer for one in self.parts if one.replaces_attention for layer in one.layers}
+        return tuple(layer for layer in every if layer not in others) if others else every
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
         if self.blocks is not None:
             return _count(self.blocks.attention, layers)
-        instead = self.recurrent is not None and not self.recurrent.beside_attention
-        return len(layers) - (self.recurrent.count(layers) if self.recurrent is not None and instead else 0)
+        return len(layers) - sum(one.count(layers) for one in self.parts if one.replaces_attention)
 
     @property
     def blocks_per_layer(self) -> int:
         """Blocks that take a layer's hidden states in and give a part of a sum: attention and MLP, mostly."""
         if self.blocks is not None:
             return 1
-        return 3 if self.recurrent is not None and self.recurrent.beside_attention else 2
+        return 3 if any(one.beside_attention for one in self.parts) else 2
 
     def routed(self, layers: range) -> int:
         """How many of these layers have routed experts."""

@@ -105,8 +105,7 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
         return
     found = []
-    if (states := spec.shape.recurrent) is not None:
-        found.append(f"{len(states.layers)} linear-attention/SSM layers ({states.kind.value})")
+    found += [f"{len(one.layers)} {one.states}" for one in spec.shape.parts if one.states]
     if rates := spec.shape.window_rates:
         found.append(f"compressed KV of {listed(rates)} tokens")
     for what in found:
@@ -140,20 +139,18 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
 )
 def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     """Fires when a piece has fewer tokens than the convolution sees of it."""
-    recurrent, cp, length = spec.shape.recurrent, spec.axis(Axis.CP), spec.sequence_length
+    halos = list(filter(None, (part.halo() for part in spec.shape.parts)))
+    cp, length = spec.axis(Axis.CP), spec.sequence_length
     pieces = cp * spec.cp_layout.chunks_per_rank
-    if recurrent is None or cp == 1 or length % pieces:
+    if not halos or cp == 1 or length % pieces:
         return
-    seen, told = recurrent.kernel - 1, f"{recurrent.kernel} − 1"
-    for halo in filter(None, (part.halo() for part in spec.shape.parts)):
-        if halo.tokens > seen:
-            seen, told = halo.tokens, halo.told
-    if length // pieces >= seen:
+    longest = max(halos, key=lambda halo: halo.tokens)
+    if length // pieces >= longest.tokens:
         return
-    least = pieces * seen
+    least = pieces * longest.tokens
     yield Finding(
-        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {told}: the "
-        f"convolution of the next piece sees {seen} tokens of it",
+        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {longest.told}: the "
+        f"convolution of the next piece sees {longest.tokens} tokens of it",
         _LENGTH,
         help=f"write {least} or more, or a smaller cp",
         fixes=(Fix(f"set sequence_length to {least}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, least),)),),

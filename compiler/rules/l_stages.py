@@ -286,9 +286,9 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
 )
 def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
-    recurrent, layers, kinds = spec.shape.recurrent, spec.shape.num_hidden_layers, ""
-    if recurrent is not None:
-        kinds = f"{len(recurrent.layers)} of {layers} linear-attention/SSM layers ({recurrent.kind.value})"
+    layers, kinds = spec.shape.num_hidden_layers, ""
+    if stateful := [one for one in spec.shape.parts if one.states]:
+        kinds = f"{len(stateful[0].layers)} of {layers} {stateful[0].states}"
     elif choosing := [one for one in spec.shape.parts if one.behind]:
         kinds = f"{len(choosing[0].layers)} of {layers} layers that have {choosing[0].has}"
     elif spec.shape.moe is not None and spec.shape.moe.layers is not None:

@@ -10,7 +10,6 @@ from parcompile.model.blocks import Divided
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 from parcompile.model.parameters import parameter_table
-from parcompile.model.recurrent import RecurrentKind
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
@@ -25,8 +24,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
     shape = spec.shape
     sizes = [*shape.head_counts]
-    if shape.recurrent is not None:
-        sizes.append(shape.recurrent.units)
+    sizes += [dealt.size for one in shape.parts if (dealt := one.dealt()) is not None]
     if shape.dense(range(shape.num_hidden_layers)):
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
@@ -203,19 +201,12 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
 )
 def groups_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the groups of a recurrent layer do not divide."""
-    shape, tp = spec.shape.recurrent, spec.axis(Axis.TP)
-    if shape is not None and shape.units % tp:
-        channels = shape.kind is RecurrentKind.MAMBA1
-        expanded = channels and shape.groups_key != "intermediate_size"
-        told = f"hidden_size x {shape.groups_key} =" if expanded else shape.groups_key
-        units = "channels" if channels else "groups" if shape.groups > 1 else "heads"
-        yield _indivisible(
-            spec,
-            f"{told} {shape.units} on tp {tp}: {shape.units} / {tp} is not whole",
-            f"choose a tp that divides the {shape.units} {units}",
-            shape.groups_key,
-        )
+    """Fires when the groups of a layer with a state do not divide."""
+    tp = spec.axis(Axis.TP)
+    for one in filter(None, (part.dealt() for part in spec.shape.parts)):
+        if one.size % tp:
+            message = f"{one.told} on tp {tp}: {one.size} / {tp} is not whole"
+            yield _indivisible(spec, message, f"choose a tp that divides the {one.size} {one.each}", one.key)
 
 
 @rule(

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.model.families import FAMILIES
 from parcompile.runtime.drawing import hold_features
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -30,7 +29,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
 from .heads import mark, sum_repeated_gradient
 from .mechanisms.expert_adapters import ExpertAdapters, why_not
-from .mechanisms.selective import SELECTING, STEPPING
+from .mechanisms.selective import why_untrained, why_whole
 from .regions import BLOCK_TAKES_INPUT, Region
 
 INJECTED_FIRST = (
@@ -98,12 +97,6 @@ def _kinds(model: nn.Module) -> tuple[type, ...]:
     return (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
-def _is_selective(slices: Slices) -> bool:
-    """Whether the model has Mamba-1 layers."""
-    family = FAMILIES.get(slices.model_type)
-    return family is not None and family.recurrent is not None and family.recurrent.selective is not None
-
-
 def _is_of_experts(layer: Any) -> bool:
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -122,9 +115,8 @@ def _check(one: _Adapted, slices: Slices) -> None:
         why = "uses a variant of LoRA (DoRA or the like), which is not injected"
     elif any(matrix.bias is not None for matrix in layer.lora_B.values()):
         why = "has lora_bias, which is not injected"
-    elif _is_selective(slices) and one.name.endswith(f".{STEPPING}"):
-        why = "has adapters that nothing trains: transformers multiplies by the weight itself. Leave it out of "
-        why += "target_modules"
+    elif untrained := why_untrained(one.name, slices.model_type):
+        why = untrained
     else:
         split = slices.of(f"{one.name}.weight").parameter.split
         if split is not None and split.pads_vocabulary:
@@ -155,15 +147,9 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
         hold_features(layer.lora_dropout[adapter], piece.ranges)
         if region.sequence_parallel:
             sum_in_backward(up.weight, region.group)
-    elif piece.parameter.name.endswith(f".{SELECTING}.weight"):
-        raise RunError(
-            f"LoRA on {SELECTING} of a Mamba-1 layer is not injected over tp: leave it out of target_modules",
-            everywhere=True,
-        )
     elif piece.ranges is not None:
-        raise RunError(
-            "LoRA inside a block of experts is not injected: leave it out of target_modules", everywhere=True
-        )
+        why = why_whole(piece.parameter.name) or "LoRA inside a block of experts is not injected"
+        raise RunError(f"{why}: leave it out of target_modules", everywhere=True)
     elif piece.parameter.partial or (region.sequence_parallel and piece.parameter.sequence_parallel):
         sum_in_backward(down.weight, region.group)
         sum_in_backward(up.weight, region.group)

@@ -11,8 +11,8 @@ import pytest
 from parcompile.backends.registry import losses
 from parcompile.cost.collectives import hidden_bytes
 from parcompile.cost.flops import attention_flops_per_token, matmul_parameters, model_flops_per_token
-from parcompile.cost.recurrent import scan_flops_per_token
 from parcompile.layout.tensor import tensor_layout
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan, compile_plan
@@ -134,8 +134,9 @@ def test_channels_are_counted_by_intermediate_size_before_expand() -> None:
     without = {key: value for key, value in FALCON_MAMBA_7B.items() if key != "intermediate_size"}
     assert shape_from_config(without) == shape
     wide = shape_from_config({**without, "expand": 4})
-    assert wide.recurrent is not None
-    assert wide.recurrent.values == 16384
+    carried = wide.part(Recurrent)
+    assert carried is not None
+    assert carried.values == 16384
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_ranks_have_channels_or_heads_of_their_own() -> None:
 def test_operations_are_those_of_products_and_of_the_recurrence(config: dict[str, Any]) -> None:
     shape = shape_from_config(config)
     assert attention_flops_per_token(shape, 4096) == 0
-    scan = 3 * 64 * scan_flops_per_token(shape)
+    scan = 3 * 64 * sum(one.flops_per_token(carried=False) for one in shape.parts)
     assert model_flops_per_token(shape, 4096) == 6 * matmul_parameters(shape) + scan
     assert model_flops_per_token(shape, 4096) == model_flops_per_token(shape, 65536)
 

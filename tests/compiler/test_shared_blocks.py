@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from parcompile.cost.flops import matmul_parameters
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 
@@ -80,8 +81,9 @@ def test_published_models_are_described(config: dict[str, Any], parameters: floa
     assert table.numel == pytest.approx(parameters, rel=1e-3)
     assert (shape.attending(every), shape.dense(every)) == (uses, uses)
     assert shape.head_dim == 2 * config["hidden_size"] // 32
-    assert shape.recurrent is not None
-    assert shape.recurrent.layers == tuple(every)
+    carried = shape.part(Recurrent)
+    assert carried is not None
+    assert carried.layers == tuple(every)
     names = [name for name, _ in table.expanded()]
     assert len([name for name in names if name.endswith("self_attn.q_proj.weight")]) == config["num_mem_blocks"]
     assert len([name for name in names if ".gate_up_proj_adapter_list." in name]) == 2 * uses

@@ -10,6 +10,7 @@ import pytest
 
 from parcompile.cost.flops import matmul_parameters
 from parcompile.layout.tensor import repeated_ranges, tensor_layout
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.plan import compile_plan
@@ -85,9 +86,10 @@ def test_a_published_configuration_has_the_published_number_of_parameters(
     config: dict[str, Any], states: int, billions: float
 ) -> None:
     shape = shape_from_config(config)
-    assert shape.recurrent is not None
-    assert len(shape.recurrent.layers) == states
-    assert shape.recurrent.value_dim == 64
+    carried = shape.part(Recurrent)
+    assert carried is not None
+    assert len(carried.layers) == states
+    assert carried.value_dim == 64
     assert parameter_table(shape).numel / 1e9 == pytest.approx(billions, abs=0.02)
 
 
@@ -141,8 +143,9 @@ NEMOTRON_NANO_30B = {
 )
 def test_a_layer_may_be_one_block(config: dict[str, Any], kinds: tuple[int, ...], billions: float) -> None:
     shape, every = shape_from_config(config), range(52)
-    assert shape.recurrent is not None
-    counts = len(shape.recurrent.layers), shape.attending(every), shape.dense(every), shape.routed(every)
+    carried = shape.part(Recurrent)
+    assert carried is not None
+    counts = len(carried.layers), shape.attending(every), shape.dense(every), shape.routed(every)
     assert counts == kinds
     assert shape.blocks_per_layer == 1
     table = parameter_table(shape)
@@ -204,8 +207,9 @@ FALCON: dict[str, Any] = {
 
 def test_a_layer_may_attend_and_carry_a_state() -> None:
     shape = shape_from_config(FALCON)
-    assert shape.recurrent is not None
-    assert (len(shape.recurrent.layers), shape.attending(range(4)), shape.blocks_per_layer) == (4, 4, 3)
+    carried = shape.part(Recurrent)
+    assert carried is not None
+    assert (len(carried.layers), shape.attending(range(4)), shape.blocks_per_layer) == (4, 4, 3)
     names = {one.name.split(".")[3] for one in parameter_table(shape).layer}
     assert names == {"feed_forward", "mamba", "self_attn", "input_layernorm", "pre_ff_layernorm"}
     # Each matrix of a layer once, and the head.

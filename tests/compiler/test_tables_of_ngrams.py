@@ -13,6 +13,7 @@ from parcompile.cost.flops import forward_flops_per_token, matmul_parameters
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.ngrams import TABLE, Ngrams
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
@@ -57,8 +58,9 @@ def test_the_defaults_are_those_of_the_class() -> None:
     assert all(size[0] % 128 == 0 for size in found.values())
     assert 16 * 20_000_000 < found[1][0] < found[5][0] < 16 * 20_002_000
     assert shape.part(Indexer).layers == tuple(range(3, 40, 4))
-    assert shape.recurrent is not None
-    assert len(shape.recurrent.layers) == 30
+    carried = shape.part(Recurrent)
+    assert carried is not None
+    assert len(carried.layers) == 30
     assert shape.residual_streams == 4
 
 

@@ -12,7 +12,10 @@ from typing import Any
 from families import FAMILIES, tiny_config
 
 from parcompile.model.blocks.indexer import IndexerTraits
+from parcompile.model.blocks.mamba1 import Mamba1Traits
+from parcompile.model.blocks.mamba2 import Mamba2Traits
 from parcompile.model.blocks.ngrams import NgramTraits
+from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.tables import reads
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -175,7 +178,7 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
 def runs(family: str, layout: str) -> bool:
     """Whether a family runs in a layout, whatever is drawn (rules X004, C005 and C010; ep deals experts)."""
     traits, parallelism = FAMILIES[family], LAYOUTS[layout][1]
-    windows, states = traits.low_rank is not None, traits.recurrent is not None
+    windows, states = traits.low_rank is not None, traits.part(RecurrentTraits) is not None
     return not (
         traits.refused_axes.keys() & parallelism.keys()
         or ("ep" in parallelism and traits.experts is None)
@@ -279,11 +282,15 @@ def _ngrams(choose: random.Random, layers: int) -> dict[str, Any]:
 
 
 def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
-    states = FAMILIES[family].recurrent
-    if states is None or states.state_space is None:
+    states = FAMILIES[family].part(Mamba2Traits)
+    if states is None:
         return {}
-    keys, heads = states.state_space, choose.choice([8, 16])
-    switches = {keys.convolution_bias[0], keys.input_bias[0], keys.output_bias[0]} | set((keys.norm or ())[:1])
+    keys, heads = states.keys, choose.choice([8, 16])
+    switches = {*_biases(keys.kernel[0]), *(keys.norm or ())[:1]}
+    if family == "zamba2":
+        switches = {"add_bias_linear"}
+    elif family == "falcon_h1":
+        switches.add("projectors_bias")
     # What follows from other keys is left out.
     if FAMILIES[family].shared_blocks:
         width: dict[str, Any] = {}
@@ -298,28 +305,31 @@ def _state_space(choose: random.Random, family: str) -> dict[str, Any]:
         keys.state[0]: choose.choice([3, 6]),
         keys.kernel[0]: choose.choice([2, 3, 4]),
         keys.chunk[0]: choose.choice([2, 4, 64]),
-        **{switch: choose.choice([True, False]) for switch in sorted(filter(None, switches))},
+        **{switch: choose.choice([True, False]) for switch in sorted(switches)},
     }
 
 
 def _selective(choose: random.Random, family: str) -> dict[str, Any]:
-    states = FAMILIES[family].recurrent
-    if states is None or states.selective is None:
+    keys = FAMILIES[family].part(Mamba1Traits)
+    if keys is None:
         return {}
-    keys = states.selective
     return {
         keys.expand[0]: choose.choice([1, 2]),
         keys.state[0]: choose.choice([3, 6]),
-        keys.kernel[0]: choose.choice([2, 3, 4]),
+        keys.convolution[0]: choose.choice([2, 3, 4]),
         keys.step_rank: choose.choice([2, 5, "auto"]),
-        keys.convolution_bias[0]: choose.choice([True, False]),
-        keys.bias[0]: choose.choice([True, False]),
+        **{switch: choose.choice([True, False]) for switch in _biases(keys.convolution[0])},
     }
+
+
+def _biases(kernel: str) -> tuple[str, str]:
+    """What switches biases on, by the name of the key of a kernel."""
+    return ("use_conv_bias", "use_bias") if kernel == "conv_kernel" else ("mamba_conv_bias", "mamba_proj_bias")
 
 
 def _periods(choose: random.Random, family: str, layers: int) -> dict[str, Any]:
     """Which layers attend, a layer of each kind at least, and which have experts, of all if there is one expert."""
-    states, experts = FAMILIES[family].recurrent, FAMILIES[family].experts
+    states, experts = FAMILIES[family].part(RecurrentTraits), FAMILIES[family].experts
     found: dict[str, Any] = {}
     for one, longest in ((states and states.attending_period, layers), (experts and experts.period, 3)):
         if one:
@@ -332,8 +342,8 @@ def _periods(choose: random.Random, family: str, layers: int) -> dict[str, Any]:
 
 def _linear_attention(choose: random.Random, family: str, names: set[str]) -> dict[str, Any]:
     """Heads, widths and kernels of layers that carry a state."""
-    states = FAMILIES[family].recurrent
-    if states is None or states.state_space is not None or states.selective is not None:
+    states = FAMILIES[family].part(RecurrentTraits)
+    if states is None or isinstance(states, Mamba1Traits | Mamba2Traits):
         return {}
     sizes = {
         "linear_num_key_heads": 4,
@@ -357,7 +367,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
     if "attention_types" in names:
         found["attention_types"] = [[["global", "local"], layers // 2]]
     kinds = getattr(config, "layer_types", None)
-    states = FAMILIES[family].recurrent
+    states = FAMILIES[family].part(RecurrentTraits)
     if FAMILIES[family].low_rank is not None:
         words = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
         return {
@@ -378,7 +388,7 @@ def _layer_kinds(choose: random.Random, family: str, config: Any, names: set[str
         # A layer of each kind at least.
         attends = [True, False] + [choose.choice([True, False]) for _ in range(layers - 2)]
         choose.shuffle(attends)
-        if states.beside_attention or not FAMILIES[family].attends:
+        if family == "falcon_h1" or not FAMILIES[family].attends:
             return {}
         if states.attending_period is not None:
             return _periods(choose, family, layers)

@@ -16,6 +16,7 @@ from ranks import run_ranks
 from safetensors import safe_open
 from training_runs import make_plan
 
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
@@ -115,7 +116,7 @@ def test_a_saved_width_of_states_goes_before_the_head_dim_that_its_class_overwri
     plan = family_plan("bailing_hybrid", 1, {})
     written = saved_config(plan, torch.float32)
     assert (written["head_dim"], written["linear_head_dim"]) == (4, 6)
-    states = shape_from_config({**written, "linear_head_dim": 10, "linear_num_heads": 2}).recurrent
+    states = shape_from_config({**written, "linear_head_dim": 10, "linear_num_heads": 2}).part(Recurrent)
     assert states is not None
     assert (states.key_dim, states.heads, states.groups_key) == (10, 2, "linear_num_heads")
 

@@ -11,6 +11,9 @@ from families import FAMILIES, tiny_config
 from family_runs import family_plan
 from ranks import run_ranks
 
+from parcompile.model.blocks.delta import GatedDelta
+from parcompile.model.blocks.mamba2 import Mamba2Traits
+from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.presets import presets
 from parcompile.plan import Plan, compile_plan
@@ -103,7 +106,7 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more = {"num_kv_heads": 4}
     if family == "opt":
         more = {"word_embed_proj_dim": None}
-    if (states := FAMILIES[family].recurrent) is not None:
+    if (states := FAMILIES[family].part(RecurrentTraits)) is not None:
         last = ["sliding_attention", "full_attention"] if mixed else [states.word, "full_attention"]
         more = {"layer_types": ([states.word] * 2 + last) * 2}
         if states.layers_key == "":
@@ -112,14 +115,14 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
             more = {"layers_block_type": [states.word, states.word, "hybrid", "hybrid"] * 2, "num_key_value_heads": 16}
         elif FAMILIES[family].layer_blocks is not None:
             more = {"layers_block_type": [states.word, "mlp", "full_attention", "moe"] * 2}
-        if states.state_space is not None:
-            more |= {states.state_space.heads[0]: 32, states.state_space.head_dim[0]: "auto"}
+        if isinstance(states, Mamba2Traits):
+            more |= {states.keys.heads[0]: 32, states.keys.head_dim[0]: "auto"}
             if FAMILIES[family].shared_blocks:
-                del more[states.state_space.head_dim[0]]
-            if states.state_space.expand is None:
-                more |= {states.state_space.head_dim[0]: 8, states.state_space.groups[0]: 4}
+                del more[states.keys.head_dim[0]]
+            if states.keys.expand is None:
+                more |= {states.keys.head_dim[0]: 8, states.keys.groups[0]: 4}
             elif not FAMILIES[family].attends:
-                more |= {states.state_space.head_dim[0]: 32, states.state_space.groups[0]: 4}
+                more |= {states.keys.head_dim[0]: 32, states.keys.groups[0]: 4}
         more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}
     if "mlp_layer_types" in tiny_config(family):
         more |= {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
@@ -135,7 +138,9 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in built(small).named_parameters()}
     assert shapes == {name: parameter.shape for name, parameter in small.parameters.expanded()}
     assert small.parameters.numel < plan.parameters.numel
-    if (recurrent := small.spec.model.shape.recurrent) is not None and "linear_num_key_heads" in tiny_config(family):
+    if (recurrent := small.spec.model.shape.part(GatedDelta)) is not None and "linear_num_key_heads" in tiny_config(
+        family
+    ):
         assert (recurrent.groups, recurrent.key_dim, recurrent.value_dim) == (4, 8, 10)
     shape = small.spec.model.shape
     layers = shape.runs.layers if shape.runs else shape.num_hidden_layers

@@ -4,12 +4,11 @@ What goes through a model asks every block and names none: `hf_config`, `cutting
 small models of preflight, and the names of stored tensors.
 """
 
-from .altup import AltUpTraits
 from .block import Block, Divided, Exchange, Halo, Local, Small, Traits
 from .indexer import IndexerTraits
 from .ngrams import NgramTraits
 
-KNOWN: tuple[type[Traits], ...] = (AltUpTraits, NgramTraits, IndexerTraits)
-"""Every mechanism."""
+KNOWN: tuple[type[Traits], ...] = (NgramTraits, IndexerTraits)
+"""Those that pages of rules, names of stored tensors or keys that change numbers know of."""
 
 __all__ = ["KNOWN", "Block", "Divided", "Exchange", "Halo", "Local", "Small", "Traits"]

@@ -46,7 +46,10 @@ class Exchange:
 
     axis: str
     kind: str
-    """An operation, or "chain": each piece of the sequence hands it to the next, and its gradient back."""
+    """An operation, or what each piece of the sequence hands to the next, with a gradient back.
+
+    A "chain" waits for what the piece before has handed on, a "halo" for nothing.
+    """
     size: float
     """Bytes: of an all-reduce, and of what is gathered or scattered, all of it; over cp a rank's own."""
     back: str = ""
@@ -59,6 +62,8 @@ class Divided:
     size: int
     told: str
     key: str
+    each: str = ""
+    """What these are, where tp deals whole ones to its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,13 @@ class Small:
     """Tokens of a sequence of the model."""
     length: int
     """The same of the small one."""
+    written: Mapping[str, Any]
+    """The model's configuration as files have it."""
+    tp: int
+    hidden: int
+    """Features of the hidden states of the small model."""
+    whole_hidden: int
+    """The same of the model."""
 
 
 class Block:
@@ -91,6 +103,8 @@ class Block:
     layers: tuple[int, ...]
     streams_dim: ClassVar[int | None] = None
     """Where hidden states between layers have its streams; None: it makes none, or they lie side by side."""
+    told_apart: ClassVar[bool] = True
+    """Whether masks are enough to tell documents of one row apart."""
     inputs: ClassVar[Sequence[str]] = ()
     """What names of parameters in front of the layers begin with, where a stage that receives streams has no use."""
 
@@ -112,9 +126,28 @@ class Block:
         """Layers whose attention goes by something else than a mask of the model."""
         return ()
 
+    @property
+    def states(self) -> str:
+        """What its layers are called, where they carry a state along the sequence; else empty."""
+        return ""
+
+    @property
+    def replaces_attention(self) -> bool:
+        """Whether its layers do not attend."""
+        return False
+
+    @property
+    def beside_attention(self) -> bool:
+        """Whether its layers attend too, and add what both give."""
+        return False
+
     def count(self, layers: range) -> int:
         """How many of these layers have it."""
-        return len(set(self.layers) & set(layers))
+        return sum(layer in layers for layer in self.layers)
+
+    def share(self, total: int) -> float:
+        """The share of a model's layers that have it."""
+        return len(self.layers) / total
 
     def cut(self, own: str, shape: tuple[int, ...]) -> Cut | None:  # noqa: ARG002
         """How a parameter that layers call `own` is cut; None where it is none of this mechanism."""
@@ -128,6 +161,14 @@ class Block:
         """What tp has to divide of a parameter."""
         yield from ()
 
+    def dealt(self) -> Divided | None:
+        """What tp deals to its ranks whole."""
+        return None
+
+    def sums_norm(self, own: str) -> bool:  # noqa: ARG002
+        """Whether a norm whose features tp splits is summed over ranks by `exchanges`, and not as others are."""
+        return False
+
     def halo(self) -> Halo | None:
         """What a piece of the sequence sees of the piece before."""
         return None
@@ -140,6 +181,14 @@ class Block:
         """Operations of a layer for a token that have no gradient, and that each tp rank computes all of.
 
         `query_rank` is how many features queries are compressed to; 0 where they are not.
+        """
+        return 0.0
+
+    def flops_per_token(self, *, carried: bool) -> float:  # noqa: ARG002
+        """Forward operations of a layer beside products with parameters, for a token.
+
+        Args:
+            carried: its piece of a sequence goes on with the state of the piece before.
         """
         return 0.0
 
@@ -179,7 +228,7 @@ class Traits(ABC):
     words: ClassVar[str]
     """What distinguishes a type that has it."""
     telling: ClassVar[int] = 1
-    """0: that comes in front of what layers take in beside their inputs; 2: behind the kind of attention."""
+    """-1: that comes first; 0: in front of what layers take in beside their inputs; 2: behind the kind of attention."""
     lists: ClassVar[Sequence[str]] = ()
     """What keys end with that list something for each layer."""
     rules: ClassVar[Mapping[str, str]] = {}
@@ -191,6 +240,11 @@ class Traits(ABC):
     def described(self) -> str:
         """The words of a type that says so much of it."""
         return self.words
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether a period says which layers have it."""
+        return False
 
     @abstractmethod
     def read(self, config: Mapping[str, Any], layers: int, size: Size) -> tuple[Block, ...]:

@@ -97,7 +97,7 @@ class Ngrams(Block):
         else:
             yield Exchange("tp", "all-reduce", looked_up)
         yield Exchange("cp", "all-gather", TOKEN_BYTES * local.tokens)
-        yield Exchange("cp", "chain", local.batch * streams * self.seen)
+        yield Exchange("cp", "halo", local.batch * streams * self.seen)
 
     def small(self, config: Any, small: Small) -> Mapping[str, Any]:
         """The keys of the tables, for those of these layers that have one; each hashes with numbers of its own."""

@@ -109,7 +109,7 @@ def _added(name: str) -> Family | str | None:
 
 
 _OF_TABLES = (
-    *("recurrent", "layer_shapes", "layer_blocks", "runs", "norm_gate", "shared_blocks", "layer_inputs"),
+    *("layer_shapes", "layer_blocks", "runs", "norm_gate", "shared_blocks", "layer_inputs"),
     *("initial_state", "hyper_streams", "layers_per_module", "paired_heads", "query_gate", "kv_heads"),
     *("values_of_layers", "square_mixtures", "low_rank", "mixture_rank", "parts"),
 )

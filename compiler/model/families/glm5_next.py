@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.blocks.delta import KimiDelta, KimiDeltaTraits
 from parcompile.model.blocks.indexer import FULL, SHARED, Indexer, IndexerTraits, kinds_between
 from parcompile.model.family import Family, Latent, Refusal
-from parcompile.model.recurrent import Recurrent, RecurrentKind
 from parcompile.model.shape import ModelShape
 
 from .traits import all_heads, routed
@@ -32,7 +32,7 @@ def _kinds(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
 
 def _values_of_layers(_: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
     """Sizes that a section of published files says, and kinds of layers, by the keys that its class makes of them."""
-    states, indexer, layers = shape.recurrent, shape.part(Indexer), range(shape.num_hidden_layers)
+    states, indexer, layers = shape.part(KimiDelta), shape.part(Indexer), range(shape.num_hidden_layers)
     held, full = () if states is None else states.layers, () if indexer is None else indexer.layers
     found: dict[str, Any] = {
         "layer_types": [_STATE if layer in held else _CHOSEN for layer in layers],
@@ -59,14 +59,15 @@ GLM5_NEXT: Mapping[str, Family] = {
     "glm5_next_text": Family(
         kv_heads=all_heads,
         latent=Latent(1536, 512, 256, 0, 256),
-        parts=(IndexerTraits(heads=32, top_k=_TOP_K, kinds=_kinds, pool=("index_kpool", _POOL)),),
-        recurrent=Recurrent(
-            RecurrentKind.KIMI_DELTA_ATTENTION,
-            module="self_attn",
-            attending_words=(_CHOSEN, "full_attention"),
-            by_default=_three_of_four,
-            section=_SECTION,
-            gates_by_few=True,
+        parts=(
+            KimiDeltaTraits(
+                module="self_attn",
+                attending_words=(_CHOSEN, "full_attention"),
+                by_default=_three_of_four,
+                section=_SECTION,
+                gates_by_few=True,
+            ),
+            IndexerTraits(heads=32, top_k=_TOP_K, kinds=_kinds, pool=("index_kpool", _POOL)),
         ),
         defaults={"linear_num_heads": _HEADS},
         hyper_streams=("hc_mult", 4),

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from parcompile.model.blocks.delta import GatedDeltaTraits, KimiDelta, KimiDeltaTraits
+from parcompile.model.blocks.lightning import LightningTraits
+from parcompile.model.blocks.short_convolution import ShortConvolutionTraits
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layer_kind import LayersError
-from parcompile.model.recurrent import Recurrent, RecurrentKind
 from parcompile.model.shape import ModelShape
 
 from .traits import all_heads, by_step
 
 # Decoders most of whose layers carry a state along the sequence in the place of attention.
 
-_QWEN3_5 = Recurrent(
-    RecurrentKind.GATED_DELTA_NET,
-)
-_QWEN3_NEXT = Recurrent(
-    RecurrentKind.GATED_DELTA_NET,
-)
-
 
 def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     found = tuple(layer for layer in range(count) if layer % 4 != 3)
     return found[:-1] if len(found) == count else found  # one attends at least
-
-
-_LIGHTNING = Recurrent(
-    RecurrentKind.LIGHTNING_ATTENTION,
-    module="self_attn",
-    by_default=lambda _, count: tuple(range(1, count, 2)),
-)
-_OLMO = Recurrent(
-    RecurrentKind.GATED_DELTA_NET,
-    by_default=_all_but_every_fourth,
-    follows_attention=True,
-)
 
 
 def _experts(
@@ -53,14 +35,6 @@ def _experts(
     )
 
 
-_SHORT = Recurrent(
-    RecurrentKind.SHORT_CONVOLUTION,
-    module="conv",
-    word="conv",
-    attending_key="full_attn_idxs",
-    attends_by_default=True,
-    every_key=None,
-)
 _OLD_NAME = Refusal(
     "tie_embedding",
     lambda config: config.get("tie_embedding") not in (None, config.get("tie_word_embeddings", True)),
@@ -86,7 +60,7 @@ _LISTED = Refusal(
 
 
 def _lfm2(*refusals: Refusal, **others: Any) -> Family:
-    return Family(mlp="feed_forward", recurrent=_SHORT, refusals=(_OLD_NAME, *refusals), **others)
+    return Family(mlp="feed_forward", parts=(ShortConvolutionTraits(),), refusals=(_OLD_NAME, *refusals), **others)
 
 
 def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -110,13 +84,15 @@ HYBRIDS: Mapping[str, Family] = {
         gate_of_heads=lambda _: True,
         gate_key="use_attention_gate",
         mlp="feed_forward",
-        recurrent=replace(
-            _SHORT, by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
+        parts=(
+            ShortConvolutionTraits(
+                by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
+            ),
         ),
         defaults={"sliding_window": 256, "conv_L_cache": 7, "use_attention_gate": True},
     ),
     "minimax": Family(
-        recurrent=_LIGHTNING,
+        parts=(LightningTraits(module="self_attn", by_default=lambda _, count: tuple(range(1, count, 2))),),
         experts=Experts(),
         refusals=(
             Refusal(
@@ -128,7 +104,7 @@ HYBRIDS: Mapping[str, Family] = {
         ),
     ),
     "olmo_hybrid": Family(
-        recurrent=_OLMO,
+        parts=(GatedDeltaTraits(by_default=_all_but_every_fourth, follows_attention=True),),
         refusals=(
             Refusal(
                 "layer_types",
@@ -142,9 +118,9 @@ HYBRIDS: Mapping[str, Family] = {
             ),
         ),
     ),
-    "qwen3_next": Family(query_gate=True, recurrent=_QWEN3_NEXT, experts=_experts(512, 10, by_step)),
-    "qwen3_5_text": Family(query_gate=True, recurrent=_QWEN3_5),
-    "qwen3_5_moe_text": Family(query_gate=True, recurrent=_QWEN3_5, experts=_experts(256, 8)),
+    "qwen3_next": Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(512, 10, by_step)),
+    "qwen3_5_text": Family(query_gate=True, parts=(GatedDeltaTraits(),)),
+    "qwen3_5_moe_text": Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(256, 8)),
 }
 
 
@@ -168,7 +144,7 @@ def _kimi_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
     """What the section of published files says, by the keys that its class makes of it."""
-    states = shape.recurrent
+    states = shape.part(KimiDelta)
     if config.get(_SECTION) is None:
         return {}
     layers = range(shape.num_hidden_layers)
@@ -182,15 +158,13 @@ def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[i
     return dict.fromkeys(layers, found)
 
 
-_KIMI = Recurrent(
-    RecurrentKind.KIMI_DELTA_ATTENTION,
+_KIMI = KimiDeltaTraits(
     module="self_attn",
     by_default=_kimi_layers,
     section=_SECTION,
     gates_by_few=True,
 )
-_BAILING = Recurrent(
-    RecurrentKind.KIMI_DELTA_ATTENTION,
+_BAILING = KimiDeltaTraits(
     module="self_attn",
     every_key=("layer_group_size", 6),
     sizes={
@@ -231,7 +205,7 @@ KIMI_DELTA: Mapping[str, Family] = {
         keys={"max_position_embeddings": "model_max_length"},
         latent=Latent(q_lora_rank=None),
         kv_heads=all_heads,
-        recurrent=_KIMI,
+        parts=(_KIMI,),
         values_of_layers=_values_of_layers,
         experts=_kimi_experts(256, 1024, 1),
         refusals=_REFUSALS,
@@ -242,7 +216,7 @@ KIMI_DELTA: Mapping[str, Family] = {
         kv_heads=all_heads,
         gate="g_proj",
         gate_of_heads=lambda _: True,
-        recurrent=_BAILING,
+        parts=(_BAILING,),
         experts=_kimi_experts(512, 768, 2),
         refusals=(
             *_REFUSALS,

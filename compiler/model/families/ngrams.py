@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.blocks.delta import GatedDeltaTraits
 from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
 from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.recurrent import Recurrent, RecurrentKind
 
 _CARRYING = "linear_attention"
 _OLDER = {"mamba": _CARRYING}
@@ -61,8 +61,8 @@ NGRAMS: Mapping[str, Family] = {
         query_gate=True,
         hyper_streams=("hc_count", 4),
         mixture_rank=("hc_lowrank", 320),
-        recurrent=Recurrent(RecurrentKind.GATED_DELTA_NET, attending_words=("indexed_attention", "full_attention")),
         parts=(
+            GatedDeltaTraits(attending_words=("indexed_attention", "full_attention")),
             NgramTraits(among=_carrying),
             IndexerTraits(
                 kinds=_kinds,

@@ -6,21 +6,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.model.blocks.mamba1 import Mamba1Traits
+from parcompile.model.blocks.mamba2 import Mamba2Keys, Mamba2Traits
+from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layer_blocks import STATE, nemotron_kinds
 from parcompile.model.layer_runs import LayerPeriod
-from parcompile.model.recurrent import Recurrent, RecurrentKind, SelectiveKeys, StateSpaceKeys
 from parcompile.model.shared_blocks import INNER, zamba2_kinds
 
 # Decoders with state-space layers (Mamba).
-
-_MAMBA2 = Recurrent(
-    RecurrentKind.MAMBA2,
-    module="mamba",
-    layers_alias="layers_block_type",
-    every_key=None,
-    state_space=StateSpaceKeys(),
-)
 
 
 def _other_head_dim(config: Mapping[str, Any]) -> bool:
@@ -46,14 +40,7 @@ def _states_of_nemotron(config: Mapping[str, Any], _: int) -> tuple[int, ...]:
 STATE_SPACE: Mapping[str, Family] = {
     "bamba": Family(
         mlp="feed_forward",
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA2,
-            module="mamba",
-            layers_key="",
-            attending_key="attn_layer_indices",
-            every_key=None,
-            state_space=StateSpaceKeys(),
-        ),
+        parts=(Mamba2Traits(attending_key="attn_layer_indices"),),
         refusals=(
             Refusal(
                 "z_loss_coefficient",
@@ -64,16 +51,11 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "falcon_h1": Family(
         mlp="feed_forward",
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA2,
-            module="mamba",
-            layers_key="",
-            every_key=None,
-            beside_attention=True,
-            state_space=StateSpaceKeys(
-                width=("mamba_d_ssm", 1024),
-                output_bias=("projectors_bias", False),
-                norm=("mamba_rms_norm", False),
+        parts=(
+            Mamba2Traits(
+                where="beside attention",
+                beside_attention=True,
+                keys=Mamba2Keys(width=("mamba_d_ssm", 1024), norm=("mamba_rms_norm", False)),
             ),
         ),
     ),
@@ -82,22 +64,19 @@ STATE_SPACE: Mapping[str, Family] = {
         attention="mixer",
         mlp="mixer",
         layer_blocks=nemotron_kinds,
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA2,
-            module="mixer",
-            layers_key="",
-            by_default=_states_of_nemotron,
-            state_space=StateSpaceKeys(
-                heads=("mamba_num_heads", 128),
-                head_dim=("mamba_head_dim", 64),
-                groups=("n_groups", 8),
-                state=("ssm_state_size", 128),
-                kernel=("conv_kernel", 4),
-                chunk=("chunk_size", 128),
-                expand=None,
-                convolution_bias=("use_conv_bias", True),
-                input_bias=("use_bias", False),
-                output_bias=("use_bias", False),
+        parts=(
+            Mamba2Traits(
+                module="mixer",
+                by_default=_states_of_nemotron,
+                keys=Mamba2Keys(
+                    heads=("mamba_num_heads", 128),
+                    head_dim=("mamba_head_dim", 64),
+                    groups=("n_groups", 8),
+                    state=("ssm_state_size", 128),
+                    kernel=("conv_kernel", 4),
+                    chunk=("chunk_size", 128),
+                    expand=None,
+                ),
             ),
         ),
         experts=Experts(
@@ -120,12 +99,11 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "jamba": Family(
         mlp="feed_forward",
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA1,
-            module="mamba",
-            layers_key="",
-            attending_period=LayerPeriod(("attn_layer_period", 8), ("attn_layer_offset", 4)),
-            selective=SelectiveKeys(),
+        parts=(
+            Mamba1Traits(
+                module="mamba",
+                attending_period=LayerPeriod(("attn_layer_period", 8), ("attn_layer_offset", 4)),
+            ),
         ),
         experts=Experts(
             block="feed_forward",
@@ -168,22 +146,18 @@ STATE_SPACE: Mapping[str, Family] = {
         mlp_ratio=4,
         shared_blocks=True,
         layer_blocks=zamba2_kinds,
-        recurrent=Recurrent(
-            RecurrentKind.MAMBA2,
-            module="mamba",
-            inside=INNER,
-            layers_key="",
-            by_default=lambda config, _: tuple(range(len(zamba2_kinds(config)))),
-            state_space=StateSpaceKeys(
-                heads=("n_mamba_heads", 8),
-                head_dim=("mamba_headdim", None),
-                groups=("mamba_ngroups", 1),
-                state=("mamba_d_state", 64),
-                chunk=("chunk_size", 256),
-                # transformers' convolution has a bias whatever `use_conv_bias` says.
-                convolution_bias=("", True),
-                input_bias=("add_bias_linear", False),
-                output_bias=("add_bias_linear", False),
+        parts=(
+            Mamba2Traits(
+                where="in every layer, behind attention and MLPs that layers share",
+                inside=INNER,
+                by_default=lambda config, _: tuple(range(len(zamba2_kinds(config)))),
+                keys=Mamba2Keys(
+                    heads=("n_mamba_heads", 8),
+                    head_dim=("mamba_headdim", None),
+                    groups=("mamba_ngroups", 1),
+                    state=("mamba_d_state", 64),
+                    chunk=("chunk_size", 256),
+                ),
             ),
         ),
         refusals=(
@@ -206,7 +180,7 @@ STATE_SPACE: Mapping[str, Family] = {
     ),
     "granitemoehybrid": Family(
         mlp="shared_mlp",
-        recurrent=_MAMBA2,
+        parts=(Mamba2Traits(layers_key="layer_types", layers_alias="layers_block_type"),),
         experts=Experts(
             block="block_sparse_moe",
             switch="num_local_experts",
@@ -227,6 +201,7 @@ _NO_ATTENTION: Mapping[str, None] = {
     "max_position_embeddings": None,
 }
 _WIDE = {"residual_in_fp32": True}
+_ALONE = "alone, without attention and MLP"
 
 
 def _is_on(key: str, config: Mapping[str, Any]) -> bool:
@@ -258,14 +233,14 @@ def _not_compared(key: str) -> Refusal:
     )
 
 
-def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], **sizes: Any) -> Family:
+def _family(refusals: tuple[Refusal, ...], states: RecurrentTraits) -> Family:
     return Family(
         base="backbone",
         keys=_NO_ATTENTION,
         embedding="embeddings",
         attends=False,
         wide_stream="residual_in_fp32",
-        recurrent=Recurrent(kind, module="mixer", layers_key="", every_key=None, **sizes),
+        parts=(states,),
         refusals=(*_LAYERS_AND_STATE, *refusals),
         defaults=_WIDE,
     )
@@ -273,17 +248,17 @@ def _family(kind: RecurrentKind, refusals: tuple[Refusal, ...], **sizes: Any) ->
 
 def _mamba1(*refusals: Refusal) -> Family:
     """Mamba-1 layers, whose channels `intermediate_size` may count in the place of `expand`."""
-    keys = SelectiveKeys(
+    states = Mamba1Traits(
+        module="mixer",
+        where=_ALONE,
+        every_key=None,
         expand=("expand", 2),
         state=("state_size", 16),
-        kernel=("conv_kernel", 4),
+        convolution=("conv_kernel", 4),
         step_rank="time_step_rank",
-        convolution_bias=("use_conv_bias", True),
-        bias=("use_bias", False),
         width="intermediate_size",
-        norms=False,
     )
-    return _family(RecurrentKind.MAMBA1, (_NO_WIDTH, *refusals), selective=keys)
+    return _family((_NO_WIDTH, *refusals), states)
 
 
 ATTENTION_FREE: Mapping[str, Family] = {
@@ -297,7 +272,6 @@ ATTENTION_FREE: Mapping[str, Family] = {
         ),
     ),
     "mamba2": _family(
-        RecurrentKind.MAMBA2,
         (
             Refusal(
                 "rms_norm",
@@ -305,17 +279,18 @@ ATTENTION_FREE: Mapping[str, Family] = {
                 "transformers builds the gated norm whatever it says: remove it",
             ),
         ),
-        state_space=StateSpaceKeys(
-            heads=("num_heads", 128),
-            head_dim=("head_dim", 64),
-            groups=("n_groups", 8),
-            state=("state_size", 128),
-            kernel=("conv_kernel", 4),
-            chunk=("chunk_size", 256),
-            expand=("expand", 2),
-            convolution_bias=("use_conv_bias", True),
-            input_bias=("use_bias", False),
-            output_bias=("use_bias", False),
+        Mamba2Traits(
+            module="mixer",
+            where=_ALONE,
+            keys=Mamba2Keys(
+                heads=("num_heads", 128),
+                head_dim=("head_dim", 64),
+                groups=("n_groups", 8),
+                state=("state_size", 128),
+                kernel=("conv_kernel", 4),
+                chunk=("chunk_size", 256),
+                expand=("expand", 2),
+            ),
         ),
     ),
 }

@@ -16,7 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parcompile.model.recurrent import Recurrent, RecurrentKind, RecurrentShape
+from parcompile.model.blocks.lightning import Lightning
+from parcompile.model.blocks.mamba1 import Mamba1
+from parcompile.model.blocks.mamba2 import Mamba2
+from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY
@@ -47,20 +50,19 @@ _here = _Here()
 
 def recurrent_modules(placed: Placed) -> list[nn.Module]:
     """Those of this rank's layers that carry a state."""
-    traits, recurrent = placed.family.recurrent, placed.shape.recurrent
-    if traits is None or recurrent is None:
+    if (states := placed.shape.part(Recurrent)) is None:
         return []
-    layers = {str(layer) for layer in recurrent.layers}
-    return [module for name, module in placed.model.named_modules() if _stands_in(layers, name, traits)]
+    layers = {str(layer) for layer in states.layers}
+    return [module for name, module in placed.model.named_modules() if _stands_in(layers, name, states)]
 
 
-def _stands_in(layers: Collection[str], name: str, traits: Recurrent) -> bool:
+def _stands_in(layers: Collection[str], name: str, states: Recurrent) -> bool:
     """Whether a module stands under that name in one of these layers itself. Attention may have the same name."""
     before = ["", "", *name.split(".")]
     own = before.pop()
-    if before[-1] == traits.inside:
+    if before[-1] == states.inside:
         before.pop()
-    return own == traits.module and before[-1] in layers
+    return own == states.module and before[-1] in layers
 
 
 def use_pieces(placed: Placed) -> None:
@@ -68,9 +70,9 @@ def use_pieces(placed: Placed) -> None:
     modules = recurrent_modules(placed)
     if not modules:
         return
-    place, recurrent = StatePlace.of(placed.mesh), placed.shape.recurrent
+    place = StatePlace.of(placed.mesh)
     for module in modules:
-        if recurrent is not None and recurrent.kind is RecurrentKind.LIGHTNING_ATTENTION:
+        if isinstance(placed.shape.part(Recurrent), Lightning):
             put_lightning(module, place, placed.mesh)
         else:
             _put_in_front(type(module))
@@ -210,19 +212,19 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
 
 def localise_states(placed: Placed) -> None:
     """Corrects the sizes of every cut layer that carries a state."""
-    if placed.region is not None and placed.shape.recurrent is not None:
+    if placed.region is not None and (states := placed.shape.part(Recurrent)) is not None:
         for module in recurrent_modules(placed):
-            localise_groups(module, placed.shape.recurrent, placed.mesh)
+            localise_groups(module, states, placed.mesh)
 
 
-def localise_groups(module: nn.Module, shape: RecurrentShape, mesh: Mesh) -> None:
+def localise_groups(module: nn.Module, shape: Recurrent, mesh: Mesh) -> None:
     """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
     tp, rank, group = mesh.size("tp"), mesh.index("tp"), mesh.parallel_group("tp")
-    if shape.kind is RecurrentKind.MAMBA1:
+    if isinstance(shape, Mamba1):
         assert group is not None, "a module is sharded over a group"
         localise_selective(module, shape, tp, group)
         return
-    if shape.kind is RecurrentKind.MAMBA2:
+    if isinstance(shape, Mamba2):
         localise_state_space(module, shape, tp, rank)
         return
     sizes = {

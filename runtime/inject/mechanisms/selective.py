@@ -8,13 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.model.recurrent import RecurrentShape
+from parcompile.model.blocks.mamba1 import SELECTING, STEPPING, Mamba1, Mamba1Traits
+from parcompile.model.families import FAMILIES
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.recurrent import selective_scan
-
-SELECTING, STEPPING = "x_proj", "dt_proj"
-"""The projections inside a layer: of its channels, and of the step sizes. They take no hidden states of the model."""
 
 
 def mamba_scan(
@@ -57,7 +55,23 @@ def is_inside(name: str, modules: list[str]) -> bool:
     return own in (SELECTING, STEPPING) and parent in modules
 
 
-def localise_selective(module: nn.Module, shape: RecurrentShape, tp: int, group: dist.ProcessGroup) -> None:
+def why_untrained(name: str, model_type: str) -> str:
+    """Why adapters of a linear would not be trained, by its name and the model's type; empty where they are."""
+    family = FAMILIES.get(model_type)
+    if name.endswith(f".{STEPPING}") and family is not None and family.part(Mamba1Traits) is not None:
+        return (
+            "has adapters that nothing trains: transformers multiplies by the weight itself. Leave it out of "
+            "target_modules"
+        )
+    return ""
+
+
+def why_whole(name: str) -> str:
+    """Why a weight that tp splits takes no adapters, by its name; empty where it is none of these layers."""
+    return f"LoRA on {SELECTING} of a Mamba-1 layer is not injected over tp" if f".{SELECTING}." in name else ""
+
+
+def localise_selective(module: nn.Module, shape: Mamba1, tp: int, group: dist.ProcessGroup) -> None:
     """Corrects what a cut module was built with, and adds up over the ranks what each projects of its own channels.
 
     Every rank then has the step sizes' features, B and C of all channels, and uses them for its own: the gradients of

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.tensor import part_ranges
-from parcompile.model.cutting.layers import input_parts
-from parcompile.model.recurrent import RecurrentKind, RecurrentShape
+from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT
 from parcompile.runtime.inject.ring_place import StatePlace
@@ -70,7 +69,7 @@ def prepare_state_space(module: nn.Module) -> None:
         setattr(module, BLOCK_TAKES_INPUT, True)
 
 
-def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int, rank: int) -> None:
+def localise_state_space(module: nn.Module, shape: Mamba2, tp: int, rank: int) -> None:
     """Corrects what a cut module was built with: its sizes are those of this rank's heads, and so are its multipliers.
 
     Args:
@@ -82,7 +81,7 @@ def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int, rank
     multipliers = getattr(module, "mup_vector", None)
     if multipliers is not None:
         ranges, place = [], 0
-        for part in input_parts(shape):
+        for part in shape.fused():
             start, stop = part_ranges(part, tp, rank)
             ranges.append((place + start, place + stop))
             place += part.size
@@ -107,8 +106,8 @@ def localise_state_space(module: nn.Module, shape: RecurrentShape, tp: int, rank
 
 def spread_gated_norm(placed: Placed, norm: nn.Module, weight: nn.Parameter, width: int) -> nn.Module | None:
     """The gated norm of a Mamba-2 layer with a rank's slice of its weight; None where the norm is no such."""
-    states, region = placed.shape.recurrent, placed.region
-    if states is None or states.kind is not RecurrentKind.MAMBA2 or "RMSNormGated" not in type(norm).__name__:
+    states, region = placed.shape.part(Mamba2), placed.region
+    if states is None or "RMSNormGated" not in type(norm).__name__:
         return None
     if states.groups == 1 and region is not None:
         return SpreadGatedNorm(norm, weight, width, region.group)

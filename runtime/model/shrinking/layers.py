@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.layout.stages import PipelineSplit
-from parcompile.model.blocks import KNOWN
 from parcompile.model.families import FAMILIES
 from parcompile.model.layer_kind import KeysAndValues
 from parcompile.model.shape import ModelShape
@@ -17,7 +16,7 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
     """One layer of each kind, in order, and further ones until every stage has as many."""
     shape, split = plan.spec.model.shape, plan.spec.parallelism.pipeline_split
     kinds: dict[tuple[Any, ...], int] = {}
-    lists = [value for _, value in _by_layer(config, shape.num_hidden_layers)]
+    lists = [value for _, value in _by_layer(config, shape)]
     attending = set(shape.attention_layers)
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and not shape.routed(range(layer, layer + 1))
@@ -53,9 +52,9 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
 def _has_periods(shape: ModelShape) -> bool:
     """Whether a period and an offset say which layers attend, or have experts."""
     family = FAMILIES[shape.model_type]
-    states, experts = family.recurrent, family.experts
+    experts = family.experts
     alternate = shape.moe is not None and shape.moe.layers is not None
-    return (states is not None and states.attending_period is not None) or (
+    return any(one.is_periodic for one in family.parts) or (
         experts is not None and (experts.period is not None or (alternate and not experts.by_layer))
     )
 
@@ -67,13 +66,8 @@ def lists_of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[s
         found["num_layers_per_stack"] = None  # then the other counts the layers of a stack
     if hasattr(config, "num_attention_heads_per_layer"):
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
-    for key, value in _by_layer(config, shape.num_hidden_layers):
+    for key, value in _by_layer(config, shape):
         found[key] = [value[layer] for layer in layers]
-    traits = FAMILIES[shape.model_type].recurrent
-    if traits is not None and shape.recurrent is not None and traits.attending_key and not traits.layers_key:
-        # The numbers of the layers that attend.
-        attending = set(range(shape.num_hidden_layers)) - set(shape.recurrent.layers)
-        found[traits.attending_key] = [place for place, layer in enumerate(layers) if layer in attending]
     if getattr(config, "moe_layers", None) is not None:
         # The numbers of the layers with experts.
         found["moe_layers"] = [place for place, layer in enumerate(layers) if shape.routed(range(layer, layer + 1))]
@@ -116,17 +110,16 @@ def _few(kv_heads: int, tp: int, heads: int) -> int:
     return kv_heads if kv_heads <= tp and heads % kv_heads == 0 else tp
 
 
-_BY_LAYER = (
-    *("layer_types", "_layers", "layer_rope_theta", "layers_block_type"),
-    *(key for one in KNOWN for key in one.lists),
-)
+_BY_LAYER = ("layer_types", "_layers", "layer_rope_theta", "layers_block_type")
 """Endings of keys that list something for each layer."""
 
 
-def _by_layer(config: Any, count: int) -> list[tuple[str, list[Any]]]:
+def _by_layer(config: Any, shape: ModelShape) -> list[tuple[str, list[Any]]]:
+    endings = (*_BY_LAYER, *(key for one in FAMILIES[shape.model_type].parts for key in one.lists))
+    count = shape.num_hidden_layers
     return [
         (key, value)
         for key, value in config.to_dict().items()
-        if key.endswith(_BY_LAYER) and isinstance(value, list) and len(value) == count
+        if key.endswith(endings) and isinstance(value, list) and len(value) == count
         if key not in ("mlp_only_layers", "moe_layers")
     ]

@@ -17,7 +17,7 @@ from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 from parcompile.runtime.model.configuration import planned_config
 
-from .heads import small_heads, small_states, small_widths
+from .heads import small_heads, small_widths
 from .layers import kept_layers, kinds_of_layers, lists_of_layers
 
 # Windows, and the lengths at which rotary embeddings change, that a short sequence crosses.
@@ -139,12 +139,20 @@ def shrunk(plan: Plan) -> Plan:
     length = min(-(-LENGTH // unit) * unit, spec.training.sequence_length)
     layers, split = kept_layers(plan, config), spec.parallelism.pipeline_split
     starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
-    parts = Small(layers, set(starts), spec.training.sequence_length, length)
     heads = small_heads(plan, config)
+    parts = Small(
+        layers,
+        set(starts),
+        spec.training.sequence_length,
+        length,
+        written=spec.model.hf_config,
+        tp=spec.parallelism.tp,
+        hidden=heads["hidden_size"],
+        whole_hidden=shape.hidden_size,
+    )
     changes = {
         **heads,
         **small_widths(plan, config),
-        **small_states(plan),
         **lists_of_layers(config, shape, layers),
         **kinds_of_layers(plan, config, layers, heads),
         **short_lengths(config, spec.training.sequence_length, length),
