@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.layout.grid import Axis
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from .estimate import Estimate
 from .flops import CONVENTION
 from .footprint import HOPELESS, Footprint, is_safe
 from .step import Timing
 from .workload import Workload
+
+if TYPE_CHECKING:
+    from .estimate import Estimate
 
 _PLAIN = Style()
 _COLOURS = {True: "1;32", False: "1;31", None: "1;33"}

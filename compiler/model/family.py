@@ -12,6 +12,7 @@ from .compressed_keys import LowRank
 from .layer_kind import LayerShape
 from .layer_runs import LayerPeriod, LayerRuns
 from .shape import LayerInputs, ModelShape
+from .tables.expression import compiled
 
 T = TypeVar("T", bound=Traits)
 
@@ -229,7 +230,14 @@ def family_from(stored: Mapping[str, Any]) -> Family:
     for name, kind in (("experts", Experts), ("latent", Latent)):
         if name in found:
             found[name] = kind(**{key: _tuples(value) for key, value in found[name].items()})
+    found["refusals"] = tuple(map(_refusal, stored.get("refusals", ())))
     return Family(**found)
+
+
+def _refusal(stored: Mapping[str, Any]) -> Refusal:
+    """Of an expression of keys, as in tables: a key that is left out has its value in `defaults`, else null."""
+    when, defaults = compiled(stored["when"]), stored.get("defaults", {})
+    return Refusal(stored["key"], lambda config: bool(when({**defaults, **config})), stored["reason"])
 
 
 def _tuples(value: Any) -> Any:

@@ -61,6 +61,14 @@ def test_a_family_is_read_from_its_entry() -> None:
     assert family == Family(norm=Norm.NOTHING, qkv_parts="kvq", experts=family.experts, latent=family.latent)
 
 
+def test_a_family_refuses_what_its_entry_says() -> None:
+    when = {"key": "old", "when": "not old in [None, new]", "defaults": {"new": 4}, "reason": "it is another number"}
+    (refusal,) = family_from({"refusals": [when]}).refusals
+    assert (refusal.key, refusal.reason) == ("old", "it is another number")
+    taken = ({}, {"old": None}, {"old": 4}, {"old": 2, "new": 2}, {"old": 2}, {"old": 4, "new": 2})
+    assert [refusal.applies(config) for config in taken] == [False, False, False, False, True, True]
+
+
 def test_queries_are_cut_by_heads_and_keys_by_kv_heads() -> None:
     rows = rows_of("qwen2")
     assert rows["self_attn.q_proj.weight"].split == Split(0, (Part(32, 4),))

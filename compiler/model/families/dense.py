@@ -88,15 +88,6 @@ DENSE: Mapping[str, Family] = {
             "stage many times in a forward pass"
         },
     ),
-    "apertus": Family(
-        refusals=(
-            Refusal(
-                "hidden_act",
-                lambda config: config.get("hidden_act", "xielu") != "xielu",
-                "only xielu has the parameters that the MLP of this model type is described with",
-            ),
-        )
-    ),
 }
 
 
@@ -135,15 +126,6 @@ BIASED: Mapping[str, Family] = {
             ),
         ),
         defaults={"intermediate_size": 1152},
-    ),
-    "stablelm": Family(
-        refusals=(
-            Refusal(
-                "qk_layernorm",
-                lambda config: bool(config.get("qk_layernorm")),
-                "a LayerNorm of its own for each head is not described: set it to false",
-            ),
-        )
     ),
 }
 

@@ -21,11 +21,6 @@ _CROSS = Refusal(
     lambda config: bool(config.get("add_cross_attention")),
     "it makes the model a decoder behind an encoder",
 )
-_LAYERDROP = Refusal(
-    "layerdrop",
-    lambda config: bool(config.get("layerdrop")),
-    "layers that are left out at random would differ from rank to rank: set it to 0",
-)
 
 
 def _kinds_differ(config: Mapping[str, Any]) -> bool:
@@ -52,7 +47,6 @@ def _multiple(config: Mapping[str, Any]) -> Any:
 
 
 GPT: Mapping[str, Family] = {
-    "gpt2": _gpt(keys=_KEYS, positions="wpe", transposed=True, attention="attn", refusals=(_CROSS,)),
     "gpt_bigcode": _gpt(
         keys=_KEYS,
         positions="wpe",
@@ -102,57 +96,6 @@ GPT: Mapping[str, Family] = {
         ),
         defaults={"max_position_embeddings": 2048},
     ),
-    "opt": Family(
-        mlp="",
-        base="model.decoder",
-        keys={"intermediate_size": "ffn_dim"},
-        positions="embed_positions",
-        refusals=(
-            _LAYERDROP,
-            Refusal(
-                "do_layer_norm_before",
-                lambda config: not config.get("do_layer_norm_before", True),
-                "norms behind each block, as only opt-350m has them, are not described: it has to be true",
-            ),
-            Refusal(
-                "word_embed_proj_dim",
-                lambda config: config.get("word_embed_proj_dim") not in (None, config.get("hidden_size")),
-                "an embedding narrower than the layers, as only opt-350m has it, is not described: it has to be "
-                "hidden_size",
-            ),
-            Refusal(
-                "_remove_final_layer_norm",
-                lambda config: bool(config.get("_remove_final_layer_norm")),
-                "a model without its last norm is not described: it has to be false",
-            ),
-            Refusal(
-                "layer_norm_elementwise_affine",
-                lambda config: not config.get("layer_norm_elementwise_affine", True),
-                "norms without weights are not described here: it has to be true",
-            ),
-        ),
-        defaults={"max_position_embeddings": 2048},
-    ),
-    "biogpt": Family(
-        mlp="",
-        base="biogpt",
-        positions="embed_positions",
-        head="output_projection",
-        refusals=(_LAYERDROP,),
-        defaults={"max_position_embeddings": 1024},
-    ),
-    "xglm": Family(
-        mlp="",
-        keys={
-            "hidden_size": "d_model",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "attention_heads",
-            "intermediate_size": "ffn_dim",
-        },
-        fixed_positions="embed_positions",
-        refusals=(_CROSS, _LAYERDROP),
-        defaults={"max_position_embeddings": 2048},
-    ),
 }
 
 
@@ -199,25 +142,6 @@ ALIBI: Mapping[str, Family] = {
                     and config.get("num_ln_in_parallel_attn") in (None, 2)
                 ),
                 "with new_decoder_architecture and two norms transformers misses a norm of such layers: set it to true",
-            ),
-        ),
-        defaults={"max_position_embeddings": 2048},
-    ),
-    "bloom": Family(
-        base="transformer",
-        keys={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": None},
-        layers="h",
-        embedding="word_embeddings",
-        embedding_norm="word_embeddings_layernorm",
-        alibi=True,
-        attention="self_attention",
-        heads_interleaved=True,
-        mlp_ratio=4,
-        refusals=(
-            Refusal(
-                "slow_but_exact",
-                lambda config: bool(config.get("slow_but_exact")) and config.get("pretraining_tp", 1) > 1,
-                "it adds up slices of the weights one after the other, as one rank alone can: set it to false",
             ),
         ),
         defaults={"max_position_embeddings": 2048},
