@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 import parcompile.runtime.prove
 from parcompile.cli.main import cli
+from parcompile.lint.advisories import advisories
 from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, prove, shrink, verify
 from parcompile.runtime.prove.ranks.cells import FEATURES, batch_size, draw, simplest, world_size
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
@@ -177,15 +178,17 @@ def test_a_certificate_is_read_back_and_runs_again(plain: Engine) -> None:
 def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong(
     engines: Callable[[str], Engine],
 ) -> None:
-    """ZeRO 0 in bf16 begins AdamW at step 2, and PipelineEngine clips by the norm of a stage: as 0.19.8 does."""
-    cells = [
+    """What an advisory says of the installed version shows in its cell."""
+    right = [
         {"stage": 2, "dp": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5},
         {"stage": 1, "dp": 2, "dtype": "bf16", "clipping": 0.5},
-        {"stage": 0, "dtype": "bf16"},
-        {"stage": 0, "pp": 2, "clipping": 0.5},
     ]
-    found = prove(engines("deepspeed"), cells, shrinks=False)
-    assert [one.verdict for one in found.cells] == [EQUAL, EQUAL, RED, RED], found.to_json()["cells"]
+    shown = [one for one in advisories() if one.tool == "deepspeed" and one.cell is not None]
+    assert [one.id for one in shown] == ["A022", "A023"]
+    engine = engines("deepspeed")
+    found = prove(engine, [*right, *(one.cell for one in shown if one.cell)], shrinks=False)
+    wrong = [RED if one.affects(engine.versions["deepspeed"]) else EQUAL for one in shown]
+    assert [one.verdict for one in found.cells] == [EQUAL, EQUAL, *wrong], found.to_json()["cells"]
 
 
 @pytest.mark.ranks

@@ -3,7 +3,7 @@
 advisories.json holds them, for people and for other programs. `affected` lists stretches of versions, [first, first
 fixed], null for "from the beginning" and "still". `condition` holds clauses that must all be true of a configuration;
 a clause that only the program can answer stands in `when`, in words; without clauses no configuration shows that it is
-affected.
+affected. `cell` has the features of a run in which `parcompile prove --engine TOOL` shows it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Advisory:
     right: Mapping[str, Any]
     severity: str = "warning"
     place: str | None = None
+    cell: Mapping[str, Any] | None = None
 
     def affects(self, version: str) -> bool:
         """Whether a version computes something else."""
@@ -62,6 +63,7 @@ class Advisory:
             "avoid": self.avoid,
             "sources": list(self.sources),
             "severity": self.severity,
+            "cell": None if self.cell is None else dict(self.cell),
         }
 
 
@@ -93,6 +95,7 @@ def _advisory(entry: Mapping[str, Any]) -> Advisory:
         right=entry["right"],
         severity=entry.get("severity", "warning"),
         place=entry.get("place"),
+        cell=entry.get("cell"),
     )
 
 

@@ -31,9 +31,10 @@ def _rule(one: Advisory) -> Check:
 
 def _is_misspelt(one: Advisory, settings: Settings) -> bool:
     """Whether a key that must be absent is there under a misspelt name, or added by the one who reads the file."""
-    if one.id != "A001":
-        return False
-    return not settings.left_out(*map(str, _CLIPPING)) or settings.usage.filler == LIGHTNING
+    if one.id == "A001" and settings.usage.filler == LIGHTNING:
+        return True
+    paths = [clause["path"].split(".") for clause in one.condition if "default" in clause or clause.get("absent")]
+    return any(settings.get(*path) is None and not settings.left_out(*path) for path in paths)
 
 
 def _finding(one: Advisory, settings: Settings) -> Finding:
