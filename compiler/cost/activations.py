@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
+from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.compressed_keys import LowRank
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family, Norm
@@ -82,9 +83,8 @@ def layer_bytes(
     norms = shape.norms_per_layer * 2 * h
     kv_heads = _kv_heads(shape, tp)
     heads = shape.num_attention_heads / tp
-    if shape.mla is not None:
-        mla = shape.mla
-        attention = heads * (2 * mla.qk_head_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    if isinstance(mla := shape.projections, MlaShape):
+        attention = heads * (2 * mla.key_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
     elif shape.low_rank is not None:
         low, wide = shape.low_rank, heads * shape.head_dim
         compressed = 0 if shape.compressed is None else 3 * shape.compressed.series * shape.head_dim
@@ -119,7 +119,7 @@ def eager_layer_bytes(
     An RMSNorm keeps its input in fp32 and, mostly in the type of the weights, the normalised input; a LayerNorm keeps
     its input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
     projections, the activation's output and the product; functions that transformers writes out keep more
-    (`model/activation.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
+    (`model/type_traits.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
     `parcompile preflight` compares this with what is really kept.
     """
     if shape.kinds:
@@ -151,10 +151,9 @@ def eager_layer_bytes(
         stream += 12 * h
     stream += mixture_bytes(shape, width)
     heads, kv_heads = shape.num_attention_heads / tp, _own(_kv_heads(shape, tp), shape)
-    if shape.mla is not None:
-        mla = shape.mla
+    if isinstance(mla := shape.projections, MlaShape):
         # Values are a view of what their projection gives, which has keys beside them; keys are copied on.
-        attention = width * heads * (2 * mla.qk_head_dim + mla.qk_nope_head_dim + 2 * mla.v_head_dim)
+        attention = width * heads * (2 * mla.key_dim + mla.qk_nope_head_dim + 2 * mla.v_head_dim)
         # What is compressed passes a norm: in fp32, normalised, and weighted.
         attention += (4 + normed + width) * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
     elif shape.low_rank is not None:

@@ -38,8 +38,8 @@ class AttentionSizes:
     def of(cls, shape: ModelShape, tp: int, tokens: int, element_bytes: int) -> AttentionSizes:
         """Those of a tensor-parallel rank with `tokens` tokens of a micro-batch."""
         key_dim, value_dim = shape.head_dim, shape.value_dim
-        if shape.mla is not None:
-            key_dim, value_dim = shape.mla.qk_head_dim, shape.mla.v_head_dim
+        if shape.projections is not None:
+            key_dim, value_dim = shape.projections.key_dim, shape.projections.value_dim
         heads, kv_heads = max(1, shape.num_attention_heads // tp), max(1, shape.num_key_value_heads // tp)
         return cls(tokens, heads, kv_heads, key_dim, value_dim, element_bytes)
 

@@ -25,19 +25,9 @@ CONVENTION = (
 def attention_matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the attention of one layer that multiply each token."""
     h, heads = shape.hidden_size, shape.num_attention_heads
-    if shape.mla is not None:
-        mla = shape.mla
-        queries, rank = heads * mla.qk_head_dim, mla.q_lora_rank
-        attention = h * queries if rank is None else rank * (h + queries)
-        attention += h * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        gates = heads * shape.attention_gate
-        if FAMILIES.get(shape.model_type, Family()).query_gate and rank is not None:
-            attention += rank * (queries + 2 * gates)  # from the compressed queries with and without their norm
-        else:
-            attention += h * gates
-        return (
-            attention + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim) + heads * mla.v_head_dim * h
-        )
+    if shape.projections is not None:
+        gated_queries = FAMILIES.get(shape.model_type, Family()).query_gate
+        return shape.projections.matmul_parameters(h, heads, shape.attention_gate, gated_queries=gated_queries)
     if shape.low_rank is not None:
         attention = shape.low_rank.numel(h, heads, shape.head_dim) + h * shape.head_dim
         return attention + (0 if shape.compressed is None else shape.compressed.numel(h, shape.head_dim))
@@ -115,8 +105,8 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations of scores and weighted values for one token of a layer, causal: half of the keys are seen."""
     if shape.kinds:
         return mean_over_layers(shape, lambda one: attention_flops_per_token(one, sequence_length))
-    if shape.mla is not None:
-        width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim)
+    if shape.projections is not None:
+        width = shape.num_attention_heads * (shape.projections.key_dim + shape.projections.value_dim)
     else:
         width = shape.num_attention_heads * (shape.head_dim + shape.value_dim)
     keys = sequence_length / 2
@@ -129,7 +119,7 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
 
 def forward_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations for a token without a gradient, the mean of all layers: each tp rank computes all of them."""
-    rank = shape.mla.q_lora_rank or 0 if shape.mla is not None else 0
+    rank = 0 if shape.projections is None else shape.projections.query_rank
     total = sum(len(one.layers) * one.forward_flops(shape.hidden_size, rank, sequence_length) for one in shape.parts)
     if shape.low_rank is not None:
         total += sum(
@@ -160,8 +150,8 @@ def matmul_parameters(shape: ModelShape) -> float:
 
 def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Operations of one training token by the convention of this module."""
-    if shape.mla is not None:
-        width = shape.num_attention_heads * (shape.mla.qk_head_dim + shape.mla.v_head_dim) / 2
+    if shape.projections is not None:
+        width = shape.num_attention_heads * (shape.projections.key_dim + shape.projections.value_dim) / 2
     else:
         width = shape.num_attention_heads * mean_over_layers(shape, lambda one: (one.head_dim + one.value_dim) / 2)
     attending = len(shape.attention_layers) if shape.runs is None else shape.runs.counted

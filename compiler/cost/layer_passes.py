@@ -144,6 +144,6 @@ def behind_mlp_bytes(work: Workload) -> float:
 
 def kept_attention(work: Workload) -> float:
     """Output and log-sum-exp for each token, which recomputation does not compute again."""
-    mla = work.shape.mla
-    width = mean_over_layers(work.shape, lambda one: one.value_dim) if mla is None else mla.v_head_dim
+    one = work.shape.projections
+    width = mean_over_layers(work.shape, lambda each: each.value_dim) if one is None else one.value_dim
     return work.shape.num_attention_heads / work.tp * (width * work.element_bytes + 4)

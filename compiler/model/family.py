@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from .blocks import Traits
+from .blocks.latent import Latent as Latent
 from .compressed_keys import LowRank
 from .layer_kind import LayerShape
 from .layer_runs import LayerPeriod, LayerRuns
@@ -87,18 +88,6 @@ class Experts:
     """The key of how many features of a token its experts take, where projections of the block stand around them."""
     normed: bool = False
     """What each expert gives is normed before it is weighted: ranks with slices of it add up in front of that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Defaults of multi-head latent attention's keys. The query rank may be None: queries are not compressed."""
-
-    q_lora_rank: int | None = 1536
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int | None = 128
-    """None: hidden_size / num_attention_heads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Hashable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
-from .activation import kept_numbers
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
-from .family import Family, Latent
+from .family import Family
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
-from .layer_kind import LayersError, LayerShape, kinds_of_layers
+from .layer_kind import LayersError, LayerShape, Projections, kinds_of_layers
 from .reading_experts import experts_from
-from .shape import MlaShape, ModelShape
+from .shape import ModelShape
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
-from .type_traits import types_with
+from .type_traits import kept_numbers, types_with
 from .user_module import InjectionProblem, UserModule
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -108,7 +107,7 @@ def _described(config: Config) -> ModelShape:
         _list_all_layers(config, read.size("num_hidden_layers"))
     table = table_of(name)
     assert table is not None, name
-    mla = _mla(read, family.latent, hidden // heads) if family.latent else None
+    of_few = family.latent.read(config, hidden // heads, read.size) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
     shared = shared_blocks(config, read.size) if family.shared_blocks else None
@@ -124,7 +123,7 @@ def _described(config: Config) -> ModelShape:
         num_hidden_layers=layers if runs is None else runs.total,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=mla.v_head_dim if mla else _head_dim(read, family, hidden * (INPUTS if shared else 1), heads),
+        head_dim=of_few.value_dim if of_few else _head_dim(read, family, hidden * (INPUTS if shared else 1), heads),
         intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=_positions(read, family, config),
@@ -133,7 +132,7 @@ def _described(config: Config) -> ModelShape:
         alibi=family.is_on(family.alibi, config),
         activation_numbers=kept_numbers(name, config),
         paired_heads=family.paired_heads,
-        attention_gate=_gate(read, family, config, hidden, heads, mla),
+        attention_gate=_gate(read, family, config, hidden, heads, of_few),
         norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
         norms_per_layer=len(family.norms),
         norm_names=family.norms,
@@ -142,7 +141,7 @@ def _described(config: Config) -> ModelShape:
         capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
         sliding_window=_sliding_window(config, family),
         moe=experts_from(read, family, config, blocks),
-        mla=mla,
+        projections=of_few,
         layers_per_module=family.layers_per_module,
         runs=runs,
         blocks=blocks,
@@ -249,13 +248,15 @@ def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: C
     return read.size(*(family.experts.width if missing else (key, default)))
 
 
-def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads: int, mla: MlaShape | None) -> int:
+def _gate(
+    read: ConfigReader, family: Family, config: Config, hidden: int, heads: int, of_few: Projections | None
+) -> int:
     if not family.query_gate and not (family.gate and family.is_on(family.gate_key, config)):
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)
     if of_heads:
         return 1
-    return mla.v_head_dim if mla else _head_dim(read, family, hidden, heads)
+    return of_few.value_dim if of_few else _head_dim(read, family, hidden, heads)
 
 
 def _head_dim(read: ConfigReader, family: Family, hidden: int, heads: int) -> int:
@@ -286,12 +287,3 @@ def _sliding_window(config: Config, family: Family) -> int | None:
     if isinstance(window, int) and window < 1 and "sliding_window" in fields_of(str(config["model_type"])):
         raise ModelConfigError(f"sliding_window is {window}: a window has a token or more", "sliding_window")
     return window if isinstance(window, int) and window > 0 else None
-
-
-def _mla(read: ConfigReader, latent: Latent, width: int) -> MlaShape:
-    defaults = {**asdict(latent), "v_head_dim": latent.v_head_dim or width}
-    # A width of 0 is one that the family has not, and refuses to be given.
-    sizes = {name: default and read.size(name, default) for name, default in defaults.items() if name != "q_lora_rank"}
-    at_once = read.is_null("q_lora_rank") or (latent.q_lora_rank is None and not read.has("q_lora_rank"))
-    rank = None if at_once else read.size("q_lora_rank", latent.q_lora_rank)
-    return MlaShape(q_lora_rank=rank, **sizes)

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .compressed_keys import CompressedKeys
 
 
-@dataclass(frozen=True, slots=True)
-class MlaShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+class Projections(ABC):
+    """Queries, keys and values that come of fewer features, in heads whose widths `head_dim` does not say."""
 
-    q_lora_rank: int | None
-    """None: queries are projected at once."""
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    __slots__ = ()
 
     @property
-    def qk_head_dim(self) -> int:
-        """Width of one query or key head: the part without and the part with rotary position."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
+    @abstractmethod
+    def query_rank(self) -> int:
+        """Features that queries come of; 0: of hidden states."""
+
+    @property
+    @abstractmethod
+    def key_dim(self) -> int:
+        """Width of a query or key head."""
+
+    @property
+    @abstractmethod
+    def value_dim(self) -> int:
+        """Width of a value head."""
+
+    @abstractmethod
+    def matmul_parameters(self, hidden: int, heads: int, gate: int, *, gated_queries: bool) -> int:
+        """Of the attention, those that multiply each token; `gate` values of each head gate what it gives."""
+
+    @abstractmethod
+    def small_windows(self, heads: int) -> Mapping[str, Any]:
+        """Keys of a small model with so many heads, of layers with a window that have other sizes than others."""
 
 
 class KeysAndValues(enum.Enum):
@@ -58,12 +72,13 @@ class LayerShape:
     sinks: bool = True
     """Whether the layer has attention sinks, where its family knows them."""
     num_attention_heads: int | None = None
-    mla: MlaShape | None = None
+    projections: Projections | None = None
+    """None: each head has its rows of one projection."""
     compressed: CompressedKeys | None = None
     """Keys that stand for windows of tokens, beside those of the tokens in the layer's own window."""
 
 
-OF_MODEL = frozenset({"num_attention_heads", "mla"})
+OF_MODEL = frozenset({"num_attention_heads", "projections"})
 """What a kind that leaves it out has as the model does."""
 
 

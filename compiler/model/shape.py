@@ -9,8 +9,7 @@ from typing import TypeVar
 from .blocks import Block
 from .compressed_keys import CompressedKeys, LowRank
 from .layer_blocks import LayerBlocks
-from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape
-from .layer_kind import MlaShape as MlaShape
+from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape, Projections
 from .layer_runs import LayerRuns
 from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
@@ -133,7 +132,8 @@ class ModelShape:
     parts: tuple[Block, ...] = ()
     """The mechanisms that some of its layers have (`blocks/`), in the order in which its family names them."""
     moe: MoeShape | None = None
-    mla: MlaShape | None = None
+    projections: Projections | None = None
+    """None: queries, keys and values come of hidden states, in heads of `head_dim`."""
     low_rank: LowRank | None = None
     """Projections of queries and outputs through fewer features, without latent keys."""
     compressed: CompressedKeys | None = None

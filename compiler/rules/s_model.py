@@ -136,7 +136,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
     """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
     heads = shape.num_attention_heads
-    for kv_heads in shape.kv_head_counts if shape.mla is None else ():
+    for kv_heads in shape.kv_head_counts if shape.projections is None else ():
         if heads % kv_heads == 0:
             continue
         fitting = divisors(heads)
@@ -149,7 +149,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
             help=f"num_key_value_heads can be {', '.join(map(str, fitting))}",
             fixes=(fix,) if path[-1] == "num_key_value_heads" else (),
         )
-    turned = turned_width(spec.model_config, None if shape.mla else shape.head_dim)
+    turned = turned_width(spec.model_config, None if shape.projections else shape.head_dim)
     if turned is not None and turned[1] % 2:
         key, width = turned
         path = model_path(spec, key, "num_attention_heads")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from parcompile.model.blocks.latent import PARTIAL_STYLES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slices
 
@@ -25,7 +26,7 @@ _TABLE = "embedding_colwise"
 """The entry of a table that transformers cuts by features, and the plan by rows."""
 _COLUMN = ("colwise", _GATHERED, "packed_colwise", "embedding_rowwise")
 _ROW = ("rowwise", _SPLIT, "packed_rowwise")
-_PARTIAL = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+_PARTIAL = ("replicated_with_grad_allreduce", *PARTIAL_STYLES)
 # Where transformers gathers a projection or cuts its input again, the plan keeps heads and widths apart: it cuts fused
 # weights part by part, and a norm over all heads sums its squares over the ranks.
 _WHOLE = ("index_qk_proj", "input_mix_weight_down")

@@ -18,6 +18,7 @@ from parcompile.backends.reading import (
     Undecided,
     UndecidedError,
 )
+from parcompile.model.blocks.latent import MlaShape
 from parcompile.spec import Spec
 from parcompile.text.typed import integer
 
@@ -119,8 +120,8 @@ def _write(spec: Spec) -> Arguments:
 
 
 def _write_heads(spec: Spec) -> Arguments:
-    shape, mla = spec.model.shape, spec.model.shape.mla
-    if mla is not None:
+    shape, mla = spec.model.shape, spec.model.shape.projections
+    if isinstance(mla, MlaShape):
         return {
             "multi_latent_attention": True,
             **({} if mla.q_lora_rank is None else {"q_lora_rank": mla.q_lora_rank}),

@@ -124,7 +124,7 @@ def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family)
         if shape.paired_heads:
             whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
         return columns(whole, dims, transposed=family.transposed)
-    of_queries = {family.gate, *(_OF_HEADS if shape.mla or shape.low_rank else ())} - {""}
+    of_queries = {family.gate, *(_OF_HEADS if shape.projections or shape.low_rank else ())} - {""}
     of_heads = name in of_queries or (family.sinks and module == family.sinks)
     units = heads if of_heads else _heads_of(one.row.shape[0], shape, family)
     if units is not None:
@@ -143,8 +143,8 @@ def _projected(kinds: str, family: Family, shape: ModelShape) -> tuple[Part, ...
     if fused and family.fused_blocks:
         return (Part((heads + 2 * kv_heads) * width, family.fused_blocks),)
     sizes = {"q": width, "k": width, "v": shape.value_dim}
-    if family.query_gate or shape.mla:
-        sizes["q"] = 2 * width if shape.mla is None else shape.mla.qk_head_dim
+    if family.query_gate or shape.projections:
+        sizes["q"] = 2 * width if shape.projections is None else shape.projections.key_dim
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in (family.qkv_parts if fused else kinds))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.families import FAMILIES
@@ -41,8 +41,10 @@ def small_heads(plan: Plan, config: Any) -> dict[str, Any]:
     if shape.kinds or hasattr(config, "num_key_value_heads"):
         found["num_key_value_heads"] = fewer
     found |= _low_rank(plan, of_head)
-    found |= _windowed_latent(shape, fewer)
-    if shape.mla is None and ("head_dim" in plan.spec.model.hf_config or class_default(shape.model_type, "head_dim")):
+    found |= _windowed(shape, fewer)
+    if shape.projections is None and (
+        "head_dim" in plan.spec.model.hf_config or class_default(shape.model_type, "head_dim")
+    ):
         found["head_dim"] = shape.head_dim
     return found
 
@@ -60,14 +62,12 @@ def _low_rank(plan: Plan, of_head: int) -> dict[str, Any]:
     return {**narrow, "o_groups": groups, "num_attention_heads": heads, "hidden_size": heads * of_head}
 
 
-def _windowed_latent(shape: ModelShape, heads: int) -> dict[str, Any]:
-    """Where latent attention has other sizes in windows: those, under the keys of one kind, with as few heads."""
-    windows = [one for _, one in shape.by_kind if one.mla is not None and one.sliding_window]
-    if not shape.kinds or not windows or (mla := windows[0].mla) is None:
+def _windowed(shape: ModelShape, heads: int) -> Mapping[str, Any]:
+    """Where attention has other sizes in windows: those, with as few heads."""
+    if not shape.kinds:
         return {}
-    sizes = {**asdict(mla), "head_dim": mla.qk_head_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
-    # The list of kinds says which layers choose keys.
-    return {"use_dsa": None, **{f"swa_{name}": value for name, value in sizes.items()}}
+    windows = (one.projections for _, one in shape.by_kind if one.projections is not None and one.sliding_window)
+    return next((one.small_windows(heads) for one in windows), {})
 
 
 # Narrow MLPs and experts.
