@@ -29,6 +29,7 @@ def tool() -> ModuleType:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(3600)  # it runs pytest, whose tests have their own limits
 @pytest.mark.parametrize(("isa", "threads"), [("default", 2), ("avx2", 1), ("avx512", 1)])
 def test_a_sample_passes_with_an_instruction_set(
     isa: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
