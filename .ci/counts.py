@@ -29,9 +29,15 @@ MECHANISMS = {
     "indexer": r"[Ii]ndexer|INDEXER",
     "recurrent": r"(?i)recurrent",
     "MLA": r"\bmla|_mla\b|Mla|MLA",
+    "kinds of experts": (
+        r"shared_expert|num_shared|shared_intermediate|shared_width|num_identities|identity_expert|zero.experts"
+        r"|\.hashed\b|taken_size|norm_after|beside_mlp|correction_bias|CORRECTION_BIASES|\bn_group\b"
+    ),
 }
-"""The word of each in names and texts."""
-OWN = ("blocks", "mechanisms", "tables", "families", "recurrent")
+"""The word of each in names and texts. Of experts those of single kinds: all that ep spreads knows of experts."""
+STEMS = {"kinds of experts": r"expert|router_bias"}
+"""What names of its own files have, where that is another word."""
+OWN = ("blocks", "mechanisms", "tables", "families", "recurrent", "expert_parallel")
 """Folders in which a mechanism is at home, or data."""
 
 
@@ -44,7 +50,7 @@ def counts() -> dict[str, int]:
         f"files that name {name}": sum(
             re.search(word, text) is not None
             for file, text in texts.items()
-            if not set(OWN) & set(file.relative_to(ROOT).parts) and not re.search(word, file.stem)
+            if not set(OWN) & set(file.relative_to(ROOT).parts) and not re.search(STEMS.get(name, word), file.stem)
         )
         for name, word in MECHANISMS.items()
     }

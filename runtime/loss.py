@@ -310,9 +310,8 @@ class BalancedLoss:
 def _has_routers(mesh: Mesh) -> bool:
     """Whether this rank's stages have layers whose router chooses by scores."""
     shape = mesh.plan.spec.model.shape
-    hashed = () if shape.moe is None else shape.moe.hashed
     return any(
-        shape.routed(stage.layers) > len({*hashed} & {*stage.layers})
+        shape.moe is not None and shape.routed(stage.layers) > shape.moe.looked_up(stage.layers)
         for stage in Holding(mesh.plan, mesh.index("pp")).stages
     )
 

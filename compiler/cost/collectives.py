@@ -38,7 +38,7 @@ What a rank of each stage sends to other stages in a step, as the runtime's sche
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.grid import Axis
@@ -47,15 +47,16 @@ from parcompile.layout.schedule import RECEIVES_AHEAD
 from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, shared_tokens
 from parcompile.layout.stages import Stage
 from parcompile.layout.tensor import repeated_ranges
+from parcompile.model.blocks import Exchange
 from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family
+from parcompile.model.family import Experts, Family
 from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
-from .blocks import exchanges, gathered_over_cp, sent_over_cp, uses, window_exchanges
+from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
 from .memory import keeps_both_gradients
 from .workload import FRAMEWORKS, Workload
@@ -72,8 +73,6 @@ _BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "po
 """Norms of what the MLP of a layer gives."""
 
 
-_INDEX_BYTES, _SCORE_BYTES = 8, 4
-"""Of an expert that a token chose: its index, and its score in fp32."""
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
@@ -171,7 +170,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     experts = FAMILIES.get(work.shape.model_type, Family()).experts
     # An MLP beside a mixture of experts takes the hidden states in by itself, and stands behind it.
     routed = routed_layers(work.shape, stage)
-    beside = routed if experts is not None and (experts.beside or experts.beside_mlp) else 0
+    beside = routed if experts is not None and experts.adds_mlp else 0
     # A shared block adds an attention, which takes more features in than it gives, and an MLP.
     wide, runs = uses(work.shape, stage.layers), 2 if work.recomputes_layers else 1
     entered = work.split_tokens * work.shape.attention_inputs * work.element_bytes
@@ -183,7 +182,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     backward = passed + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
     # and so is what a mixture of streams multiplies it by.
-    normed = experts is not None and (experts.norm_after or _BEHIND_MLP.intersection(work.shape.norm_names))
+    normed = experts is not None and (experts.is_normed or _BEHIND_MLP.intersection(work.shape.norm_names))
     needed = normed or work.shape.hyper_streams
     unrepeated = routed - beside if work.recomputes_layers and not needed else 0
     if work.sequence_parallel:
@@ -198,22 +197,14 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
         send(Axis.TP, "all-reduce", wide * times, entered, tp)
-    if work.shape.moe is not None and experts is not None and experts.beside_mlp:
-        # A router of the rank's own tokens: its choices enter the experts by themselves, scores with a gradient.
-        chosen = work.split_tokens * work.shape.moe.num_experts_per_token
-        if work.sequence_parallel:
-            send(Axis.TP, "all-gather", routed * runs * times, chosen * _INDEX_BYTES, tp)
-            send(Axis.TP, "all-gather", routed * runs * times, chosen * _SCORE_BYTES, tp)
-            send(Axis.TP, "reduce-scatter", routed * times, chosen * _SCORE_BYTES, tp)
-        else:
-            send(Axis.TP, "all-reduce", routed * times, chosen * _SCORE_BYTES, tp)
     if work.shape.layer_inputs is not None and stage.has_embedding:
         # The rows of a second embedding, whose table is cut by vocabulary as the first one's.
         rows = work.shape.num_hidden_layers * work.shape.layer_inputs.width * work.split_tokens * work.element_bytes
         for operation in ("reduce-scatter", "all-gather") if work.sequence_parallel else ("all-reduce",):
             send(Axis.TP, operation, times, rows, tp)
-    for one, passes in exchanges(work, stage.layers, Axis.TP):
-        send(Axis.TP, one.kind, passes * runs, one.size, tp)
+    for one, passes in (*_of_experts(work, experts, routed * times), *exchanges(work, stage.layers, Axis.TP)):
+        if one.kind:
+            send(Axis.TP, one.kind, passes * runs, one.size, tp)
         if one.back:
             send(Axis.TP, one.back, passes, one.size, tp)
     if work.shape.user_module is not None:
@@ -241,17 +232,22 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             send(over, "all-reduce", count * times, share, layout.replicas)
     if partial:
         send(Axis.TP, "all-reduce", 1, partial, tp)
-    moe = work.shape.moe
-    if moe is not None and experts is not None and experts.normed and (work.ep == 1 or work.expert_slices > 1):
-        # What slices of experts give is summed in front of its norm, and its gradient.
-        sums = routed * times * (3 if work.recomputes_layers else 2)
-        chosen = moe.num_experts_per_token
-        rows = work.split_tokens * chosen if work.ep == 1 else sent_rows(work, chosen) * work.expert_slices
-        send(Axis.TP, "all-reduce", sums, rows * work.shape.expert_features * work.element_bytes, tp)
     # A norm over the features of all ranks sums its squares, and their gradient.
     split = [one for one in parameter_table(work.shape).layer if one.split is not None and _sums(one, work.shape)]
     sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
     send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
+
+
+def _of_experts(work: Workload, experts: Experts | None, passes: int) -> Iterator[tuple[Exchange, int]]:
+    """What routers and experts send over tp, and how often in a step, forward."""
+    moe = work.shape.moe
+    if moe is None or experts is None:
+        return
+    rows = work.split_tokens * moe.num_experts_per_token
+    if work.ep > 1:
+        sliced = work.expert_slices > 1
+        rows = sent_rows(work, moe.num_experts_per_token) * work.expert_slices if sliced else 0
+    yield from ((one, passes) for one in experts.exchanges(moe, local(work), rows))
 
 
 def _sums(parameter: Parameter, shape: ModelShape) -> bool:

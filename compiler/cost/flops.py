@@ -54,11 +54,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     )
     projections = 3 if shape.gated_mlp else 2
     if moe and shape.moe is not None:
-        experts = shape.moe
-        routed = experts.computed_per_token * experts.intermediate_size * shape.expert_features
-        around = 0 if experts.taken_size is None else 2 * h * experts.taken_size
-        shared = experts.shared_intermediate_size * h
-        return attention + projections * (routed + shared) + around + h * experts.num_choices
+        return attention + shape.moe.matmul_parameters(h, projections)
     return attention + projections * h * shape.intermediate_size
 
 

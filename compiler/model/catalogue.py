@@ -176,9 +176,6 @@ RUNTIME_FAMILIES = tuple(BUILT_IN)
 """Model types that the runtime injects."""
 
 
-CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
-"""What transformers calls the scores that a router adds for its choice, and does not learn."""
-
 CORRECTED = types_with("corrected_routers")
 """Model types whose routers have such scores."""
 

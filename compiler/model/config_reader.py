@@ -67,8 +67,14 @@ class ConfigReader:
         if (alias := self.alias(name)) is None or self._config.get(alias) is None:
             return self.size(name, default)
         if self._config.get(name) not in (None, self._config[alias]):
-            raise differing(name, self._config[name], alias, self._config[alias])
+            raise self.differing(name, self._config[name], alias, self._config[alias])
         return self.size(alias)
+
+    @staticmethod
+    def differing(name: str, value: Any, alias: str, other: Any) -> ModelConfigError:
+        """One value under two names of its key."""
+        message = f"{name} {value} and {alias} {other} are the same key, and differ"
+        return ModelConfigError(message, alias, f"keep {name} or {alias}")
 
     def counts(self, name: str) -> bool:
         """Whether parameters follow from a key."""
@@ -104,12 +110,6 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
         return value
-
-
-def differing(name: str, value: Any, alias: str, other: Any) -> ModelConfigError:
-    """One value under two names of its key."""
-    message = f"{name} {value} and {alias} {other} are the same key, and differ"
-    return ModelConfigError(message, alias, f"keep {name} or {alias}")
 
 
 def _class_defaults(config: Config) -> dict[str, int]:

@@ -36,8 +36,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("several residual streams")
     if family.layers_per_module > 1:
         found.append("two layers in a module")
-    if family.experts and family.experts.identities:
-        found.append("zero experts")
+    found += family.experts.words(0) if family.experts else []
     if family.layer_inputs:
         found.append("an input of each layer")
     if family.runs:
@@ -48,8 +47,7 @@ def kinds_of(one: ModelType) -> list[str]:
     found += [one.described for one in family.parts if one.telling == 2]
     if family.low_rank:
         found.append("compressed KV, some chosen by an indexer")
-    if family.experts and family.experts.hashed:
-        found.append("experts that are looked up by the numbers of tokens")
+    found += family.experts.words(1) if family.experts else []
     if family.positions:
         found.append("learned positions")
     if family.alibi is True:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from .blocks import Traits
+from .blocks.experts import Experts as Experts
 from .blocks.latent import Latent as Latent
 from .compressed_keys import LowRank
 from .layer_kind import LayerShape
-from .layer_runs import LayerPeriod, LayerRuns
+from .layer_runs import LayerRuns
 from .shape import LayerInputs, ModelShape
 from .tables.expression import compiled
 
@@ -36,58 +37,6 @@ class Refusal:
     key: str
     applies: Callable[[Mapping[str, Any]], bool]
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of experts in place of the MLP: names of its modules, and of its configuration keys with defaults."""
-
-    block: str = "mlp"
-    interleaved: bool = False
-    """The columns of gate and up alternate, in place of all gates first."""
-    shared: str = ""
-    shared_is_optional: bool = False
-    """transformers builds none for a count of 0."""
-    beside: str = ""
-    """An MLP beside the block, as wide as the shared expert; it has a fused `input_linear` and an `output_linear`, or
-    is `mlp` itself."""
-    norm_after: str = ""
-    """A norm at the end of the block, of what routed and shared experts give together."""
-    count: tuple[str, int | None] = ("num_local_experts", 8)
-    identities: tuple[str, int] | None = None
-    """The key of how many further experts give back what they take, in place of computing."""
-    per_token: tuple[str, int | None] = ("num_experts_per_tok", 2)
-    width: tuple[str, int | None] = ("intermediate_size", None)
-    shared_width: tuple[str, int | None] | None = None
-    """The key of the shared expert's width."""
-    shared_count: tuple[str, int] | None = None
-    """The key of the number of shared experts, each as wide as the others."""
-    dense_layers: tuple[str, int] | None = None
-    """The key of how many first layers keep the dense MLP."""
-    dense_by_default: int = 0
-    """How many do where neither that key nor the list below is given."""
-    dense_width: tuple[str, int | None] = ("intermediate_size", None)
-    """The key of their width."""
-    switch: str = ""
-    """The key without which there are no experts."""
-    period: LayerPeriod | None = None
-    """Which layers have experts, where dense ones stand between them."""
-    one_is_dense: bool = False
-    """With one expert every layer has the dense MLP."""
-    beside_mlp: bool = False
-    """Router and experts stand in the layer itself, beside the dense MLP; the router sees a rank's own tokens."""
-    norms: tuple[str, ...] = ()
-    """Norms of the layer that it has with experts only."""
-    by_layer: str | None = None
-    """The key of a list that says "dense" or "sparse" for each layer, before all others."""
-    layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None
-    """The layers with experts, from the configuration and the number of layers, where no such list says it."""
-    hashed: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
-    """The layers whose router looks the experts of a token up by its number."""
-    taken: tuple[str, int] | None = None
-    """The key of how many features of a token its experts take, where projections of the block stand around them."""
-    normed: bool = False
-    """What each expert gives is normed before it is weighted: ranks with slices of it add up in front of that."""
 
 
 @dataclass(frozen=True, slots=True)

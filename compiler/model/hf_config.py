@@ -10,6 +10,7 @@ import json
 from collections.abc import Hashable
 from dataclasses import fields, replace
 
+from .blocks.experts import MoeShape, experts_from
 from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import facts_of
@@ -18,7 +19,6 @@ from .family import Family
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, Projections, kinds_of_layers
-from .reading_experts import experts_from
 from .shape import ModelShape
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
@@ -140,7 +140,7 @@ def _described(config: Config) -> ModelShape:
         wide_stream=family.is_on(family.wide_stream, config),
         capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
         sliding_window=_sliding_window(config, family),
-        moe=experts_from(read, family, config, blocks),
+        moe=_experts(read, family, config, blocks),
         projections=of_few,
         layers_per_module=family.layers_per_module,
         runs=runs,
@@ -162,6 +162,13 @@ def _described(config: Config) -> ModelShape:
 def _list_all_layers(config: Config, layers: int) -> None:
     if (wrong := listed_otherwise(config, layers)) is not None:
         raise ModelConfigError(wrong[1], wrong[0])
+
+
+def _experts(read: ConfigReader, family: Family, config: Config, blocks: LayerBlocks | None) -> MoeShape | None:
+    experts, listed = family.experts, None if blocks is None else blocks.experts
+    if experts is None or (listed is None and experts.switch and not family.is_on(experts.switch, config)):
+        return None
+    return experts_from(read, experts, config, listed, family.layers_per_module)
 
 
 def _kv_heads(read: ConfigReader, family: Family, config: Config, heads: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from .blocks import Block
+from .blocks.experts import MoeShape as MoeShape
 from .compressed_keys import CompressedKeys, LowRank
 from .layer_blocks import LayerBlocks
 from .layer_kind import OF_MODEL, KeysAndValues, LayerKind, LayerShape, Projections
@@ -15,44 +16,6 @@ from .shared_blocks import INPUTS, SharedBlocks
 from .user_module import UserModule
 
 B = TypeVar("B", bound=Block)
-
-
-@dataclass(frozen=True, slots=True)
-class MoeShape:
-    """Mixture of experts in place of the dense MLP."""
-
-    num_experts: int
-    num_experts_per_token: int
-    intermediate_size: int
-    """Hidden width of one expert."""
-    num_shared_experts: int = 0
-    """Experts that every token passes through, as one MLP of this many widths."""
-    shared_intermediate_size: int = 0
-    """Hidden width of that MLP."""
-    first_moe_layer: int = 0
-    """Layers before this one keep the dense MLP."""
-    layers: tuple[int, ...] | None = None
-    """The layers with experts, where dense ones stand between them; None: all from the first on."""
-    num_identities: int = 0
-    """Further experts that give back what they take: the router chooses among them too."""
-    hashed: tuple[int, ...] = ()
-    """Layers whose router takes the experts of a token from a table, by the token's number."""
-    taken_size: int | None = None
-    """Features of a token that experts take, between two projections of their block; None: the hidden size."""
-
-    @property
-    def num_choices(self) -> int:
-        """What the router chooses among."""
-        return self.num_experts + self.num_identities
-
-    @property
-    def computed_per_token(self) -> float:
-        """Experts of a token that compute, when every choice is as frequent as the others."""
-        return self.num_experts_per_token * self.num_experts / self.num_choices
-
-    def routed(self, num_layers: int) -> range | tuple[int, ...]:
-        """The layers with experts, of a model of so many layers."""
-        return range(min(self.first_moe_layer, num_layers), num_layers) if self.layers is None else self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +219,7 @@ class ModelShape:
     @property
     def expert_features(self) -> int:
         """Features of a token that routed experts take and give."""
-        return self.moe.taken_size or self.hidden_size if self.moe is not None else self.hidden_size
+        return self.hidden_size if self.moe is None else self.moe.features(self.hidden_size)
 
     def part(self, kind: type[B]) -> B | None:
         """The mechanism of a kind; None where the model has none."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.model.catalogue import CORRECTION_BIASES
+from parcompile.model.blocks.experts import CORRECTION_BIASES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import is_recomputing

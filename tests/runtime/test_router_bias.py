@@ -14,7 +14,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from training_runs import initial_model, plain_optimizer, samples
 
-from parcompile.model.catalogue import CORRECTED, CORRECTION_BIASES, RUNTIME_FAMILIES
+from parcompile.model.blocks.experts import CORRECTION_BIASES
+from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.model.model_class import causal_model

@@ -83,13 +83,10 @@ def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
 
 
 def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cut | None:
-    if experts.beside_mlp:
-        return block_cut(own, one, family, experts) if own.startswith("experts.") else None
-    if own.startswith(f"{experts.block}."):
-        return block_cut(own.removeprefix(f"{experts.block}."), one, family, experts)
-    if experts.beside not in ("", family.mlp) and own.startswith(f"{experts.beside}."):
-        return mlp_cut(own.removeprefix(f"{experts.beside}."), one, family)
-    return None
+    if (part := experts.part_of(own, family.mlp)) is None:
+        return None
+    in_block, name = part
+    return block_cut(name, one, family, experts) if in_block else mlp_cut(name, one, family)
 
 
 _ADAPTER = re.compile(

@@ -6,7 +6,6 @@ import ast
 import functools
 from collections.abc import Mapping
 
-from parcompile.model.catalogue import CORRECTION_BIASES
 from parcompile.model.family import Experts, Family
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Part, Split
@@ -65,7 +64,7 @@ def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut
         return mlp_cut(rest, one, family, inside=True)
     if one.row.shape == (own_key(family, "hidden_size"),):
         return STREAM  # a norm of what the block gives
-    if module.rpartition(".")[2] in CORRECTION_BIASES:
+    if names.learns_not(module):
         return FROZEN
     # The tokens of the whole sequence pass the router on every rank, and come back from the rank's slice of the
     # experts: the gradient is a part.

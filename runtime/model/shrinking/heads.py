@@ -8,7 +8,7 @@ from typing import Any
 
 from parcompile.model.families import FAMILIES
 from parcompile.model.shape import ModelShape
-from parcompile.model.tables import alias_of, class_default
+from parcompile.model.tables import class_default
 from parcompile.plan import Plan
 
 # As many heads, kv heads and groups as show how a rank holds them: a few on each.
@@ -70,13 +70,13 @@ def _windowed(shape: ModelShape, heads: int) -> Mapping[str, Any]:
     return next((one.small_windows(heads) for one in windows), {})
 
 
-# Narrow MLPs and experts.
+# Narrow MLPs.
 
-_MLP_OF_A_RANK, _EXPERT_OF_A_RANK = 32, 16
+_MLP_OF_A_RANK = 32
 
 
-def small_widths(plan: Plan, config: Any) -> dict[str, Any]:
-    """A narrow MLP, and a few narrow experts of every group."""
+def small_widths(plan: Plan) -> dict[str, Any]:
+    """A narrow MLP."""
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
     if not shape.attends:
         return {}  # nor has any layer an MLP
@@ -84,18 +84,4 @@ def small_widths(plan: Plan, config: Any) -> dict[str, Any]:
     experts = FAMILIES[shape.model_type].experts
     if experts is not None:
         found[experts.dense_width[0]] = found["intermediate_size"]
-    if shape.moe is None or experts is None:
-        return found
-    found[experts.width[0]] = min(shape.moe.intermediate_size, _EXPERT_OF_A_RANK * tp)
-    if experts.shared_width is not None:
-        found[experts.shared_width[0]] = min(shape.moe.shared_intermediate_size, _EXPERT_OF_A_RANK * tp)
-    groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
-    per_token = shape.moe.num_experts_per_token
-    in_group = max(2, -(-per_token // chosen), -(-2 * per_token // groups))
-    count = min(shape.moe.num_experts, groups * in_group)
-    if experts.identities is not None:
-        found[experts.identities[0]] = min(shape.moe.num_identities, count)
-    for name in (experts.count[0], alias_of(shape.model_type, experts.count[0])):
-        if name is not None and (name == experts.count[0] or name in plan.spec.model.hf_config):
-            found[name] = count
     return found

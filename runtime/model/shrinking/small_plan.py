@@ -139,7 +139,7 @@ def shrunk(plan: Plan) -> Plan:
     length = min(-(-LENGTH // unit) * unit, spec.training.sequence_length)
     layers, split = kept_layers(plan, config), spec.parallelism.pipeline_split
     starts = itertools.accumulate(PipelineSplit(split.pp, split.virtual).counts(len(layers)), initial=0)
-    heads = small_heads(plan, config)
+    heads, experts = small_heads(plan, config), FAMILIES[shape.model_type].experts
     parts = Small(
         layers,
         set(starts),
@@ -152,7 +152,8 @@ def shrunk(plan: Plan) -> Plan:
     )
     changes = {
         **heads,
-        **small_widths(plan, config),
+        **small_widths(plan),
+        **({} if shape.moe is None or experts is None else experts.small(shape.moe, config, parts)),
         **lists_of_layers(config, shape, layers),
         **kinds_of_layers(plan, config, layers, heads),
         **short_lengths(config, spec.training.sequence_length, length),
