@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
 
-BATCH = 5_000
-"""Mutants of one process, and of one draw from the schemas."""
+BATCH = 20_000
+"""Mutants of one process, and of one draw from the schemas: both take seconds."""
 
 _MEMORY = Path("/dev/shm")
 

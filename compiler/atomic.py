@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .user_files import MAX_BYTES, MAX_INDEX_BYTES, read_bytes
+from .user_files import MAX_BYTES, MAX_INDEX_BYTES, check_regular, read_bytes
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # Windows has none
@@ -64,11 +64,14 @@ def write_file(path: Path, content: str | bytes) -> None:
     A byte of a file's name that is not UTF-8 is written as its escape.
 
     Raises:
-        OSError: it cannot be written, or the file that is there may not be; what was there before is still there.
+        OSError: it cannot be written, the file that is there may not be, or it is a folder, a pipe or a device, which a
+            rename would replace; what was there before is still there.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-        raise PermissionError(errno.EACCES, "the file is read-only", str(path))
+    if os.path.lexists(path):
+        check_regular(path.stat(), str(path))  # of a link that leads to itself there is no status
+        if not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+            raise PermissionError(errno.EACCES, "the file is read-only", str(path))
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     temporary = Path(name)

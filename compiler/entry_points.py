@@ -36,6 +36,8 @@ SECONDS = 10.0
 """How long one call of a plug-in may take."""
 IMPORT_SECONDS = 60.0
 """How long its import may take, with all that it imports itself."""
+MOST_BYTES = 64 * 2**20
+"""What one call may return."""
 _NOUNS = {RULES: "rules", TARGETS: "target", IMPORTERS: "importer", FAMILIES: "family"}
 
 Loaded = TypeVar("Loaded")
@@ -162,7 +164,8 @@ class Failure:
 def apart(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
     """What each work returns, done in a process of its own, so that none can end, block or print into this one.
 
-    Where a process cannot be forked, or has threads, they are done here.
+    Where a process cannot be forked, or has threads, which a fork may leave without their locks, each is done in a
+    thread here, and one that takes too long stays behind in it.
 
     Args:
         works: return what can be pickled.
@@ -170,7 +173,7 @@ def apart(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded 
     """
     if not hasattr(os, "fork") or threading.active_count() > 1:
         with _aside():
-            return [_outcome(work) for work in works]
+            return [_in_thread(work, seconds) for work in works]
     found: list[Loaded | Failure] = []
     while len(found) < len(works):
         found += _in_child(works[len(found) :], seconds)
@@ -184,6 +187,18 @@ def _outcome(work: Callable[[], Loaded]) -> Loaded | Failure:
         raise
     except BaseException as error:  # the code of others may fail in any way
         return Failure(said(error))
+
+
+def _in_thread(work: Callable[[], Loaded], seconds: float) -> Loaded | Failure:
+    found: list[Loaded | Failure] = []
+    thread = threading.Thread(target=lambda: found.append(_outcome(work)), name="parcompile plug-in", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else Failure(_too_long(seconds))
+
+
+def _too_long(seconds: float) -> str:
+    return f"it took longer than {seconds:g} s"
 
 
 def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
@@ -202,7 +217,7 @@ def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loa
                 size = int.from_bytes(_received(reading, 8, time.monotonic() + seconds), "big")
                 found.append(pickle.loads(_received(reading, size, time.monotonic() + seconds)))  # noqa: S301 -- ours
             except TimeoutError:  # noqa: PERF203 -- each work has its own
-                found.append(Failure(f"it took longer than {seconds:g} s"))
+                found.append(Failure(_too_long(seconds)))
                 break
             except EOFError:
                 found.append(Failure("it ended its process"))
@@ -221,8 +236,11 @@ def _serve(works: Sequence[Callable[[], object]], writing: int) -> NoReturn:
             outcome = _outcome(work)
             try:
                 content = pickle.dumps(outcome)
+                pickle.loads(content)  # noqa: S301 -- what fails, or ends a process, when it is read does so here
             except Exception as error:
                 content = pickle.dumps(Failure(said(error)))
+            if len(content) > MOST_BYTES:
+                content = pickle.dumps(Failure(f"it returned {len(content):,} bytes; at most {MOST_BYTES:,} are taken"))
             with os.fdopen(os.dup(writing), "wb") as stream:
                 stream.write(len(content).to_bytes(8, "big") + content)
     finally:
@@ -230,7 +248,7 @@ def _serve(works: Sequence[Callable[[], object]], writing: int) -> NoReturn:
 
 
 def _received(handle: int, size: int, end: float) -> bytes:
-    content = b""
+    content = bytearray()
     while len(content) < size:
         if not select.select([handle], [], [], max(0.0, end - time.monotonic()))[0]:
             raise TimeoutError
@@ -238,4 +256,4 @@ def _received(handle: int, size: int, end: float) -> bytes:
         if not part:
             raise EOFError
         content += part
-    return content
+    return bytes(content)

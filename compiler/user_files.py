@@ -58,18 +58,23 @@ def read_start(path: str | os.PathLike[str], count: int, *, follow: bool = True)
     name = os.fspath(path)
     try:
         # Opening a pipe may wait and opening a device may do something: what it is, is asked for before.
-        _regular(os.stat(name, follow_symlinks=follow), name)  # noqa: PTH116 -- a name may hold a NUL: ValueError
+        check_regular(os.stat(name, follow_symlinks=follow), name)  # noqa: PTH116 -- a name may hold a NUL: ValueError
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         handle = os.open(name, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
     except ValueError as error:
         raise OSError(errno.EINVAL, f"no file can have this name: {error}", name) from None
     with os.fdopen(handle, "rb") as stream:
         status = os.fstat(handle)
-        _regular(status, name)
+        check_regular(status, name)
         return stream.read(count), status.st_size
 
 
-def _regular(status: os.stat_result, name: str) -> None:
+def check_regular(status: os.stat_result, name: str) -> None:
+    """Lets a regular file pass.
+
+    Raises:
+        OSError: what a status describes is a folder, a link, a pipe or a device.
+    """
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "this is a directory, not a file", name)
     if stat.S_ISLNK(status.st_mode):

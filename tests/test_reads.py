@@ -44,7 +44,7 @@ OWN = {
     "runtime/liveness/watchdog.py": 1,
     "runtime/preflight/live/facts.py": 5,
     "runtime/profiling/machine.py": 1,
-    "runtime/profiling/recorder.py": 2,
+    "runtime/profiling/recorder.py": 1,
     "runtime/prove/engine.py": 2,
     "runtime/prove/ranks/cells.py": 1,
     "runtime/prove/ranks/server.py": 3,

@@ -472,6 +472,7 @@ def all_kinds(
     arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
     for one in _files(corpus / "megatron", "**/*"):
         (scripts if one.form == "sh" else arguments).append(one)
+    configs = [*_configs(), *_files(corpus / "hf")]
     accelerate = [*_yaml(*_ACCELERATE), *_json(*_ACCELERATE), *_files(golden, "*/accelerate*.yaml")]
     kinds = [
         Kind(
@@ -512,14 +513,16 @@ def all_kinds(
         Kind(
             "config.json",
             "config.json",
-            [*_configs(), *_files(corpus / "hf")],
+            configs,
             [
                 *(("check", "%/held.json"), ("estimate", "%/held.json"), ("%/held.json", "-o", "%/out")),
-                *(("models", "--config", "@"), ("init", "--hf-config", "@"), ("check", "@")),
+                *(("models", "--config", "@"), ("init", "--hf-config", "@", "--no-estimate"), ("check", "@")),
             ],
             2.0,
             beside=_held(made / "config", {}),
         ),
+        # A search takes seconds, a hundred times as long as what reads the file otherwise.
+        Kind("searched", "config.json", configs, [("init", "--hf-config", "@")], 0.06),
         Kind(
             "DeepSpeed",
             "ds.?",

@@ -33,12 +33,22 @@ def closest(word: str, candidates: Iterable[str], *, least: float = _LEAST_RATIO
     """
     if not word or len(word) > LONGEST:
         return None
-    names: dict[str, str] = {}
+    meant, names = _bare(word), dict[str, str]()
+    letters = _letters(meant)
     for candidate in candidates:
-        if candidate != word:
-            names.setdefault(_bare(candidate), candidate)
-    near = difflib.get_close_matches(_bare(word), names, n=1, cutoff=least)
+        name = _bare(candidate)
+        # Letters that the other lacks are not alike in any order; difflib finds that out more slowly.
+        most = min(len(meant), len(name)) - (letters & ~_letters(name)).bit_count() * (len(meant) <= len(name))
+        if 2 * most >= least * (len(meant) + len(name)) and candidate != word:
+            names.setdefault(name, candidate)
+    near = difflib.get_close_matches(meant, names, n=1, cutoff=least)
     return names[near[0]] if near else None
+
+
+@functools.lru_cache(maxsize=8192)
+def _letters(word: str) -> int:
+    """A bit for each letter, some of which share one."""
+    return functools.reduce(int.__or__, (1 << ord(letter) % 64 for letter in word), 0)
 
 
 @functools.lru_cache(maxsize=4096)

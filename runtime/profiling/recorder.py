@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import statistics
-import tempfile
 import time
 import uuid
 import warnings
@@ -21,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parcompile.atomic import write_file
 from parcompile.cost.measurements import PLAIN_COLUMNS, plain_row
 from parcompile.runtime.groups import Mesh
 from parcompile.spec.workload import workload_of
+from parcompile.user_files import MAX_TABLE_BYTES, read_text
 
 FILE = "measurements.csv"
 WARM_UP = 3
@@ -105,10 +105,9 @@ def put_row(file: Path, row: dict[str, str]) -> None:
     rows: list[dict[str, str]] = []
     columns = list(row)
     if file.exists():
-        with file.open(encoding="utf-8", newline="") as stream:
-            reader = csv.DictReader(stream, strict=True)
-            rows = [one for one in reader if one.get("run") != row["run"]]
-            known = list(reader.fieldnames or columns)
+        reader = csv.DictReader(io.StringIO(read_text(file, MAX_TABLE_BYTES), newline=""), strict=True)
+        rows = [one for one in reader if one.get("run") != row["run"]]
+        known = list(reader.fieldnames or columns)
         if not set(PLAIN_COLUMNS) <= set(known):
             raise ValueError(f"{file} has no columns {', '.join(sorted(set(PLAIN_COLUMNS) - set(known)))}")
         columns = [*known, *(name for name in columns if name not in known)]
@@ -116,16 +115,7 @@ def put_row(file: Path, row: dict[str, str]) -> None:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows([*rows, row])
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text.getvalue())
-        # mkstemp's files are for their owner alone; whoever may read the plan may read these.
-        Path(name).chmod(0o644)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_file(file, text.getvalue())
 
 
 def peak_bytes(device: torch.device) -> int:

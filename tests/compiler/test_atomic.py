@@ -283,6 +283,23 @@ def test_what_is_put_into_a_folder_while_it_is_replaced_is_kept(
     assert names_in(tmp_path) == ["out"]
 
 
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="no regular file but a pipe or a device"):
+            atomic.write_file(tmp_path / name, "x")
+    with pytest.raises(IsADirectoryError, match="this is a directory"):
+        atomic.write_file(tmp_path, "x")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        atomic.write_file(tmp_path / "loop", "x")
+    assert pipe.is_fifo()
+    assert (tmp_path / "loop").is_symlink()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "loop", "pipe"]
+
+
 def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
     file = tmp_path / "spec.json"
     file.write_text("old")

@@ -101,6 +101,25 @@ def test_a_name_that_is_not_utf_8_ends_no_command_with_a_traceback(tmp_path: Pat
     assert run(first, name, *rest, cwd=tmp_path).returncode in (0, 1)
 
 
+def test_every_format_writes_a_name_that_is_no_text_or_moves_the_cursor(tmp_path: Path) -> None:
+    names = [os.fsdecode(b"spec-\xff.json"), "spec\r\x1b[31m.json"]
+    for name in names:
+        (tmp_path / name).write_text('{"version": 1}')
+    words = [["check", "--kind", "spec", "--format", one, name] for one in FORMATS for name in names]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr, done.stderr
+    parts = re.split(r"\x00 1\n", done.stdout.decode())
+    assert len(parts) == len(words) + 1
+    assert {one for one in "".join(parts) + done.stderr.decode() if not one.isprintable()} == {"\n"}
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe", "large.json"])
 def test_a_configuration_that_never_ends_is_refused(tmp_path: Path, path: str) -> None:
     os.mkfifo(tmp_path / "pipe")

@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from parcompile import entry_points
 
 CODE = """
 from parcompile.plugins import Experts, Family, Finding, Importer, Loss, Severity, Target, rule, table_like
@@ -416,3 +419,38 @@ def test_nothing_that_a_plug_in_does_ends_a_command_or_reaches_its_output(tmp_pa
     assert [len(one) for one in found] == [1, 1, 0, 0]
     assert "the family 'f' of rude 1.2 (rude:family) failed: it ended its process" in found[0][0]["message"]
     assert "the family 'wrong' of rude 1.2 (rude:wrong) failed: TypeError" in found[1][0]["message"]
+
+
+class _Returned:
+    """What is rude only when it is unpickled."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], tuple(self.call[1:])
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_a_plug_in_returns_or_how_long_it_takes_ends_nothing(
+    threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry_points, "MOST_BYTES", 1000)
+    over = threading.Event()
+    other = threading.Thread(target=over.wait, daemon=True)
+    works: list[Any] = [lambda: _Returned(os._exit, 3), lambda: _Returned(int, "x"), lambda: "x" * 2000, over.wait]
+    try:
+        if threads:
+            other.start()
+            works = [over.wait, lambda: 1 / 0]
+        found = entry_points.apart([*works, lambda: 7], 2)
+    finally:
+        over.set()
+        if threads:
+            other.join()
+    whys = [one.why for one in found[:-1]]
+    late = "it took longer than 2 s"
+    ends = (late, "ZeroDivisionError") if threads else ("it ended its", "ValueError: invalid", "it returned 2,0", late)
+    assert all(map(str.startswith, whys, ends))
+    assert len(whys) == len(works)
+    assert found[-1] == 7

@@ -58,7 +58,11 @@ def keep(source: Source, draft: Draft) -> None:
 
 def _is_left(name: str, source: Source, lost: set[str]) -> bool:
     value = source.given[name]
-    if isinstance(value, Undecided) or refusal(name, value, has_schedule=False) is not None:
+    if (
+        name not in line(NVIDIA).options
+        or isinstance(value, Undecided)
+        or refusal(name, value, has_schedule=False) is not None
+    ):
         return False
     if name in REPLACEABLE:
         return name in lost or (name == BALANCING[0] and "moe_aux_loss_coeff" in lost)

@@ -61,7 +61,7 @@ def _suite(file: str, found: Sequence[Diagnostic], kind: str | None) -> list[str
 
 
 def _text(text: str) -> str:
-    return escape(_NOT_XML.sub("\ufffd", text))
+    return escape(_NOT_XML.sub("\ufffd", text), {"\r": "&#13;", "\t": "&#9;"})
 
 
 def _attribute(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, TextIO
@@ -126,7 +127,7 @@ def uri(file: str) -> str:
     path = PurePath(file)
     if path.is_absolute():
         return path.as_uri()
-    return quote(path.as_posix(), safe="/")
+    return quote(os.fsencode(path.as_posix()), safe="/")  # a name may be no text
 
 
 def fingerprint(found: Diagnostic) -> str:

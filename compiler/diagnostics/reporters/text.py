@@ -138,7 +138,8 @@ def _place(
         return [*lines, f"{' ' * margin}{bar} {label}"] if label else lines
     shown, start, length = _window(line, position.column, style.width - margin - 3, "…" if style.unicode else "...")
     caret = ("^" if severity is not None else "-") * length
-    if severity is not None and _columns(line) <= style.width - margin - 3:
+    fits = len(line) <= _REACH * style.width and _columns(line) <= style.width - margin - 3
+    if severity is not None and fits:
         # The whole line is there: every finding about it is marked.
         marks = sorted((one for one in others if one.line == position.line), key=lambda one: one.column)
         found = [_window(line, one.column, style.width - margin - 3, "") for one in marks]
@@ -209,6 +210,8 @@ def _visible(text: str) -> str:
 
 def _columns(text: str) -> int:
     """How many columns a terminal takes for `text`."""
+    if text.isascii() and text.isprintable():
+        return len(text)
     return sum(
         len(_TAB)
         if c == "\t"

@@ -56,7 +56,7 @@ class ModelValues(ParallelismValues):
     def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
         path = self.folder / relative
         try:
-            config = portable(json.loads(read_text(path)))
+            config = _parsed(read_text(path))
         except OSError as error:
             raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
         except (ValueError, RecursionError) as error:
@@ -121,6 +121,12 @@ def _of_plan(plan: Mapping[str, Any], path: FilePath) -> dict[str, Any]:
     return config
 
 
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Any:
+    """What a configuration file holds: a search asks for the same one thousands of times, and nobody changes it."""
+    return portable(json.loads(text))
+
+
 def _instead_of(path: FilePath) -> str:
     """What to write instead of a path whose file cannot be read."""
     if path.is_dir():
@@ -128,6 +134,7 @@ def _instead_of(path: FilePath) -> str:
     return "a path that is not absolute starts in the folder of the spec" if not path.exists() else ""
 
 
+@functools.lru_cache(maxsize=4096)
 def _most(key: str) -> int | None:
     """The largest value of a dimension. It bounds the work of the compiler, which lists layers one by one."""
     dimensions = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
