@@ -285,7 +285,7 @@ def _check_place(folder: Path, name: str) -> None:
     """Sees to it that a file can take its place in a folder without leaving it.
 
     Raises:
-        OSError: a folder on the way is a link or a file, or the place itself is a folder.
+        OSError: a folder on the way is a link or a file, or the place itself is a folder, a pipe or a device.
     """
     for parent in reversed(Path(name).parents):
         with contextlib.suppress(FileNotFoundError):
@@ -295,8 +295,11 @@ def _check_place(folder: Path, name: str) -> None:
             if not stat.S_ISDIR(mode):
                 raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(folder / parent))
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISDIR((folder / name).lstat().st_mode):
+        mode = (folder / name).lstat().st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(folder / name))
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(folder / name))
 
 
 def _foreign(folder: Path, known: Collection[str]) -> bool:

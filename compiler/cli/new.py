@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -92,7 +94,11 @@ def command(
     if tokenizer is None and weights is not None and any(weights.glob("tokenizer*")):
         tokenizer = weights
     named = {"weights": weights, "tokenizer": tokenizer, "data": data}
-    arguments = {key: str(path.resolve()) for key, path in named.items() if path is not None}
+    arguments = {key: os.path.realpath(path) for key, path in named.items() if path is not None}
+    where = os.path.realpath(directory)
+    for word, path in {"DIR": where, **{f"--{key}": path for key, path in arguments.items()}}.items():
+        if re.search("[\x00-\x1f\x7f\ud800-\udfff]", path):  # control characters, and bytes that are no text
+            raise click.UsageError(f"{word}: the files of a project cannot name {path!r}: rename it")
     lines: list[str] = []
     extra = {}
     if model is None and hf_config is None:
@@ -119,7 +125,7 @@ def command(
         if (file := chosen.section.get("hf_config")) is not None:
             extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')
-    files = project_files(directory.resolve().name, spec, arguments) | extra
+    files = project_files(Path(where).name, spec, arguments) | extra
     try:
         _write(directory, files)
     except OSError as error:

@@ -52,6 +52,8 @@ def command(model: str, cluster: str, length: str | None, output: Path | None, *
     chosen = chosen_model(model, None, Path() if output is None else output.parent)
     tokens = sequence_length_of(chosen.config) if length is None else length_of(length)
     folder = output or Path(chosen.name)
+    if folder.name in ("", ".."):
+        raise click.UsageError(f"-o {folder}: the spec gets the name of the plan's folder: name a new one")
     file = folder.with_name(f"{folder.name}.json")
     for one in (folder, file):
         if one.exists():

@@ -44,8 +44,9 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
         raise click.UsageError("--ranks cannot be used under a launcher, because it starts its own ranks")
     if output is not None and not is_preset_file(output.name):
         raise click.UsageError(f"{output}: a spec names a preset's file by its ending, write {output.name}.json")
-    if output is not None and speaks and not os.access(output.resolve().parent, os.W_OK):
-        raise click.ClickException(f"{output.resolve().parent} is not a writable folder")
+    folder = Path(os.path.realpath(output)).parent if output is not None else Path()
+    if output is not None and speaks and not os.access(folder, os.W_OK):
+        raise click.ClickException(f"{folder} is not a writable folder")
     tree = _measured(ranks, seconds, like, name or (output.stem if output else None), launched=launched)
     if tree is None:
         return
@@ -55,7 +56,7 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
     say(_text(tree), nl=False)
     if output is not None:
         try:
-            write({output.name: to_text(tree)}, output.resolve().parent)
+            write({output.name: to_text(tree)}, folder)
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         say(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')

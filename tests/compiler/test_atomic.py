@@ -292,6 +292,8 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
             atomic.write_file(tmp_path / name, "x")
     with pytest.raises(IsADirectoryError, match="this is a directory"):
         atomic.write_file(tmp_path, "x")
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        write_set({"pipe": b"x"}, tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         atomic.write_file(tmp_path / "loop", "x")

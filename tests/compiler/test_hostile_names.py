@@ -101,6 +101,21 @@ def test_a_name_that_is_not_utf_8_ends_no_command_with_a_traceback(tmp_path: Pat
     assert run(first, name, *rest, cwd=tmp_path).returncode in (0, 1)
 
 
+def test_a_path_that_no_project_can_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    rude = os.fsdecode(b"x\xff")
+    (tmp_path / rude).write_text("x")
+    words = [["new", "loop"], ["new", "d\n"], ["new", "d", "--data", rude], ["new", f"d{rude}"]]
+    words += [["plan", "gpt2-xl", "8xH100", "-o", one] for one in ("", "..", "/")]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(words)], cwd=tmp_path, capture_output=True, timeout=120, check=False
+    )
+    assert b"Traceback" not in done.stderr, done.stderr
+    assert done.stdout == b"\0 2\n" * len(words)
+    assert done.stderr.count(b"rename it") == 3
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["loop", rude]
+
+
 def test_every_format_writes_a_name_that_is_no_text_or_moves_the_cursor(tmp_path: Path) -> None:
     names = [os.fsdecode(b"spec-\xff.json"), "spec\r\x1b[31m.json"]
     for name in names:
