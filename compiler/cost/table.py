@@ -52,7 +52,7 @@ def verdict(work: Workload, memory: Footprint, time: Timing) -> str:
         return (
             f"{format_bytes(size)} · {speed} · {_UNCHECKED if not work.names_machine else 'no limit of memory known'}"
         )
-    close = abs(size / limit - 1) < 0.02
+    close = abs(size - limit) < 0.02 * limit  # where the framework alone takes more than there is, it is 0
     needed, room, largest = (_gib(one, close=close) for one in (size, limit, memory.peak.components[part]))
     if is_safe(memory):
         return f"FITS · {needed} of {room} GiB · {speed}"

@@ -18,9 +18,12 @@ from typing import Any
 
 from parcompile import schema
 from parcompile.cost.footprint import is_safe
-from parcompile.cost.memory import static_memory
+from parcompile.cost.memory import is_own_master, static_memory
+from parcompile.cost.workload import Workload
 from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import text_part
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
@@ -315,13 +318,15 @@ def _figures_of_memory(one: Ranked) -> str:
 def _remedies(space: Space, least: Ranked) -> Iterator[str]:
     """What would fit: more nodes, shorter sequences, another ZeRO stage."""
     tree, work = space.tree, least.base.work
-    for nodes in (work.nodes * factor for factor in _MORE_NODES):
+    # All ranks together hold this much, however it is spread: a search over fewer takes seconds, and finds nothing.
+    enough = math.ceil(_state_bytes(work) / max(1.0, least.memory.limit_bytes or math.inf) / work.gpus_per_node)
+    for nodes in (work.nodes * factor for factor in _MORE_NODES if work.nodes * factor >= enough):
         batch = {"global_batch_size": batch_of(nodes * work.gpus_per_node, work.sequence_length)}
         larger = {**tree, "cluster": {**tree["cluster"], "nodes": nodes}, "training": {**tree["training"], **batch}}
         if one := _any_that_fits(larger, space):
             yield f"{nodes} nodes: {one.layout_name}, {_size(one)}"
             break
-    length = work.sequence_length // 2
+    length = work.sequence_length // 2 if work.nodes >= enough else 0
     while length >= _SHORTEST:
         if one := _any_that_fits({**tree, "training": {**tree["training"], "sequence_length": length}}, space):
             yield f"sequences of {length} tokens: {one.layout_name}, {_size(one)}"
@@ -333,6 +338,12 @@ def _remedies(space: Space, least: Ranked) -> Iterator[str]:
             run = ", which parcompile.runtime does not run" if stage == 3 else ""
             yield f"zero.stage {stage}{run}: {least.layout_name}, peak {format_bytes(other.peak.total_bytes)}"
             break
+
+
+def _state_bytes(work: Workload) -> int:
+    """Weights and optimizer state of the whole model, each once."""
+    master = 0 if is_own_master(work) else MASTER_BYTES
+    return parameter_table(work.shape).numel * (work.element_bytes + master + ADAM_STATE_BYTES)
 
 
 def _size(one: Ranked) -> str:

@@ -150,12 +150,21 @@ def test_a_description_and_the_same_file_are_one_machine(tmp_path: Path) -> None
         ({"memory": 24}, ["K001"]),
         ({}, ["K002"]),
         ({"memory_gib": 24, "like": "h1000"}, ["K004"]),
+        ({"memory_gib": 1e-175}, ["K005"]),
+        ({"memory_gib": 24, "bf16_tflops": 5e-324}, ["K005"]),
         ("rtx4090", ["K004"]),
         ("lab.json", ["H002"]),
     ],
 )
 def test_a_wrong_description_is_one_error(given: object, said: list[str], tmp_path: Path) -> None:
     assert [one.code for one in checked(tmp_path, given).diagnostics if one.is_error] == said
+
+
+def test_a_machine_that_holds_less_than_the_framework_is_estimated(tmp_path: Path) -> None:
+    checked(tmp_path, {"memory_gib": 0.003, "bf16_tflops": 1e-6})
+    done = CliRunner().invoke(estimate_command, [str(tmp_path / "spec.json")])
+    assert done.exit_code == 0
+    assert "does not fit" in done.output.lower()
 
 
 @pytest.mark.parametrize(
@@ -165,6 +174,7 @@ def test_a_wrong_description_is_one_error(given: object, said: list[str], tmp_pa
         {"memory_gib": 24, "memory_mib": 24576},
         {"memory_gib": 24, "bf16_tflops": 3, "bf16_flops_per_s": 3e12},
         {"memory_gib": 24, "layer_seconds": 0.1},
+        {"memory_gib": 24, "memory_bytes_per_s": 5e-324},
     ],
 )
 def test_a_file_says_each_figure_once_and_measures_all_or_none(tree: dict[str, Any], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from parcompile.cost.footprint import HOPELESS, SAFE, footprint
 from parcompile.diagnostics import Severity
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file, check_read
+from parcompile.searching import first
 from parcompile.searching.first import first_spec
 from parcompile.show.page.render import page
 from parcompile.show.pictures.subject import Subject
@@ -209,6 +210,21 @@ def test_init_recomputes_no_more_stages_than_have_to_be(tmp_path: Path) -> None:
     assert found.spec["training"]["activation_checkpointing"] == "full"
     found.spec["training"]["activation_checkpointing"] = ["full"] * (stages - 1) + ["none"]
     assert (parcompile.compile(found.spec, estimate=False).estimate().memory.probability or 0) < SAFE
+
+
+def test_init_searches_no_cluster_that_cannot_hold_the_state_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        first,
+        "_any_that_fits",
+        lambda tree, _: tried.append((tree["cluster"]["nodes"], tree["training"]["sequence_length"])),
+    )
+    cluster = {"nodes": 1, "gpus_per_node": 8, "accelerator": "h100-sxm"}
+    assert first_spec("run", {"preset": "llama-3.1-405b"}, cluster, 8192, tmp_path).spec is None
+    # 405.9e9 parameters of 14 bytes over GPUs of 73 GiB: nine nodes and more.
+    assert tried == [(nodes, 8192) for nodes in (16, 32, 64)]
 
 
 def test_experts_may_be_dealt_so_that_a_model_of_experts_fits() -> None:
