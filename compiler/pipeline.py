@@ -197,8 +197,20 @@ def _in_spec(
         invalid = again.invalid_paths
     resolution = Resolution(tree, invalid, folder)
     resolution.is_trial = is_trial
-    found = [document.locate(_as_written(diagnostic, meant)) for diagnostic in check(resolution, targets)]
+    found = [
+        document.locate(_as_written(_with_advice(diagnostic, resolution), meant))
+        for diagnostic in check(resolution, targets)
+    ]
     return [*diagnostics, *found], resolution
+
+
+def _with_advice(one: Diagnostic, resolution: Resolution) -> Diagnostic:
+    """A finding; of what is too large and has no small fix, with the layout that a search gives."""
+    if one.code not in MEMORY_RULES or one.fixes or resolution.is_trial:
+        return one
+    from .searching.first import advised  # only here: most specs fit
+
+    return advised(one, resolution)
 
 
 def _misspelt_sections(document: Document, diagnostics: Sequence[Diagnostic]) -> dict[str, str]:

@@ -51,7 +51,7 @@ class RunLog:
         if tensorboard:
             self._board = _board(self.file.with_name("tensorboard"), first_step)
         if wandb is not None:
-            self._run = _run(wandb, self.file.parent, config)
+            self._run = _run(wandb, self.file.parent, config, is_new=not kept)
 
     def rows(self) -> list[dict[str, float]]:
         """All steps so far; what is not finite is NaN."""
@@ -146,9 +146,12 @@ def _board(folder: Path, first_step: int) -> Any:
     return SummaryWriter(str(folder), purge_step=first_step + 1)
 
 
-def _run(project: str, folder: Path, config: Mapping[str, Any] | None) -> Any:
+def _run(project: str, folder: Path, config: Mapping[str, Any] | None, *, is_new: bool) -> Any:
+    """A run of Weights & Biases; a resumed one goes on under its identifier, which its folder is called by."""
     try:
         import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         raise RunError("logging to Weights & Biases needs it: pip install wandb") from None
-    return wandb.init(project=project, dir=str(folder), config=dict(config or {}))
+    last = folder / "wandb" / "latest-run"
+    known = None if is_new or not last.exists() else last.resolve().name.rpartition("-")[2]
+    return wandb.init(project=project, dir=str(folder), config=dict(config or {}), id=known, resume="allow")

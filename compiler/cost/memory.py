@@ -52,10 +52,10 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     return max((held_memory(work, one, bucket) for one in work.stages), key=lambda memory: memory.total_bytes)
 
 
-def held_memory(work: Workload, stage: Stage, bucket: int) -> StaticMemory:
-    """The static bytes of a rank of `stage` with a reduce bucket of `bucket` elements."""
-    numel = work.stage_parameters(stage)
-    groups = work.sharded(stage)
+def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = None) -> StaticMemory:
+    """The static bytes of a rank of `stage` with a reduce bucket of `bucket` elements; it trains `numel` parameters."""
+    numel = work.stage_parameters(stage) if numel is None else numel
+    groups = work.sharded(stage, numel)
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
     gradients, bucket_bytes = numel * sum_width, bucket * width if has_bucket(work) else 0
@@ -109,7 +109,7 @@ def untrained_bytes(work: Workload, stage: Stage) -> float:
 def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
-        held = held_memory(work, stage, 0)
+        held = held_memory(work, stage, 0, numel)
         weights = held.weight_bytes + untrained_bytes(work, stage)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
@@ -129,7 +129,7 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage 1 copies the gradients
     of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
     """
-    groups = work.sharded(stage)
+    groups = work.sharded(stage, numel)
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
     dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
     largest = max(dealt, shard - dealt)

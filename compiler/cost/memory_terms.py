@@ -212,11 +212,12 @@ def _terms(one: _Held, numel: int, bucket: int) -> StageTerms:
 def _at_peak(one: _Held, logits: float) -> dict[str, float]:
     """What is held of activations, by part, at the largest moment of a step."""
     work, stage = one.work, one.stage
-    kept, in_flight = _kept(one), _in_flight(one)
+    in_flight = _in_flight(one)
     choice = choice_bytes(work, stage) if one.eager else 0.0
-    one_layer = (one.sparse if one.routed else one.dense).total * one.tokens
     if work.recomputes_layers:
         kept, one_layer, in_flight = _recomputed(one, in_flight)
+    else:
+        kept, one_layer = _kept(one), (one.sparse if one.routed else one.dense).total * one.tokens
     kept["attention"] += choice * one.copies
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
@@ -245,7 +246,7 @@ def _kept(one: _Held) -> dict[str, float]:
         # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
         kept[part] *= work.split_tokens / max(1, tokens)
     of_own, of_whole = kept_of_use(work)
-    used = uses(work.shape, stage.layers) if not work.recomputes_layers else 0
+    used = uses(work.shape, stage.layers)
     kept["stream"] += used * of_own * work.split_tokens * held
     kept["gathered"] += used * of_whole * tokens * held
     kept["stream"] += kept_by_blocks(work, one.with_blocks) * held

@@ -254,16 +254,20 @@ def bandwidth(terms: StepTerms, stride: int, ranks: int, values: Mapping[str, fl
     return min(inside, float(speed / max(nodes / 2, 1.0) ** values["network_scale"]))
 
 
-def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None = None) -> StepTime:
-    """The step by its parts; `shared` is what context parallelism costs, where that is known already."""
-    work = terms.work
+def step_time(
+    terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None = None, work: Workload | None = None
+) -> StepTime:
+    """The step by its parts; `shared` is what context parallelism costs, where that is known already.
+
+    `work` is another execution of the layout that `terms` are of: its order of axes, its context parallelism.
+    """
+    work = work or terms.work
     if terms.of_stages:
         known = {one.work.recompute: one for one in terms.of_stages}
-        placed = {word: replace(one, work=replace(work, recompute=word)) for word, one in known.items()}
-        by_word = {word: _layer_time(one, values, None) for word, one in placed.items()}
+        by_word = {word: _layer_time(one, replace(work, recompute=word), values, None) for word, one in known.items()}
         of_stages = tuple(by_word[one.work.recompute] for one in terms.of_stages)
     else:
-        of_stages = (_layer_time(terms, values, shared),) * len(terms.stage_layers)
+        of_stages = (_layer_time(terms, work, values, shared),) * len(terms.stage_layers)
     narrow = _narrow(work, values)
     head = terms.head_matmul * narrow + terms.head_elementwise
     stages = tuple(
@@ -284,7 +288,7 @@ def step_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost
         )
         send = terms.exchange_bytes / speed + values["send_seconds"]
         exchange = _exposed_sends(work, send, slowest)
-    gradients, hidden = _gradients(terms, values, slowest)
+    gradients, hidden = _gradients(terms, work, values, slowest)
     return StepTime(
         compute=passes
         * (layers * (layer.work + layer.attention) + terms.stage_heads[index] * head + terms.sums[index]),
@@ -308,8 +312,9 @@ def _narrow(work: Workload, values: Mapping[str, float]) -> float:
     return narrow * (1 + values["few_rows"] / work.split_tokens)
 
 
-def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCost | None) -> _LayerTime:
-    work = terms.work
+def _layer_time(
+    terms: StepTerms, work: Workload, values: Mapping[str, float], shared: ContextCost | None
+) -> _LayerTime:
     work_layer = terms.matmul * _narrow(work, values) + values["elementwise"] * terms.elementwise
     attention = terms.attention / values["attention"]
     tensor = 0.0
@@ -321,7 +326,7 @@ def _layer_time(terms: StepTerms, values: Mapping[str, float], shared: ContextCo
     attending = len(work.shape.attention_layers) / work.shape.num_hidden_layers
     context = attending * shared.seconds + state_seconds(work, values) + window_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
-    whole = max(work_layer + attention + tensor + context + expert, _launch(terms, values))
+    whole = max(work_layer + attention + tensor + context + expert, _launch(work, values))
     return _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
 
 
@@ -340,8 +345,7 @@ def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
     return fill * send + steady * max(0.0, send - slowest / work.virtual_stages / 3)
 
 
-def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
-    work = terms.work
+def _launch(work: Workload, values: Mapping[str, float]) -> float:
     seconds = values["launch_seconds"]
     far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
     if work.framework == "nanotron" and work.pp > 1 and far:
@@ -351,9 +355,8 @@ def _launch(terms: StepTerms, values: Mapping[str, float]) -> float:
     return seconds
 
 
-def _gradients(terms: StepTerms, values: Mapping[str, float], slowest: float) -> tuple[float, float]:
+def _gradients(terms: StepTerms, work: Workload, values: Mapping[str, float], slowest: float) -> tuple[float, float]:
     """Seconds of the gradients' traffic that a step waits for, and those that run behind the backward pass."""
-    work = terms.work
     if work.shards == 1:
         return 0.0, 0.0
     stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
@@ -390,7 +393,7 @@ def _clear_seconds(
     if work.nodes <= 2 or work.framework == "nanotron":
         return step.seconds
     values = {**values_of(work), "network_scale": 0.0}
-    return min(step.seconds, step_time(terms or step_terms(work), values, shared).seconds)
+    return min(step.seconds, step_time(terms or step_terms(work), values, shared, work).seconds)
 
 
 def values_of(work: Workload, fit: Fit | None = None) -> Mapping[str, float]:

@@ -296,12 +296,15 @@ class Workload:
             return 0
         return expert_numel(self.shape, stage, self.tp, self.ep, self.expert_tp)
 
-    def sharded(self, stage: Stage) -> ShardedGroups:
-        """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded."""
+    def sharded(self, stage: Stage, numel: int | None = None) -> ShardedGroups:
+        """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded.
+
+        `numel` is how many they are, where that is known.
+        """
+        numel = self.stage_parameters(stage) if numel is None else numel
         if not self.zero_stage:
-            return ShardedGroups(self.stage_parameters(stage), self.stage_parameters(stage))
-        numels = self.stage_parameters(stage), self.shards, self.dealt_parameters(stage), self.expert_shards
-        return sharded_groups(*numels)
+            return ShardedGroups(numel, numel)
+        return sharded_groups(numel, self.shards, self.dealt_parameters(stage), self.expert_shards)
 
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""

@@ -54,7 +54,8 @@ _SMALL = 0.02
     """Weights, gradients, optimizer state, activations and logits of the fullest rank are estimated, with an interval
     that holds 90 % of what was measured on other models. Usable is what a run can fill of an accelerator before it
     crashes. Below a chance of 5 % this is an error, below 90 % a warning. Each fix is the smallest change of its kind
-    that fits with 90 %, with its step beside that of the spec. Of a pipeline that recomputes nothing, no more of the
+    that fits with 90 %, with its step beside that of the spec; where no small one does, the fastest layout of a
+    search over all of these GPUs. Of a pipeline that recomputes nothing, no more of the
     first stages than have to be are recomputed. --no-estimate leaves this rule out.""",
     wrong={"training": {"micro_batch_size": 4}},
     right={"training": {"micro_batch_size": 4, "activation_checkpointing": "full"}},
@@ -207,7 +208,7 @@ def changes(spec: Resolution, work: Workload) -> list[Change]:
 
 def as_fix(spec: Resolution, change: Change) -> Fix:
     """The edits of a change, with those that keep the world whole and the global batch as it is."""
-    edits = [Edit(_PLACES[name], value) for name, value in change.settings.items()]
+    edits = [Edit(_PLACES.get(name, ("parallelism", name)), value) for name, value in change.settings.items()]
     if spec.given(*_DP) and spec.get(*_DP) != "auto" and spec.get(*_DP) != change.work.dp:
         edits.append(Edit(_DP, change.work.dp))
     if spec.given(*_STEPS) or not spec.given("training", "global_batch_size"):

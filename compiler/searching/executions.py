@@ -35,6 +35,7 @@ class Execution:
     work: Workload
     step: StepTime
     terms: StepTerms
+    """Of the layout, in any of its executions."""
     context: ContextCost | None
 
     @property
@@ -62,28 +63,36 @@ Known = dict[tuple[object, ...], ContextCost]
 """What was chosen of the implementations of cp, by all that this depends on within the layouts of one spec."""
 
 
-def fastest(work: Workload, choices: OpenChoices, values: Mapping[str, float], known: Known | None = None) -> Execution:
+def fastest(
+    work: Workload,
+    choices: OpenChoices,
+    values: Mapping[str, float],
+    known: Known | None = None,
+    terms: StepTerms | None = None,
+) -> Execution:
     """The fastest execution; of those within `EQUAL` of it, the one with the first order and simplest implementation.
 
-    `known` remembers choices from one layout of a spec to the next.
+    `known` remembers choices from one layout of a spec to the next, `terms` are those of the layout, where known.
 
     Raises:
         ValueError: the layout cannot be cut.
     """
-    terms = step_terms(work)
+    terms = terms or step_terms(work)
     chosen: Known = {} if known is None else known
     found = []
     for order in orders(work) if choices.orders else [work.order]:
         placed = work if order == work.order else replace(work, order=order)
-        # Farther than a node apart is as far as another node.
-        stride = min(placed.stride(Axis.CP), work.gpus_per_node)
-        key = (stride, work.tp, work.cp, work.micro_batch, work.recompute)
+        cost = None
         if choices.implementations and work.cp > 1:
+            # Farther than a node apart is as far as another node.
+            stride = min(placed.stride(Axis.CP), work.gpus_per_node)
+            key = (stride, work.tp, work.cp, work.micro_batch, work.recompute)
             if key not in chosen:
                 ranked = costs(placed, _possible(placed, choices), values)
                 chosen[key] = simplest(ranked, attention_seconds(placed, values))
-            placed = _with(placed, chosen[key].context)
-        found.append(_timed(placed, terms, values, chosen.get(key)))
+            cost = chosen[key]
+            placed = _with(placed, cost.context)
+        found.append(Execution(placed, step_time(terms, values, cost, placed), terms, cost))
     least = min(one.step.seconds for one in found)
     return next(one for one in found if one.step.seconds <= EQUAL * least)
 
@@ -98,7 +107,9 @@ def all_executions(work: Workload, choices: OpenChoices, values: Mapping[str, fl
             ranked: Sequence[ContextCost | None] = costs(placed, _possible(placed, choices), values)
         else:
             ranked = [None]
-        found += [_timed(placed if one is None else _with(placed, one.context), terms, values, one) for one in ranked]
+        for one in ranked:
+            run = placed if one is None else _with(placed, one.context)
+            found.append(Execution(run, step_time(terms, values, one, run), terms, one))
     return sorted(found, key=lambda one: one.step.seconds)
 
 
@@ -113,11 +124,6 @@ def _with(work: Workload, context: ContextParallel) -> Workload:
     if work.context == context:
         return work
     return replace(work, cp_implementation=context.implementation.value, cp_sizes=context.sizes)
-
-
-def _timed(work: Workload, terms: StepTerms, values: Mapping[str, float], cost: ContextCost | None) -> Execution:
-    placed = terms if work is terms.work else replace(terms, work=work)
-    return Execution(work, step_time(placed, values, cost), placed, cost)
 
 
 def settings(work: Workload, choices: OpenChoices) -> dict[str, object]:

@@ -17,21 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
+from parcompile.cost.changes import Change
 from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import is_own_master, static_memory
+from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
+from parcompile.diagnostics import Diagnostic
 from parcompile.layout.grid import AXES, Axis
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import text_part
+from parcompile.rules.h_memory import as_fix, workload
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .ranking import Predictor, Progress, Ranked, SearchResult, far_too_large, search
 from .remedies import ZERO_STAGES_TRIED
 from .space import Refused, Setting, Space, expand, open_space
-from .variant import changed
+from .variant import SECTIONS, changed
 
 LONGEST = 8192
 """Tokens of a first spec's sequences, where the model does not have fewer positions."""
@@ -46,7 +50,7 @@ LARGE_BUBBLE, LOW_UTILISATION = 0.2, 0.2
 
 _UNKNOWN = 1024
 _DEEPEST, _WIDEST = 128, 64
-"""Stages, and ranks over which experts are dealt, that are tried at most."""
+"""Stages, and ranks over which experts are dealt or tp goes, that are tried at most."""
 _LEAST_TOKENS = 1024
 """Of a sequence that a rank of cp gets at least: a shorter ring is as fast with fewer ranks."""
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -163,13 +167,23 @@ def first_spec(
     if not estimate:
         return _exact_only(space)
     found = search(space, progress)
-    if found.best is not None:
-        return FirstSpec(tuple(_offers(space, found)))
+    for result in (found, search(_wider(base, space), progress)) if found.best is None else (found,):
+        if result.best is not None:
+            return FirstSpec(tuple(_offers(space, result)))
     return _nothing(space, found)
 
 
-def _space(tree: Mapping[str, Any], folder: Path) -> Space:
+def _wider(tree: Mapping[str, Any], space: Space) -> Space:
+    """Spread tp over several nodes, which is slow: what is left where nothing else fits."""
+    whole = _space(tree, space.folder, widest=_WIDEST)
+    wide = tuple(size for size in whole.axes[Axis.TP] if size not in space.axes[Axis.TP])
+    return replace(space, axes={**space.axes, Axis.TP: wide})
+
+
+def _space(tree: Mapping[str, Any], folder: Path, *, widest: int | None = None) -> Space:
     """What is worth trying: tp on a node, pieces of a sequence that are not short, no more stages than may win.
+
+    With `widest`, so much tp.
 
     Raises:
         Unavailable: the model cannot be read.
@@ -179,7 +193,7 @@ def _space(tree: Mapping[str, Any], folder: Path) -> Space:
     space = open_space(tree, folder, executable=True, layers=shape.num_hidden_layers, experts=experts)
     length = tree["training"]["sequence_length"]
     limits = {
-        Axis.TP: tree["cluster"]["gpus_per_node"],
+        Axis.TP: widest or tree["cluster"]["gpus_per_node"],
         Axis.CP: max(1, length // _LEAST_TOKENS),
         Axis.PP: _DEEPEST,
         Axis.EP: _WIDEST,
@@ -362,3 +376,62 @@ def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
             if one.is_safe:
                 return one
     return None
+
+
+# What a spec that does not fit should say instead, where no small change of it helps.
+
+_OPENED = (
+    ("parallelism", "tp"),
+    ("parallelism", "cp"),
+    ("parallelism", "ep"),
+    ("parallelism", "pp"),
+    ("parallelism", "dp"),
+    ("parallelism", "sequence_parallel"),
+    ("training", "micro_batch_size"),
+    ("training", "gradient_accumulation_steps"),
+    ("training", "activation_checkpointing"),
+)
+"""What another layout may set otherwise; everything else stays as the spec has it."""
+MOST_SETTINGS = 120
+"""Of the axes, up to which a check looks at every layout: a quarter of a second."""
+
+
+def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
+    """What is too large, with the fastest layout that fits, or the statement that none of those tried does.
+
+    A finding that has fixes already, and one of a spec with too many layouts for a check, stays as it is.
+    """
+    try:
+        result = _all_layouts(spec)
+        before = timing(workload(spec)).step.seconds
+    except (Unavailable, ValueError):
+        return one
+    if result is None:
+        return one
+    if result.best is None:
+        if not result.too_large:
+            return one
+        least = result.too_large[0]
+        said = f"none of the {result.enumerated} layouts of these GPUs that were tried fits; {least.layout_name} "
+        said += f"needs least, {format_bytes(least.peak_bytes)}"
+        return replace(one, help=said + "".join(f"; with {remedy}" for remedy in result.remedies[:1]))
+    layout = result.best.candidate
+    settings: dict[str, Any] = {
+        name: value for name, value in layout.changes.items() if value != spec.get(SECTIONS[name], name)
+    }
+    fix = as_fix(spec, Change(settings, layout.work, result.best.memory, result.best.seconds, before))
+    return replace(one, help=None, fixes=(replace(fix, title=f"{fix.title}, the fastest layout that fits"),))
+
+
+def _all_layouts(spec: Resolution) -> SearchResult | None:
+    """Every layout that the spec's GPUs may have; None where these are too many for a check."""
+    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in spec.tree.items()}
+    for section, name in _OPENED:
+        tree.setdefault(section, {}).pop(name, None)
+    tree["training"]["global_batch_size"] = spec.spec().training.global_batch_size
+    space = _space(tree, spec.folder)
+    if len(space.combinations) > MOST_SETTINGS:
+        return None
+    result = search(space)
+    wider = search(_wider(tree, space)) if result.best is None else result
+    return result if wider.best is None else wider

@@ -20,7 +20,7 @@ from parcompile.cost.calibration import TIE, expected_seconds, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
 from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
-from parcompile.cost.step import StepTime, Timing, timing_of, values_of
+from parcompile.cost.step import StepTerms, StepTime, Timing, timing_of, values_of
 from parcompile.cost.workload import Workload
 from parcompile.layout.grid import Axis
 from parcompile.units import format_bytes, format_seconds
@@ -48,9 +48,10 @@ class Predictor:
         """The memory of a layout."""
         return footprint(work, self.memory, fullest=True)
 
-    def execution(self, work: Workload, *, orders: bool) -> Execution:
+    def execution(self, work: Workload, *, orders: bool, terms: StepTerms | None = None) -> Execution:
         """The fastest execution; in the default order, unless `orders`."""
-        return fastest(work, replace(self.choices, orders=orders), values_of(work, self.time), self.known)
+        choices = self.choices if orders == self.choices.orders else replace(self.choices, orders=orders)
+        return fastest(work, choices, values_of(work, self.time), self.known, terms)
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,8 @@ def _reordered(one: Ranked, shortest: float) -> Ranked:
     if not one.predictor.choices.orders or not _may_win(one, shortest):
         return one
     found = replace(one, orders=True)
-    found.__dict__.update({name: one.__dict__[name] for name in ("base", "memory")})
+    execution = one.predictor.execution(one.base.work, orders=True, terms=one.execution.terms)
+    found.__dict__.update({"base": one.base, "memory": one.memory, "execution": execution})
     return found
 
 

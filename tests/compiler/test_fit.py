@@ -278,3 +278,38 @@ def test_init_cuts_layers_that_do_not_divide(run: Run) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(Path("spec.json").read_text(encoding="utf-8"))["parallelism"]["pp"] >= 4
     assert run("spec.json", "-o", "plan").exit_code == 0
+
+
+def test_what_no_small_change_lets_fit_is_offered_the_layout_that_a_search_gives() -> None:
+    training = {"sequence_length": 2**20, "micro_batch_size": 1, "global_batch_size": 32}
+    tree = spec("llama-3.1-8b", nodes=4, parallelism={"tp": 1}, training=training)
+    (error,) = parcompile.check(tree).errors
+    (fix,) = error.fixes
+    assert error.code == "H004"
+    assert error.help is None
+    values = {edit.path[1]: edit.value for edit in fix.edits}
+    assert values == {"tp": 8, "cp": 4, "sequence_parallel": True, "activation_checkpointing": "full"}
+    assert fix.title.endswith(", the fastest layout that fits")
+    assert fix.replacement is not None  # it was tried
+    for path, value in values.items():
+        tree["training" if path == "activation_checkpointing" else "parallelism"][path] = value
+    assert not parcompile.check(tree).errors
+
+
+def test_that_no_layout_fits_is_said_where_every_layout_was_tried() -> None:
+    training = {"sequence_length": 131072, "micro_batch_size": 1, "global_batch_size": 8}
+    (error,) = parcompile.check(spec("llama-3.1-405b", parallelism={"tp": 1}, training=training)).errors
+    assert not error.fixes
+    assert error.help is not None
+    assert error.help.startswith("none of the 144 layouts of these GPUs that were tried fits; tp 8")
+    assert "nodes 16: peak" in error.help
+
+
+def test_a_spec_with_more_layouts_than_a_check_has_time_for_is_sent_to_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("parcompile.searching.first.MOST_SETTINGS", 3)
+    training = {"sequence_length": 2**20, "micro_batch_size": 1, "global_batch_size": 32}
+    (error,) = parcompile.check(spec("llama-3.1-8b", nodes=4, parallelism={"tp": 1}, training=training)).errors
+    assert not error.fixes
+    assert "`parcompile search` looks at every layout" in (error.help or "")

@@ -26,6 +26,7 @@ from parcompile.layout.stages import PipelineSplit
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
 from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders
+from parcompile.searching.first import first_spec
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, Space, cuts, open_space
 from parcompile.searching.variant import changed, variant
@@ -420,3 +421,11 @@ def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
     done = subprocess.run([sys.executable, script, "--only", "8"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("init") == 8
+
+
+def test_init_takes_tp_over_nodes_where_nothing_else_fits_and_warns_of_it() -> None:
+    cluster = {"nodes": 4, "gpus_per_node": 8, "accelerator": "h100-sxm"}
+    (offer,) = first_spec("long", {"preset": "llama-3-70b"}, cluster, 131072, Path()).offers
+    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["cp"]) == (16, 2)
+    assert any("tp 16 leaves the node of 8 GPUs" in warning for warning in offer.warnings)
+    assert offer.spec["training"]["activation_checkpointing"] == "full"

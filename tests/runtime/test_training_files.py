@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,3 +309,47 @@ def test_a_log_that_a_killed_run_left_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(RunError, match=r"metrics\.jsonl:2 is no row of metrics"):
         RunLog(tmp_path, 2)
+
+
+def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: its files are not read back")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        with RunLog(tmp_path, first, tensorboard=True) as log:
+            for step in steps:
+                log.add(step, loss=4.0 / step + first)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(one.step, one.value) for one in board.Scalars("loss")] == [
+        (row["step"], pytest.approx(row["loss"])) for row in log.rows()
+    ]
+    assert [row["step"] for row in log.rows()] == [1, 2, 3, 4]
+
+
+def test_wandb_gets_the_metrics_and_a_resumed_run_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: no offline run is written")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for first, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
+        with RunLog(tmp_path, first, wandb="project", config={"plan": "abc"}) as log:
+            for step in steps:
+                log.add(step, loss=4.0 / step)
+    files = sorted((tmp_path / "wandb").glob("*run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    names = [file.stem for file in files]
+    assert len(names) == 3
+    assert names[0] == names[1] != names[2]  # resumed, and begun anew in the same folder
+    assert b"loss" in files[0].read_bytes()
+
+
+@pytest.mark.parametrize(("package", "options"), [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": "p"})])
+def test_a_log_that_needs_a_package_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, options: dict[str, Any]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name == "torch.utils.tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RunError, match=f"needs it: pip install {package}"):
+        RunLog(tmp_path, **options)

@@ -32,6 +32,7 @@ class SpecReader:
         self.invalid = frozenset(invalid)
         self.folder = folder or FilePath()
         self.provenance: dict[str, Provenance] = {}
+        self._read: dict[tuple[str, ...], Any] = {}
         self.is_trial = False
         """Whether only a fix is tried: rules then leave out what takes long and is not needed to judge it."""
 
@@ -45,6 +46,8 @@ class SpecReader:
         Raises:
             Unavailable: the value is invalid, or missing although it has to be given.
         """
+        if path in self._read:
+            return self._read[path]
         if self.is_invalid(path):
             raise Unavailable(format_path(path))
         value = self.lookup(path)
@@ -53,10 +56,13 @@ class SpecReader:
             raise Unavailable(format_path(path))
         if value is MISSING:
             try:
-                return self.record(path, default("spec", path), Origin.DEFAULT)
+                found, origin = default("spec", path), Origin.DEFAULT
             except NoDefaultError:
                 raise Unavailable(format_path(path)) from None
-        return self.record(path, value, Origin.SPEC)
+        else:
+            found, origin = value, Origin.SPEC
+        self._read[path] = self.record(path, found, origin)
+        return found
 
     def lookup(self, path: tuple[str, ...]) -> object:
         """What the tree holds at a path, right or wrong; `MISSING` where it holds nothing."""
@@ -73,5 +79,7 @@ class SpecReader:
 
     def record(self, path: tuple[str, ...], value: Any, origin: Origin, detail: str = "") -> Any:
         """Remembers where a value comes from, the first time it is read, and returns it."""
-        self.provenance.setdefault(format_path(path), Provenance(value, origin, detail))
+        name = format_path(path)
+        if name not in self.provenance:
+            self.provenance[name] = Provenance(value, origin, detail)
         return value
