@@ -22,7 +22,12 @@ RETIRED = {
     r"\btells of\b": "describes",
     r"\bgo on on\b": "resume on",
     r"waited for\b": "exposed",
-    r"in the way: \[": "fix before compiling",
+    r"in the way: ": "fix before compiling",
+    r"no words? for (it|them)\b": "not supported",
+    r"other coordinates": "ranks change position",
+    r"happens to be visible": "nodes × gpus_per_node",
+    r"\bgets the text\b": "receives the string",
+    r"decides? it$": "overridden by",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -229,7 +229,7 @@ def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
 class Effect(enum.Enum):
     """What such an option does."""
 
-    NUMBERS = "it changes the numbers of a run, and a spec has no word for it"
+    NUMBERS = "it changes the numbers of a run, and is not supported"
     MEMORY = "it changes memory, time or placement, not numbers; a plan decides this itself"
     SPEED = "it chooses between implementations of the same computation"
     DATA = "data belongs to the training script"

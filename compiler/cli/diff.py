@@ -44,7 +44,10 @@ def _text(found: Difference, style: Style) -> str:
             width = max(len(change.what) for change in changes)
             lines += [style.strong(title), *(f"  {change.what:<{width}}  {change.values}" for change in changes), ""]
     if found.moved_ranks is not None:
-        lines += [f"Ranks with other coordinates: {found.moved_ranks}", ""]
+        lines += [
+            f"{found.moved_ranks} rank{'s' * (found.moved_ranks != 1)} change{'s' * (found.moved_ranks == 1)} position",
+            "",
+        ]
     for who, resumption in (("this runtime", found.runtime), ("DeepSpeed alone", found.deepspeed)):
         lines.append(style.strong(f"Checkpoint, by {who}: ") + resumption.resume.value)
         lines += [hanging("  ", reason, style.width) for reason in resumption.reasons]

@@ -174,7 +174,7 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
         lines.append("every option: -v")
     kept = sorted(result.spec.get("backends", {}).get("megatron", {}))
     if kept:
-        said = f"{_listed(kept)}; a spec has no word for {'it' if len(kept) == 1 else 'them'}"
+        said = f"{_listed(kept)}; not supported by a spec"
         lines.append(hanging("only the target megatron keeps: ", said, width))
     if result.questions:
         lines.append("missing:")
@@ -182,7 +182,7 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
             lines.append(hanging("  ", f"{'.'.join(one.path)} ({one.why}): add {_answer(one.path)}", width))
     for found_wrong in (one for one in result.diagnostics if one.is_error):
         said = f"[{found_wrong.code}] {found_wrong.message}" + (f"; {found_wrong.help}" if found_wrong.help else "")
-        lines.append(hanging("in the way: ", said, width))
+        lines.append(hanging("fix before compiling: ", said, width))
     lines += _changes(result, width)
     if result.complete and output is not None:
         lines.append(f"next: parcompile check {output}")

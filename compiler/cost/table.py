@@ -113,8 +113,9 @@ OTHERS_ERROR = "of memory and time: the further from what was fitted (1B and 3B)
 
 def imbalance_text(work: Workload) -> str:
     """How unevenly experts are chosen in memory and time, and whether that was said or assumed."""
-    said = "assumed; `estimate --expert-imbalance` takes another" if work.expert_imbalance is None else "given"
-    return f"the busiest ep rank gets {work.imbalance:g} times the mean of all rows ({said})"
+    if work.expert_imbalance is None:
+        return "assumes balanced experts; `estimate --expert-imbalance` takes another share of the busiest ep rank"
+    return f"the busiest ep rank computes {work.imbalance:g} times the mean of all rows (given)"
 
 
 def peak_text(memory: Footprint) -> str:

@@ -85,7 +85,7 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "C010",
-    "striped tokens are no pieces of a sequence",
+    "striped cp_layout breaks linear attention",
     """A linear-attention/SSM layer hands it from each piece of the sequence to the next, and a key that stands for a
     window of tokens is made where the window is. With the striped layout neighbouring tokens are on different ranks:
     every token would be a piece.""",

@@ -305,7 +305,7 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "L009",
-    "a stage begins with a layer that takes the choice of another",
+    "the first layer of a stage reuses the top-k of a layer before it",
     """Stages hand hidden states on, and nothing that a layer has chosen: the first layer of each stage chooses by
     itself.""",
     wrong={

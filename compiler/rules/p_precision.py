@@ -19,7 +19,7 @@ _DECAY = ("training", "optimizer", "weight_decay")
 
 @rule(
     "P001",
-    "gradients are summed in a narrower type than they have",
+    "gradients are accumulated in a narrower dtype than theirs",
     """Gradients are summed over micro-batches in the type of the weights or in fp32; a narrower or merely different
     16-bit type loses what the weights' type keeps.""",
     wrong={"training": {"precision": "bf16", "gradient_accumulation_dtype": "fp16"}},

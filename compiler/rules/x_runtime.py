@@ -80,8 +80,8 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     expert = expert_grid(dense, ep)
     if not keeps_places(dense, expert):
         moved = [
-            f"{axis} neighbours are {dense.stride(axis)} ranks apart in the one grid and {expert.stride(axis)} in the "
-            "other"
+            f"{axis} neighbours are {dense.stride(axis)} ranks apart in dense layers and "
+            f"{expert.stride(axis)} in experts"
             for axis in (Axis.TP, Axis.PP)
             if sizes[axis] > 1 and dense.stride(axis) != expert.stride(axis)
         ]

@@ -206,6 +206,30 @@ def test_16384_ranks_are_shown_in_two_seconds(opened: Any, dark: bool) -> None:
     assert (ground == "rgb(18, 23, 30)") is dark
 
 
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("llama-3-8b", {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True}),
+    "experts": ("mixtral-8x7b", {"tp": 2, "ep": 4, "pp": 2, "sequence_parallel": True}),
+    "hybrid": ("qwen3-next-80b-a3b", {"tp": 2, "ep": 8, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_each_kind_of_page_is_kept_for_people(kind: str, browser: Browser, tmp_path: Path) -> None:
+    model, layout = KINDS[kind]
+    tree = spec_tree(2, 8, parallelism=layout, training={"activation_checkpointing": "full"})
+    tree["model"] = {"preset": model}
+    file, folder = tmp_path / "page.html", Path(os.environ.get("SCREENSHOTS") or tmp_path)
+    file.write_text(page(Subject.of(compile_tree(tree, tmp_path))), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    for width in (1280, 390):
+        shown = Page(browser, file, width=width)
+        assert shown.value("document.documentElement.scrollWidth") <= width
+        assert "`" not in shown.value("document.body.innerText")
+        shown.picture(folder / f"{kind}-{width}.png")
+        assert shown.complaints == []
+        shown.close()
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", [LARGE, SMALL, "odd"])
 def test_nothing_runs_over_the_edge(opened: Any, name: str, width: int) -> None:

@@ -67,7 +67,7 @@ OTHER_MODELS = {
     "language_model_type": "it reads images",
     "vision_model_type": "it reads images",
     "vision_backbone_type": "it reads images",
-    "experimental_attention_variant": "its attention is of a kind that a spec has no word for",
+    "experimental_attention_variant": "its kind of attention is not supported",
     "linear_attention_freq": "some of its layers have linear attention",
     "linear_attention_type": "some of its layers have linear attention",
     "heterogeneous_layers_config_path": "its layers differ from each other",

@@ -86,7 +86,7 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
         elif key.rpartition(".")[2] in _BUFFERS:
             source.ignore(name, "the size of a buffer, which the plan writes itself")
         else:
-            source.ignore(name, "the options beside it decide it")
+            source.ignore(name, "overridden by the options beside it")
     inner, found = Source(own, facts.DEFAULTS), Draft(draft.answers)
     IMPORTER.read(inner, found)
     for name, paths in inner.used.items():

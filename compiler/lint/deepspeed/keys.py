@@ -207,7 +207,9 @@ def auto_is_not_a_value(settings: Settings) -> Iterator[Finding]:
                 message = f'accelerate alone does not replace "auto" in {name}, only the Trainer of transformers does'
                 yield Finding(message, path, help=_advice(key))
         elif key.loose:
-            yield Finding(f'{_nobody(settings)} "auto" in {name}: DeepSpeed gets the text', path, help=_advice(key))
+            yield Finding(
+                f'{_nobody(settings)} "auto" in {name}: DeepSpeed receives the string', path, help=_advice(key)
+            )
         elif path[-1] == "stage":
             message = f'{_nobody(settings)} "auto" in {name}: it runs at stage 0, where nothing is sharded'
             yield Finding(message, path, help="write 1, 2 or 3")

@@ -56,7 +56,7 @@ def _weights(sketch: Sketch, subject: Subject) -> str:
     """The matrices of a layer side by side, each in the shades of the ranks that hold its pieces."""
     tp = subject.plan.spec.parallelism.tp
     said = (
-        f"tp {tp} splits the weights: each rank holds 1/{tp} of every matrix."
+        f"tp {tp} splits the weights: each rank holds 1/{tp} of each matrix that is split."
         if tp > 1
         else "tp 1: weights are not split."
     )
@@ -237,6 +237,10 @@ def _shards(sketch: Sketch, said: str, shards: int) -> None:
     _ends(sketch, y + BAR, "first parameter", "last")
 
 
+NARROW = 6.0
+"""Below this width, experts of one rank are drawn as one."""
+
+
 def _experts(sketch: Sketch, subject: Subject) -> str:
     """The routed experts of a layer as a bar, each in the shade of the ep index that holds it."""
     plan, ep = subject.plan, subject.plan.spec.parallelism.ep
@@ -255,8 +259,12 @@ def _experts(sketch: Sketch, subject: Subject) -> str:
     for index in range(ep):
         role = shade(Axis.EP, index, ep)
         for start, stop in owned_experts(count, ep, index):
-            for expert in range(start, stop):
-                _part(sketch, expert * wide, top, wide, role, str(expert), f"expert {expert}: ep {index}")
+            # Gaps between hundreds of experts would wash out their colours.
+            size = 1 if wide >= NARROW else stop - start
+            for first in range(start, stop, size):
+                label = str(first) if size == 1 else f"{first}-{first + size - 1}"
+                said_of = f"expert{'s' * (size > 1)} {label}: ep {index}"
+                _part(sketch, first * wide, top, size * wide, role, label, said_of)
     _ends(sketch, top + BAR, "expert 0", f"{count - 1}")
     shown = min(ep, 8)
     sketch.legend([(shade(Axis.EP, index, ep), f"ep {index}: rank {ranks[index]}") for index in range(shown)])
