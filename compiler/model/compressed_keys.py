@@ -13,6 +13,15 @@ from dataclasses import dataclass
 
 from .cutting.cut import FROZEN, Cut
 
+WORDS = "compressed KV, some chosen by an indexer"
+"""What distinguishes a type that has them."""
+STORED = (
+    (r"\.self_attn\.compressor\.indexer\.scorer\.weights_proj\.", ".attn.indexer.weights_proj."),
+    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
+    (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+)
+"""What published files call the weights of a choice: patterns of the model's names, and their names there."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyChoice:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from .catalogue import ALIKE, ModelType, model_types
+from .compressed_keys import WORDS
 from .derived_rows import norms_queries
 from .presets import find_preset, presets
 
@@ -46,7 +47,7 @@ def kinds_of(one: ModelType) -> list[str]:
         found.append("latent attention")
     found += [one.described for one in family.parts if one.telling == 2]
     if family.low_rank:
-        found.append("compressed KV, some chosen by an indexer")
+        found.append(WORDS)
     found += family.experts.words(1) if family.experts else []
     if family.positions:
         found.append("learned positions")

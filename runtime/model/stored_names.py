@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from parcompile.model.blocks import KNOWN
+from parcompile.model.compressed_keys import STORED
 
 # Names in files of DeepSeek-V4, several parts of which are others than the model's.
 
 _SHORTER = (
     (r"^lm_head\.", "head."),
-    (r"\.self_attn\.compressor\.indexer\.scorer\.weights_proj\.", ".attn.indexer.weights_proj."),
-    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
-    (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+    *STORED,
     (r"\.self_attn\.", ".attn."),
     (r"\.mlp\.", ".ffn."),
     (r"\.input_layernorm\.", ".attn_norm."),

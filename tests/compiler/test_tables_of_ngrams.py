@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
+from parcompile.cost.collectives import collectives
 from parcompile.cost.flops import forward_flops_per_token, matmul_parameters
+from parcompile.cost.memory import untrained_bytes
+from parcompile.cost.placement import step_traffic
+from parcompile.cost.workload import Workload
 from parcompile.layout.tensor import tensor_layout
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.ngrams import TABLE, Ngrams
@@ -162,3 +166,29 @@ def test_rows_that_tp_does_not_divide_and_pieces_shorter_than_the_convolution_ar
     assert "a table of n-grams has 20000003 rows on tp 2" in codes({"tp": 2}, 64, **odd)["T004"]
     assert "(4 − 1) · 3" in codes({"cp": 2}, 32)["C011"]
     assert codes({"cp": 2, "tp": 2}, 64) == {}
+
+
+def test_the_bytes_of_a_plan_over_cp_are_those_of_all_messages_also_of_gathered_tokens() -> None:
+    work = Workload(shape_of(), 1, 8, "h100-sxm", 4096, 1, 1, cp=2)
+    sent = collectives(work, work.stages[0])
+    assert step_traffic(work).cp == int(sum(one.wire_bytes for (group, _), one in sent.items() if group == "cp"))
+
+
+def test_weights_without_a_gradient_are_those_of_their_rows() -> None:
+    config = {
+        "model_type": "ernie4_5_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 8,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+    }
+    work = Workload(shape_from_config(config), 1, 1, "h100-sxm", 64, 1, 1)
+    biases = [row for row in parameter_table(work.shape).layer if row.name.endswith("e_score_correction_bias")]
+    count = len(biases[0].layers or ())
+    assert count > 0
+    assert untrained_bytes(work, work.stages[0]) == count * 8 * work.element_bytes
