@@ -22,7 +22,7 @@ from .diagnostics.reporters.style import Style
 from .importing import Imported, import_document
 from .lint.files import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets
-from .pipeline import Checked, check_read, is_plan, read_spec, whole_spec
+from .pipeline import Checked, check_read, is_plan, read_spec, require_lossless_spec
 from .plan import Plan, PlanError, compile_plan, load_plan
 from .plan.diff import Difference, difference
 from .rules import rule_targets
@@ -230,7 +230,7 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     """
     checked = _checked(text_or_path, (), "spec")
     if (path := _path(text_or_path)) is not None:
-        whole_spec(path)
+        require_lossless_spec(path)
     # A layout mends what rules find; syntax and schema errors stay.
     fatal = [one for one in checked.diagnostics if one.is_error and one.code[:1] in ("J", "K")]
     if fatal or checked.document is None or not isinstance(checked.document.tree, dict):

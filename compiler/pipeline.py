@@ -85,7 +85,7 @@ def read_spec(path: str | Path) -> Result:
     return parse(json.dumps(tree, indent=2, ensure_ascii=False), f"the spec of {path}", "json")
 
 
-def whole_spec(path: str | Path) -> None:
+def require_lossless_spec(path: str | Path) -> None:
     """Sees to it that what is asked of a plan's spec can be asked: it says all that the plan does.
 
     Raises:

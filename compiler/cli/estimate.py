@@ -22,7 +22,7 @@ from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.style import Style
 from parcompile.layout.grid import Axis
-from parcompile.pipeline import Checked, check_file, is_plan, whole_spec
+from parcompile.pipeline import Checked, check_file, is_plan, require_lossless_spec
 from parcompile.plan import Plan, compile_plan, load_plan
 from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
@@ -173,7 +173,7 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
     """
     try:
         if whole:
-            whole_spec(spec)
+            require_lossless_spec(spec)
         checked = check_file(spec)
     except SourceError as error:
         raise click.ClickException(str(error)) from None

@@ -162,7 +162,7 @@ def eager_layer_bytes(
         attention = width * (heads + kv_heads) * (shape.head_dim + shape.value_dim)
     if shape.qk_norm:
         attention += (4 + normed) * (heads + kv_heads) * shape.head_dim
-    attention += 4 * shape.bare_qk_norms * (heads + kv_heads) * shape.head_dim
+    attention += 4 * shape.weightless_qk_norm_share * (heads + kv_heads) * shape.head_dim
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads

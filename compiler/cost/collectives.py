@@ -356,7 +356,7 @@ def hidden_bytes(work: Workload) -> float:
 
 def stream_bytes(work: Workload) -> int:
     """Of a feature of the hidden states between the layers."""
-    return max(work.element_bytes, _FP32_BYTES) if work.shape.wide_stream else work.element_bytes
+    return max(work.element_bytes, _FP32_BYTES) if work.shape.fp32_residual else work.element_bytes
 
 
 def _embedding_gradient_bytes(work: Workload) -> int:

@@ -98,9 +98,9 @@ class Family:
     """Where a layer is one block: the kind of each, from the configuration (`layer_blocks.py`)."""
     attends: bool = True
     """Whether any layer attends; otherwise each carries a state, and has no MLP."""
-    bare_qk_norms: Callable[[Mapping[str, Any], int], float] | None = None
+    weightless_qk_norm_share: Callable[[Mapping[str, Any], int], float] | None = None
     """In which share of the layers norms without a weight, of which no row tells, norm queries and keys."""
-    wide_stream: Switch = False
+    fp32_residual: Switch = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False
     """Hybrid layers use transformer blocks in turn, in front of their Mamba-2 layer (`shared_blocks.py`)."""

@@ -136,8 +136,10 @@ def _described(config: Config) -> ModelShape:
         norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
         norms_per_layer=len(family.norms),
         norm_names=family.norms,
-        bare_qk_norms=0.0 if family.bare_qk_norms is None else family.bare_qk_norms(config, layers),
-        wide_stream=family.is_on(family.wide_stream, config),
+        weightless_qk_norm_share=0.0
+        if family.weightless_qk_norm_share is None
+        else family.weightless_qk_norm_share(config, layers),
+        fp32_residual=family.is_on(family.fp32_residual, config),
         capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
         sliding_window=_sliding_window(config, family),
         moe=_experts(read, family, config, blocks),

@@ -61,7 +61,7 @@ class ModelShape:
     """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
     """A norm of the queries and keys."""
-    bare_qk_norms: float = 0.0
+    weightless_qk_norm_share: float = 0.0
     """The share of the layers in which norms without a weight norm queries and keys."""
     attention_gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
@@ -71,7 +71,7 @@ class ModelShape:
     norm_names: tuple[str, ...] = ()
     """Of the norms of a layer; empty where the model is no Hugging Face model."""
     norm_bias: bool = False
-    wide_stream: bool = False
+    fp32_residual: bool = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     capped_logits: bool = False
     """A tanh keeps logits within a cap."""

@@ -48,7 +48,7 @@ class ChunkForward:
         behind = [one.name for one in plan.parameters.after if one.name.startswith(f"{family.base}.")]
         self._norm = behind[0].removeprefix(f"{family.base}.").partition(".")[0] if behind else ""
         self._shape = plan.spec.model.shape
-        self._is_wide = plan.spec.model.shape.wide_stream
+        self._has_fp32_residual = plan.spec.model.shape.fp32_residual
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
         self._layers_per_module = plan.parameters.layers_per_module
@@ -86,7 +86,7 @@ class ChunkForward:
                 return self._forward(**batch)
             self._base(**{name: batch[name] for name in _FOR_BASE if name in batch})
         (hidden,) = ends
-        if self._is_wide:
+        if self._has_fp32_residual:
             hidden = hidden.float()  # a stage without layers hands on what the embedding gives
         further = () if parts is None else (parts.hand_on(),)
         return (hidden, *further) if hand_on is None else (hidden, hand_on(), *further)
@@ -205,7 +205,7 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
         hidden = *shape[:dim], spec.model.shape.residual_streams, *shape[dim:]
     elif spec.model.shape.mixture_rank:
         hidden = *shape[:2], spec.model.shape.residual_streams * spec.model.shape.hidden_size
-    found: list[Like] = [(hidden, torch.float32 if spec.model.shape.wide_stream else dtype)]
+    found: list[Like] = [(hidden, torch.float32 if spec.model.shape.fp32_residual else dtype)]
     if hasattr(without_peft(model).loss_function, "hand_on"):
         assert spec.model.shape.moe is not None
         found.append(((2, spec.model.shape.moe.num_experts), torch.float32))

@@ -183,13 +183,13 @@ def _refusals(base: float) -> tuple[Refusal, ...]:
 MUSE: Mapping[str, Family] = {
     "muse_glimmer_text": Family(
         gate="gate_proj",
-        bare_qk_norms=lambda _, __: 1.0,
+        weightless_qk_norm_share=lambda _, __: 1.0,
         refusals=_refusals(10000.0),
         defaults={"sliding_window": 2048},
     ),
     "muse_spark_text": Family(
         gate="gate_proj",
-        bare_qk_norms=lambda _, __: 1.0,
+        weightless_qk_norm_share=lambda _, __: 1.0,
         refusals=(
             *_refusals(500000.0),
             Refusal(

@@ -245,7 +245,7 @@ def _share_with_norms(config: Mapping[str, Any], count: int) -> float:
 LLAMA4: Mapping[str, Family] = {
     "llama4_text": Family(
         mlp="feed_forward",
-        bare_qk_norms=_share_with_norms,
+        weightless_qk_norm_share=_share_with_norms,
         experts=Experts(
             block="feed_forward",
             shared="shared_expert",

@@ -239,7 +239,7 @@ def _family(refusals: tuple[Refusal, ...], states: RecurrentTraits) -> Family:
         keys=_NO_ATTENTION,
         embedding="embeddings",
         attends=False,
-        wide_stream="residual_in_fp32",
+        fp32_residual="residual_in_fp32",
         parts=(states,),
         refusals=(*_LAYERS_AND_STATE, *refusals),
         defaults=_WIDE,
