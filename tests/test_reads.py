@@ -42,6 +42,7 @@ OWN = {
     "runtime/groups/rendezvous.py": 1,
     "runtime/liveness/monitor.py": 1,
     "runtime/liveness/watchdog.py": 1,
+    "runtime/preflight/cuda_host/library.py": 1,
     "runtime/preflight/live/facts.py": 5,
     "runtime/profiling/machine.py": 1,
     "runtime/profiling/recorder.py": 1,

@@ -43,7 +43,7 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
         normed = hidden * (4 + 2 * width) / share
         inputs = hidden * (4 + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
-        loss += width * logits * work.shape.capped_logits
+        loss += width * logits * work.shape.caps.logits
         head = max(loss, width * (logits + inputs) + weight)
     if work.recomputes_layers:
         return max(recomputed_layer + waiting, normed + head) - recomputed_layer - counted

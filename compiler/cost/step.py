@@ -174,6 +174,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     flops = 6 * per_token * tokens * again
     attending = len(shape.attention_layers) / shape.num_hidden_layers
     attention = 3 * attending * attention_flops_per_token(shape, work.attended_length) * tokens * attention_again
+    attention *= _plain_factor(work)
     # transformers' recurrence is computed again with its layer.
     for one in shape.parts:
         share = one.share(shape.num_hidden_layers)
@@ -229,6 +230,24 @@ def _uniform_terms(work: Workload) -> StepTerms:
         node_latency_seconds=machine.node_link.latency_seconds,
         network_latency_seconds=machine.network_link.latency_seconds,
     )
+
+
+def _plain_factor(work: Workload) -> float:
+    if work.accelerator == "cpu":
+        return 1.0
+    from .attention_kernels import attention_factor  # only here: a check of a spec for CPUs does not need it
+
+    return attention_factor(work)
+
+
+def plain_slowdown(work: Workload) -> float:
+    """How much longer a step takes than it would with a fused kernel in every layer that attends."""
+    terms, values, factor = step_terms(work), time_values(work), _plain_factor(work)
+
+    def fused(one: StepTerms) -> StepTerms:
+        return replace(one, attention=one.attention / factor, of_stages=tuple(map(fused, one.of_stages)))
+
+    return step_time(terms, values).seconds / step_time(fused(terms), values).seconds
 
 
 def _passed(shape: ModelShape, kept: LayerBytes) -> float:

@@ -133,7 +133,7 @@ def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) 
             source=(rank - step) % cp,
             send_to=(rank + 1) % cp if step < cp - 1 else None,
             receive_from=(rank - 1) % cp if step < cp - 1 else None,
-            blocks=_blocks(layout, cp, rank, (rank - step) % cp, causal=causal),
+            blocks=blocks_between(layout, cp, rank, (rank - step) % cp, causal=causal),
         )
         for step in range(cp)
     )
@@ -157,9 +157,9 @@ def source_blocks(layout: CpLayout, cp: int, *, causal: bool = True) -> dict[Key
     """The blocks for each kind of source: the whole ring schedule of every rank in three entries."""
     first, last = 0, cp - 1
     return {
-        KeySource.OWN: _blocks(layout, cp, first, first, causal=causal),
-        KeySource.EARLIER: _blocks(layout, cp, last, first, causal=causal) if cp > 1 else (),
-        KeySource.LATER: _blocks(layout, cp, first, last, causal=causal) if cp > 1 else (),
+        KeySource.OWN: blocks_between(layout, cp, first, first, causal=causal),
+        KeySource.EARLIER: blocks_between(layout, cp, last, first, causal=causal) if cp > 1 else (),
+        KeySource.LATER: blocks_between(layout, cp, first, last, causal=causal) if cp > 1 else (),
     }
 
 
@@ -175,7 +175,8 @@ def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fracti
     return sum((areas[kind] * count for kind, count in sources.items()), Fraction(0)) / chunks**2
 
 
-def _blocks(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) -> tuple[Block, ...]:
+def blocks_between(layout: CpLayout, cp: int, rank: int, source: int, *, causal: bool) -> tuple[Block, ...]:
+    """What `rank` computes with the keys and values of `source`."""
     queries, keys = chunk_ids(layout, cp, rank), chunk_ids(layout, cp, source)
     if not causal:
         return (Block(0, len(queries), 0, len(keys), Mask.FULL),)

@@ -190,6 +190,13 @@ LOGIT_CAP = "final_logit_softcapping"
 CAPPED_LOGITS = by_type("logit_cap")
 """Model types that keep logits within a cap (`LOGIT_CAP`), and what their classes have for it."""
 
+SCORE_CAP = "attn_logit_softcapping"
+CAPPED_SCORES = by_type("score_cap")
+"""Model types whose classes keep scores of attention within a cap where nobody says another (`SCORE_CAP`)."""
+SCORE_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+DROPPED_SCORES = by_type("score_dropout")
+"""Model types whose classes drop weights of attention where nobody says how many."""
+
 _NEAREST = by_type("nearest")
 ALIKE: Mapping[str, str] = by_type("alike")
 """Types of code that comes with the weights, or of a tokenizer, and the type that has their layers."""

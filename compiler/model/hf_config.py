@@ -11,7 +11,15 @@ from collections.abc import Hashable
 from dataclasses import fields, replace
 
 from .blocks.experts import MoeShape, experts_from
-from .catalogue import CAPPED_LOGITS, LOGIT_CAP, refusal
+from .catalogue import (
+    CAPPED_LOGITS,
+    CAPPED_SCORES,
+    DROPPED_SCORES,
+    LOGIT_CAP,
+    SCORE_CAP,
+    SCORE_DROPOUTS,
+    refusal,
+)
 from .config_reader import Config, ConfigReader, ModelConfigError
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
@@ -19,7 +27,7 @@ from .family import Family
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
 from .layer_blocks import LayerBlocks
 from .layer_kind import LayersError, LayerShape, Projections, kinds_of_layers
-from .shape import ModelShape
+from .shape import Caps, ModelShape
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, in_layers, stated, table_of
 from .type_traits import kept_numbers, types_with
@@ -140,7 +148,7 @@ def _described(config: Config) -> ModelShape:
         if family.weightless_qk_norm_share is None
         else family.weightless_qk_norm_share(config, layers),
         fp32_residual=family.is_on(family.fp32_residual, config),
-        capped_logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
+        caps=_caps(name, config),
         sliding_window=_sliding_window(config, family),
         moe=_experts(read, family, config, blocks),
         projections=of_few,
@@ -197,6 +205,15 @@ def _by_modules(config: Config, family: Family) -> Config:
         return config
     others = {name: value for name, value in config.items() if name != "num_hidden_layers"}
     return {key: count // together, **others}
+
+
+def _caps(name: str, config: Config) -> Caps:
+    given = [config[one] for one in SCORE_DROPOUTS if one in config]
+    return Caps(
+        logits=name in CAPPED_LOGITS and bool(config.get(LOGIT_CAP, CAPPED_LOGITS[name])),
+        scores=bool(config.get(SCORE_CAP, CAPPED_SCORES.get(name))),
+        dropout=any(given) if given else name in DROPPED_SCORES,
+    )
 
 
 def _stated(table: Table, family: Family, config: Config, shape: ModelShape) -> tuple[tuple[str, Hashable], ...]:

@@ -28,6 +28,18 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Caps:
+    """What keeps numbers of a model small, or drops them."""
+
+    logits: bool = False
+    """A tanh keeps logits within a cap,"""
+    scores: bool = False
+    """and scores of attention."""
+    dropout: bool = False
+    """Weights of attention are dropped at random."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Dimensions under their Hugging Face names; what a family fixes (biases, norms, gating) is spelled out as flags.
 
@@ -73,8 +85,7 @@ class ModelShape:
     norm_bias: bool = False
     fp32_residual: bool = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
-    capped_logits: bool = False
-    """A tanh keeps logits within a cap."""
+    caps: Caps = Caps()
     sliding_window: int | None = None
     value_head_dim: int | None = None
     """Width of a value head; None: `head_dim`."""
@@ -176,6 +187,10 @@ class ModelShape:
             # What a kind does not say is the model's.
             own = {name: value for name, value in own.items() if value is not None or name not in OF_MODEL}
             yield kind.layers, replace(self, kinds=(), **own)
+
+    def hides_keys(self, length: int) -> bool:
+        """Whether an indexer hides keys of sequences of this length."""
+        return self.indexer is not None and length > self.indexer.top_k
 
     @property
     def window_rates(self) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.grid import Axis
 from parcompile.machines.accelerator import accelerators
-from parcompile.spec.resolve import Resolution
+from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
+from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.workload import workload_of
 
 from .arithmetic import also, listed, model_path, nearest_divisors
 from .c_sequence import length_finding
@@ -135,6 +137,55 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
             f"{-(-local // tp)} tokens each, {-local % tp} of them padding",
             also(spec, ("parallelism", "tp"), ("parallelism", "sequence_parallel")),
         )
+
+
+@rule(
+    "T013",
+    "attention takes the plain kernel",
+    """On GPUs the runtime's attention runs in fused kernels: FlashAttention-2 for 16-bit types and heads of up to 256
+    features, torch's memory-efficient kernel for fp32 and wider heads. Where none serves, it is written out in fp32
+    tiles, right and slow: scores with a soft-cap, unless the package flash_attn is installed; attention dropout; keys
+    that are chosen for each query; sliding windows in fp32 or with wider heads. The estimate counts the plain rate.
+    Heads that are no multiple of 8, and values narrower than keys (latent attention), are padded for fused kernels.""",
+    wrong={"model": {"preset": "gemma-2-9b"}, "cluster": {"accelerator": "h100-sxm"}},
+    right={"model": {"preset": "llama-3-8b"}, "cluster": {"accelerator": "h100-sxm"}},
+    severity=Severity.WARNING,
+    sources=("torch aten/src/ATen/native/transformers/cuda", "github.com/Dao-AILab/flash-attention"),
+    targets=("runtime",),
+)
+def attention_is_fused(spec: Resolution) -> Iterator[Finding]:
+    """Fires for plans on GPUs of which some layers have no fused kernel."""
+    if spec.cluster.accelerator == "cpu":
+        return
+    # Only here: a check of a spec for CPUs needs neither.
+    from parcompile.cost.attention_kernels import attention_kernels
+    from parcompile.cost.step import plain_slowdown
+    from parcompile.machines.attention_kernels import PLAIN
+
+    try:
+        work = workload_of(spec.spec())
+        plain = [one for one in attention_kernels(work) if one.choice.kernel == PLAIN]
+        times = plain_slowdown(work) if plain else 1.0
+    except ValueError:
+        raise Unavailable("layout") from None  # another rule says why there is none
+    for reason in dict.fromkeys(one.choice.reason for one in plain):
+        layers = sum(one.layers for one in plain if one.choice.reason == reason)
+        yield Finding(
+            f"the attention of {layers} of {spec.shape.num_hidden_layers} layers takes the plain kernel on "
+            f"{spec.cluster.accelerator}: {reason}. A step takes about {times:.1f} times as long as with fused kernels",
+            model_path(spec, SCORE_CAP, *SCORE_DROPOUTS),
+            help=next((way for word, way in _FUSED_WAYS.items() if word in reason), None),
+        )
+
+
+_FUSED_WAYS = {
+    "soft-capping": "install the package flash_attn, 2.7 or later, on the GPUs: its kernel has soft-capping",
+    "dropout": "set the attention dropout of the model to 0",
+    "adds nothing": "shorter sequences, of which each query sees every key, take a fused kernel",
+    "sliding window": "train in bf16: FlashAttention has windows",
+    "no fused kernel": "train in bf16, on a GPU of compute capability 8.0 or later",
+}
+"""What to change, by a word of the reason."""
 
 
 # A module of the user: tp divides what its rules cut.

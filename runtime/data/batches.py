@@ -12,8 +12,8 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS, REAL_TOKENS
 from parcompile.runtime.ring_attention import document_borders, local_positions, split_sequence
+from parcompile.runtime.transport.backend import to_device
 
-from .placing import to_device
 from .samples import tensors_of
 
 Batch = dict[str, Any]

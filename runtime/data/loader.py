@@ -16,9 +16,9 @@ from torch import Tensor
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import FIRST_SAMPLE
+from parcompile.runtime.transport.backend import to_device
 
 from .batches import Batch, split_batch, stack, without_padding
-from .placing import to_device
 
 
 class PlanLoader:

@@ -15,10 +15,10 @@ from torch import Tensor
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import TOKEN_PLACES
 from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batches_of_tokens
+from parcompile.runtime.transport.backend import to_device
 
 from .batches import Batch
 from .loader import PlanLoader
-from .placing import to_device
 from .samples import tensors_of
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from parcompile.layout.shards import balanced_rows, shared_tokens
 
@@ -79,7 +80,7 @@ def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sh
     """
     ranks, local = dist.get_world_size(group), experts // dist.get_world_size(group)
     # Without values, as preflight has it, every rank stands for the one with most tokens.
-    tp_rank = 0 if chosen_Ak.is_meta else sharing.tp_rank
+    tp_rank = sharing.tp_rank if _has_values(chosen_Ak) else 0
     start, stop = sharing.tokens(len(chosen_Ak), tp_rank=tp_rank)
     chosen_R = chosen_Ak[start:stop].reshape(-1)
     counts = _counts(chosen_Ak, experts + identities, sharing)[:, :experts]  # [holders, experts]
@@ -112,15 +113,21 @@ def _counts(chosen_Ak: Tensor, experts: int, sharing: Sharing) -> Tensor:
 
 def _sizes(leaving: Tensor, coming: Tensor, rows: int, rank: int, own: int) -> tuple[list[int], list[int], list[int]]:
     ranks, holders = leaving.shape[:2]
-    if leaving.is_meta:
+    # One transfer to the host.
+    told = torch.cat([leaving[:, own].sum(1), coming[:, own].sum(1), coming.sum((0, 2))]).cpu()
+    if not _has_values(leaving):
         # Without values, as the estimate has it: every expert is chosen equally often.
         others = balanced_rows(rows, ranks)
         sizes = [others] * ranks
         sizes[rank] = rows - (ranks - 1) * others
         return sizes, sizes, [rows] * holders
-    # One transfer to the host.
-    sizes = torch.cat([leaving[:, own].sum(1), coming[:, own].sum(1), coming.sum((0, 2))]).tolist()
+    sizes = told.tolist()
     return sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether there is anything to read: not where preflight runs a plan without memory."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def rows_of(tokens_TH: Tensor, routing: Routing) -> Tensor:

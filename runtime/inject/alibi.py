@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.runtime.micro_batch import current
+from parcompile.runtime.transport.backend import OnDevice
 
 from .attention import RING
 
@@ -24,15 +25,15 @@ _STEP = 256
 """Positions are a multiple of this and a rest: bfloat16 has 8 digits, and holds both."""
 
 
-def slopes_of(module: nn.Module, build: Callable[[], Tensor]) -> Tensor:
+def slopes_of(module: nn.Module, build: Callable[[], Tensor], device: torch.device) -> Tensor:
     """The slopes of this rank's heads [H]; `build` gives those of all heads, once."""
-    found: Tensor | None = vars(module).get(_SLOPES)
-    if found is None:
+    held: OnDevice | None = vars(module).get(_SLOPES)
+    if held is None:
         place: Any = getattr(module, RING)
         whole = build().float()
-        found = whole.chunk(place.tp)[place.tp_index] if place.tp > 1 else whole
-        vars(module)[_SLOPES] = found
-    return found
+        held = OnDevice(whole.chunk(place.tp)[place.tp_index] if place.tp > 1 else whole)
+        vars(module)[_SLOPES] = held
+    return held(device)
 
 
 def biased(query: Tensor, key: Tensor, slopes: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ def biased(query: Tensor, key: Tensor, slopes: Tensor, scaling: float) -> tuple[
     rest = positions % _STEP
     by_key = torch.stack((positions - rest, rest), -1).to(key.dtype)  # [1 or B, T, 2]
     by_key = by_key[:, None].expand(*key.shape[:3], 2)
-    by_query = (slopes.to(query.device) / scaling).to(query.dtype)
+    by_query = (slopes / scaling).to(query.dtype)
     by_query = by_query[None, :, None, None].expand(*query.shape[:3], 2)
     return _longer(query, by_query), _longer(key, by_key)
 

@@ -171,7 +171,7 @@ def _bloom(
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
-    slopes = slopes_of(module, lambda: _bloom_slopes(model, model.config.n_head))
+    slopes = slopes_of(module, lambda: _bloom_slopes(model, model.config.n_head), query.device)
     query, key = biased(query, key, slopes, module.inv_norm_factor)
     dropout = module.attention_dropout.p if module.training else 0.0
     out = module.dense(
@@ -197,7 +197,7 @@ def _mpt(model: Any, module: Any, hidden_states: Tensor, past_key_values: Any = 
         biases: Tensor = model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)
         return biases[:, 0, 1] - biases[:, 0, 0]
 
-    query, key = biased(query, key, slopes_of(module, slopes), module.softmax_scale)
+    query, key = biased(query, key, slopes_of(module, slopes, query.device), module.softmax_scale)
     dropout = module.attn_dropout_p if module.training else 0.0
     out = _attend(model, module, query, key, value, scaling=module.softmax_scale, dropout=dropout)
     return module.out_proj(out.flatten(-2)), None
@@ -222,7 +222,7 @@ def _falcon(
     dropout = 0.0
     if alibi is not None:
         # Unlike others, it scales the biases as it scales the scores; only with them it drops any.
-        slopes = slopes_of(module, lambda: _falcon_slopes(module, model.config.num_attention_heads))
+        slopes = slopes_of(module, lambda: _falcon_slopes(module, model.config.num_attention_heads), query.device)
         query, key = biased(query, key, slopes * module.inv_norm_factor, module.inv_norm_factor)
         dropout = module.attention_dropout.p if module.training else 0.0
     out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)

@@ -15,7 +15,7 @@ from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP
+from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
 from parcompile.layout.schedule import Schedule
 from parcompile.layout.shards import padded_shard
 from parcompile.layout.stages import Stage
@@ -188,15 +188,11 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         wrong = []
         if abs(want.wire_bytes - have.wire_bytes) > WIRE_TOLERANCE * max(want.wire_bytes, have.wire_bytes):
             wrong.append(f"{have.wire_bytes:,.0f} bytes were sent, the estimate says {want.wire_bytes:,.0f}")
-        if group in COUNTED_MESSAGES and want.messages != have.messages:
+        if want.messages != have.messages:
             wrong.append(f"{have.messages:,} messages were sent, the estimate says {want.messages:,}")
         if wrong:
             wrong.append(f"counted: {_kinds(step, group) or 'nothing'}")
         yield _finding(rank, f"sent over {group}", _tally(want), _tally(have), wrong)
-
-
-COUNTED_MESSAGES = ("tp", "kv-replica", "ep", "pp", EMBEDDING)
-"""Groups whose number of messages is compared too: those of the ring and of gradient buckets depend on buffer sizes."""
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:

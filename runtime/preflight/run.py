@@ -27,10 +27,12 @@ from .compare import (
     compare_static,
 )
 from .counting import Counts
+from .cuda_tracker import tracker_of
+from .device_findings import device_findings
 from .findings import Finding, Report, Verdict
 from .sharded import Builder, build_sharded
-from .stand_in import MetaTracker, stand_in
-from .step import RUN, run_step
+from .stand_in import device_of_plan, stand_in
+from .step import RUN, Documents, run_step
 
 BUILDER = "--model FILE.py:FUNCTION"
 
@@ -64,11 +66,17 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(sorted({0, plan.world_size - 1, *kinds.values()}))
 
 
-def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder | None = None) -> Report:
+def preflight(
+    plan: Plan,
+    ranks: Sequence[int] | None = None,
+    builder: Builder | None = None,
+    documents: Documents | None = None,
+) -> Report:
     """Builds each of `ranks` without memory, runs a step, and compares with the plan.
 
     By default `chosen_ranks` are built and `distinct_ranks` run: what the others would run has the same shapes. A plan
-    for a user module needs its `builder`.
+    for a user module needs its `builder`. `documents`: where those that are packed into each sequence of a micro-batch
+    begin, and its end.
 
     Raises:
         RunError: this process is part of a real world, or a rank is not in the plan's.
@@ -79,17 +87,18 @@ def preflight(plan: Plan, ranks: Sequence[int] | None = None, builder: Builder |
             raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
     stepping = looked_at if ranks is not None else distinct_ranks(plan)
     sent: dict[int, Counts] = {}
-    with _older_objects_left_alone():
+    with _older_objects_left_alone(), device_of_plan(plan) as (device, why_not):
         findings = [
             finding
             for rank in tracked(looked_at, "building and running ranks")
-            for finding in _rank(plan, rank, sent, builder, steps=rank in stepping)
+            for finding in _rank(plan, rank, sent, builder, documents, device, steps=rank in stepping)
         ]
     count = plan.spec.training.gradient_accumulation_steps
     notes = [
         f"built: every layer of a rank's stage; run: {RUN} micro-batches, which stand for the step's {count}, "
         f"on rank {', '.join(map(str, stepping))}"
     ]
+    notes.insert(0, _stands_for(plan, device, why_not))
     if plan.spec.parallelism.pp > 1:
         notes.append("pp: each stage is run alone; its messages are counted, what comes in has shapes and no values")
     return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
@@ -107,11 +116,20 @@ def _older_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | None, *, steps: bool) -> Iterator[Finding]:
+def _rank(
+    plan: Plan,
+    rank: int,
+    sent: dict[int, Counts],
+    builder: Builder | None,
+    documents: Documents | None,
+    device: torch.device,
+    *,
+    steps: bool,
+) -> Iterator[Finding]:
     codes = {refusal.code: refusal.message for refusal in plan.refusals}
     for code, message in codes.items():
         yield Finding(rank, f"[{code}]", "", "", Verdict.NOT_RUN, message)
-    with stand_in(plan, rank) as mesh:
+    with stand_in(plan, rank, device) as mesh:
         yield from compare_groups(mesh)
         if plan.spec.model.shape.user_module is not None and builder is None:
             yield Finding(
@@ -120,14 +138,14 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
             return
         if codes:
             return
-        tracker = MetaTracker(mesh)
+        tracker = tracker_of(mesh)
         try:
             with tracker:
                 model, held = build_sharded(mesh, tracker, builder)
                 yield from compare_parameters(mesh, held)
                 if not steps:
                     return
-                step = run_step(model, mesh, tracker)
+                step = run_step(model, mesh, tracker, documents)
         except RunError as error:
             yield Finding(rank, "building and running", "possible", "refused", Verdict.DIFFERS, str(error))
             return
@@ -138,6 +156,13 @@ def _rank(plan: Plan, rank: int, sent: dict[int, Counts], builder: Builder | Non
         yield from compare_static(mesh, step)
         yield from compare_activations(mesh, step)
         yield from compare_messages(mesh, step)
+        yield from device_findings(rank, tracker)
+
+
+def _stands_for(plan: Plan, device: torch.device, why_not: str) -> str:
+    if device.type == "cuda":
+        return f"device: cuda without a GPU, which answers as {plan.spec.cluster.accelerator}"
+    return f"device: meta, not cuda: {why_not}" if why_not else "device: meta"
 
 
 def _failure(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The model of one rank, really built: our layers and injection, on the meta device, the layers of its stage only."""
+"""The model of one rank, really built: our layers and injection, without memory, the layers of its stage only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.model_class import TORCH_DTYPES
 
-from .stand_in import META, MetaTracker
+from .stand_in import MetaTracker, default_device
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -44,16 +44,16 @@ def build_sharded(mesh: Mesh, tracker: MetaTracker, builder: Builder | None = No
     """
     plan = mesh.plan
     dtype = TORCH_DTYPES[plan.spec.training.precision]
-    with META:
-        model = instantiate(plan, dtype) if builder is None else builder().to(META, dtype)
-        model = model.to(META)  # some classes draw parameters on the CPU,
-        for parameter in model.parameters():  # or write them in fp32, whatever they are told
-            parameter.data = parameter.data.to(dtype)
+    with tracker.building():
+        model = instantiate(plan, dtype) if builder is None else builder()
+    model = tracker.place(model, dtype)
+    with default_device(mesh.device):
         whole = {_storage(parameter): (name, parameter) for name, parameter in model.named_parameters()}
         tracker.keep_copies = True
         inject(model, mesh)
         tracker.keep_copies = False
-    if plan.spec.model.shape.user_module is None:
+    tracker.injected(model)
+    if plan.spec.model.shape.user_module is None and mesh.device.type == "meta":  # elsewhere it has been done
         register_gradient_sums(model, mesh)
     slices = Slices(mesh)
     held = [_held(name, parameter, slices, whole, tracker) for name, parameter in model.named_parameters()]

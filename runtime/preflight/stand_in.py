@@ -1,8 +1,9 @@
-"""This process as one rank of any world: a fake process group, a meta accelerator, and what it does there.
+"""This process as one rank of any world: a fake process group, an accelerator without memory, and what it does there.
 
-Shapes, types and storages of tensors are real there, values are not. DeepSpeed runs as it does in training.
+Shapes, types and storages of tensors are real there, values are not. DeepSpeed runs as it does in training. A plan for
+NVIDIA GPUs runs on `cuda` where this host can have it without a GPU (`cuda_host`), and any other on the meta device.
 
-Follows what a rank does on the meta device, operator by operator.
+Follows what a rank does, operator by operator.
 
 It sees which messages are sent, which storages live at the same time, and which slice of which weight is copied where.
 """
@@ -15,13 +16,14 @@ import io
 import os
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
@@ -31,14 +33,40 @@ from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo
 
 from .counting import MessageCounter
+from .cuda_host import NoCudaHostError, card_of, cuda_without_gpu
+from .waits import place
 
-# This process as one rank of any world: torch's fake process group, and an accelerator whose tensors are on meta.
+# This process as one rank of any world: torch's fake process group, and an accelerator whose tensors have no memory.
 
 META = torch.device("meta")
+CUDA = torch.device("cuda", 0)
 
 
 @contextlib.contextmanager
-def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
+def device_of_plan(plan: Plan) -> Iterator[tuple[torch.device, str]]:
+    """The device that stands for the plan's, while it can be had, and why it is not `cuda` where it is not."""
+    accelerator = plan.spec.cluster.accelerator
+    card = card_of(accelerator)
+    if card is None:
+        yield META, "" if accelerator == "cpu" else f"{accelerator} is no GPU of NVIDIA's"
+        return
+    with contextlib.ExitStack() as entered:
+        try:
+            entered.enter_context(cuda_without_gpu())
+        except NoCudaHostError as error:
+            reason = str(error)
+        else:
+            reason = ""
+        yield (META, reason) if reason else (CUDA, "")
+
+
+def default_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For modules that make tensors on the default device: meta. On `cuda` they are the host's, as in training."""
+    return device if device.type == "meta" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mesh]:
     """This rank's place in the plan's world, with every process group that the runtime gives it; undone at the end.
 
     Raises:
@@ -56,12 +84,14 @@ def stand_in(plan: Plan, rank: int) -> Iterator[Mesh]:
 
     try:
         with _quiet(), contextlib.ExitStack() as entered:
-            set_accelerator(_accelerator())
-            dist.init_process_group("meta:fake,cpu:fake", store=FakeStore(), rank=rank, world_size=plan.world_size)
+            set_accelerator(_accelerator() if device.type == "meta" else _cuda_accelerator())
+            backends = f"{device.type}:fake,cpu:fake" if device.type == "meta" else "cuda:fake,meta:fake,cpu:fake"
+            dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
                 entered.enter_context(gloo.stands_in_for(META))
-            entered.enter_context(_products_of_experts())
-            yield create_groups(plan, rank, META)
+            if device.type == "meta":
+                entered.enter_context(_products_of_experts())
+            yield create_groups(plan, rank, device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -142,7 +172,20 @@ def _accelerator() -> Any:
     return Nowhere()
 
 
-# Follows what a rank does on the meta device, operator by operator.
+def _cuda_accelerator() -> Any:
+    """DeepSpeed's own for CUDA, which asks `torch.cuda`."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    class Fake(CUDA_Accelerator):  # type: ignore[misc]
+        """Its messages are those of the fake process group."""
+
+        def communication_backend_name(self) -> str:
+            return "fake"
+
+    return Fake()
+
+
+# Follows what a rank does, operator by operator.
 
 
 class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
@@ -150,28 +193,63 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh.groups, mesh.lanes.values())
+        self.mesh, self.device = mesh, mesh.device
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_before_reduction: int | None = None
         """The peak when gradients were reduced for the first time since `restart_peak`."""
+        self.waits: dict[str, Counter[str]] = {}
+        """By phase, for what the host waits for the device and where, and how often."""
+        self.attention: dict[str, list[tuple[str, str]]] = {}
+        """By layer, its kernels of attention, each with why it is not a fused one."""
+        self.slower: Counter[str] = Counter()
+        """Other kernels that are slower than those that there are, by name."""
         self._storages: dict[int, tuple[Any, int]] = {}
         self._copies: dict[int, list[tuple[int, Tensor]]] = {}
         self.keep_copies = False
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Within it a model is built as the host does before it moves to the device, without memory."""
+        with default_device(self.device):
+            yield
+
+    def place(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Moves a model that was built to the device."""
+        model = model.to(self.device)  # some classes draw parameters on the CPU,
+        for parameter in model.parameters():  # or write them in fp32, whatever they are told
+            parameter.data = parameter.data.to(dtype)
+        return model
+
+    def injected(self, model: nn.Module) -> None:
+        """What moving an injected model to the device does to what injection has added."""
+
+    def name_layers(self, model: nn.Module) -> None:
+        """From here on kernels are told by the module that takes them."""
+
+    def is_here(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        return tensor.device.type == self.device.type
+
+    def waits_for(self, what: str) -> None:
+        """The host waits."""
+        self.waits.setdefault(self.phase, Counter())[f"{what} at {place()}"] += 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operator; one that would read a value returns zero instead."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and self.has_no_value(args[0]):
+            if self.is_here(args[0]):
+                self.waits_for("a value is read")
             # Norms and overflow are asked for: zeros let DeepSpeed take its step.
             return 0.0 if args[0].is_floating_point() else 0
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cpu" and args and _any_meta(args):
-            kwargs = {**kwargs, "device": META}
-        if self.keep_copies and func is torch.ops.aten.copy_.default and args[0].is_meta:
+        if self.keep_copies and func is torch.ops.aten.copy_.default and self.is_here(args[0]):
             self._copies.setdefault(args[0].untyped_storage()._cdata, []).append((args[0].storage_offset(), args[1]))
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            self.record(func, args)
+        found = self.run(func, args, kwargs)
         if isinstance(found, Tensor):
             self._see(found)
         elif isinstance(found, tuple | list):
@@ -179,6 +257,17 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, Tensor):
                     self._see(leaf)
         return found
+
+    def has_no_value(self, tensor: Tensor) -> bool:
+        """Whether there is nothing to read."""
+        return tensor.is_meta
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator; what would go to the CPU stays, since meta tensors cannot be copied to it."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cpu" and args and _any_meta(args):
+            kwargs = {**kwargs, "device": META}
+        return func(*args, **kwargs)
 
     def record(self, func: Any, args: tuple[Any, ...]) -> str | None:
         """Counts a message; the first over dp and cp begins the reduction of gradients."""
@@ -206,7 +295,7 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         return self.live_bytes
 
     def _see(self, tensor: Tensor) -> None:
-        if not tensor.is_meta:
+        if not self.is_here(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

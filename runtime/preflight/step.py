@@ -34,8 +34,9 @@ from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
-from .stand_in import META, MetaTracker
+from .stand_in import MetaTracker, default_device
 
+Documents = list[list[int]]
 RUN = 2
 """Micro-batches that are run."""
 END = "end of the step"
@@ -95,12 +96,13 @@ class StepMeasurement:
     taken: TakenBytes
 
 
-def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurement:
-    """One step of this rank, with all its virtual stages.
+def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Documents | None = None) -> StepMeasurement:
+    """One step of this rank, with all its virtual stages; `documents`: where those of each sequence begin, and its end.
 
     Raises:
         RunError: the model refuses to run.
     """
+    tracker.name_layers(model)
     engine, weights, master = _engine(model, mesh, tracker)
     optimizer = engine.optimizer
     _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
@@ -120,7 +122,7 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurem
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(look_into_bucket)
     run = _run_stages if mesh.size("pp") > 1 else _run_whole
-    taken = run(engine, mesh, tracker, look)
+    taken = run(engine, _batch(mesh, documents), tracker, look)
     moments = sum(
         value.nbytes
         for state in optimizer.optimizer.state.values()
@@ -131,12 +133,11 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> StepMeasurem
     return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket), taken)
 
 
-def _run_whole(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
+def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
     """Micro-batch by micro-batch; the last reduces the gradients and steps."""
-    batch = _batch(mesh)
     for micro in range(RUN):
         held = _begin(tracker, f"micro {micro}")
-        with META:  # for modules that make their positions on the default device
+        with default_device(tracker.device):  # for modules that make their positions there
             loss = engine(**batch).loss
         kept, ahead = tracker.live_bytes - held, tracker.peak_bytes - held
         before = tracker.restart_peak()
@@ -149,19 +150,19 @@ def _run_whole(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[],
     return TakenBytes((ChunkBytes(kept, ahead, back),), max(held + ahead, tracker.peak_bytes) - held, held)
 
 
-def _run_stages(engine: Any, mesh: Mesh, tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
+def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
     """This rank's chunks for one micro-batch after the other, and then what ends the step.
 
     The messages are those of the schedule; what comes in has shapes and no values.
     """
-    loop, chunks = PipelinedLoop(engine, mesh), range(mesh.plan.spec.schedule.virtual)
-    with loop.together(), loop.step(iter([_batch(mesh) for _ in range(RUN)])) as step:
+    loop, chunks = PipelinedLoop(engine, tracker.mesh), range(tracker.mesh.plan.spec.schedule.virtual)
+    with loop.together(), loop.step(iter([dict(batch) for _ in range(RUN)])) as step:
         for micro in range(RUN):
             held = _begin(tracker, f"micro {micro}")
             ahead, kept, back = ([0] * len(chunks) for _ in range(3))
             for chunk in chunks:
                 before = tracker.restart_peak()
-                with META:
+                with default_device(tracker.device):
                     step.run([Pass(True, micro, chunk)])
                 kept[chunk], ahead[chunk] = tracker.live_bytes - before, tracker.peak_bytes - before
             for chunk in reversed(chunks):
@@ -226,12 +227,12 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.nbytes for one in tensors)
 
 
-def _batch(mesh: Mesh) -> dict[str, Any]:
+def _batch(mesh: Mesh, documents: Documents | None = None) -> dict[str, Any]:
     training = mesh.plan.spec.training
     shape = training.micro_batch_size, training.sequence_length // mesh.size("cp")
-    tokens = torch.empty(shape, dtype=torch.long, device=META)
+    tokens = torch.empty(shape, dtype=torch.long, device=mesh.device)
     # What `PlanLoader` gives; the number of tokens comes with it.
-    count = torch.empty((), device=META)
+    count = torch.empty((), device=mesh.device)
     return {
         "input_ids": tokens,
         "labels": tokens,
@@ -239,7 +240,7 @@ def _batch(mesh: Mesh) -> dict[str, Any]:
         "position_ids": tokens,
         "num_items_in_batch": count,
         FIRST_SAMPLE: 0,
-        DOCUMENTS: None,
+        DOCUMENTS: documents,
     }
 
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from parcompile.layout.sequence import Block, CpLayout, Mask, chunk_ids, ring_schedule
+from parcompile.layout.sequence import Block, CpLayout, Mask, blocks_between, chunk_ids
 
 from .kernels.packs import UNBOUNDED, Numbers, PackedTiles
 
@@ -40,7 +40,7 @@ def document_tiles(
         causal: a query sees no later key.
         per_document: see `layout`.
     """
-    blocks = ring_schedule(layout, size, rank, causal=causal)[(rank - source) % size].blocks
+    blocks = blocks_between(layout, size, rank, source, causal=causal)
     nothing = np.zeros(0, dtype=np.int64)
     if not blocks:
         return PackedTiles(nothing, nothing, nothing, nothing, nothing)
@@ -59,6 +59,144 @@ def document_tiles(
     return _trimmed(block, *sides, per_document=per_document)
 
 
+@functools.lru_cache(maxsize=64)
+def windowed_tiles(
+    layout: CpLayout,
+    size: int,
+    rank: int,
+    source: int,
+    local_length: int,
+    documents: tuple[int, ...],
+    window: int,
+    *,
+    causal: bool,
+    per_document: bool,
+) -> PackedTiles:
+    """As `document_tiles`, where a query sees keys less than `window` tokens away: a tile for each pair of chunks."""
+    blocks = blocks_between(layout, size, rank, source, causal=causal)
+    stride, number = layout.stride(size), _numbers(documents)
+    starts, stops = (side[number[1:] > number[:-1]] for side in (number[:-1], number[1:]))
+    found = []
+    for block in blocks:
+        for query in range(block.q_start, block.q_stop):
+            for key in range(block.kv_start, block.kv_stop):
+                ids = chunk_ids(layout, size, rank)[query], chunk_ids(layout, size, source)[key]
+                if per_document:
+                    length = (stops - starts) // size // layout.chunks_per_rank
+                    places = [starts // size + index * length for index in (query, key)]
+                    sides = [(place, place + length) for place in places]
+                    ahead = (ids[0] - ids[1]) * (np.ones_like(length) if stride > 1 else length)
+                    corner = np.zeros_like(length)
+                else:
+                    whole = local_length // layout.chunks_per_rank
+                    firsts = ids if stride > 1 else (ids[0] * whole, ids[1] * whole)
+                    inside = [
+                        [np.clip(-((first - border) // stride), 0, whole) for border in (starts, stops)]
+                        for first in firsts
+                    ]
+                    sides = [
+                        (index * whole + begin, index * whole + end)
+                        for index, (begin, end) in zip((query, key), inside, strict=True)
+                    ]
+                    ahead = np.full_like(starts, firsts[0] - firsts[1])
+                    corner = inside[1][0] - inside[0][0]
+                lower = -((window - 1 - ahead) // stride) - corner
+                upper = ((0 if causal else window - 1) + ahead) // stride - corner
+                found.append(_within_bands(*sides[0], *sides[1], lower, upper))
+    if not found:
+        return PackedTiles(*(np.zeros(0, dtype=np.int64) for _ in range(6)))
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    present = columns.pop().astype(bool)
+    return PackedTiles(*(column[present] for column in columns))
+
+
+def _within_bands(
+    first: Numbers, last: Numbers, start: Numbers, stop: Numbers, lower: Numbers, upper: Numbers
+) -> tuple[Numbers, ...]:
+    """`Tile.trimmed` of many tiles: their columns as `PackedTiles` has them, and whether anything is left of each."""
+    rows, columns = last - first, stop - start
+    first_row, last_row = np.maximum(0, -upper), np.minimum(rows - 1, columns - 1 - lower)
+    first_column, last_column = np.maximum(0, first_row + lower), np.minimum(columns - 1, last_row + upper)
+    present = (rows > 0) & (columns > 0) & (first_row <= last_row) & (first_column <= last_column) & (lower <= upper)
+    shift = first_row - first_column
+    lower, upper = lower + shift, upper + shift
+    return (
+        first + first_row,
+        first + last_row + 1,
+        start + first_column,
+        start + last_column + 1,
+        np.where(upper < last_column - first_column, upper, UNBOUNDED),
+        np.where(lower > first_row - last_row, lower, UNBOUNDED),
+        present,
+    )
+
+
+def some_rank_sees(
+    layout: CpLayout,
+    size: int,
+    sources: list[int],
+    local_length: int,
+    documents: tuple[int, ...],
+    window: int,
+    *,
+    causal: bool,
+    per_document: bool,
+) -> bool:
+    """Whether any rank has a tile on the keys of its entry of `sources`, where a window hides what is further away."""
+    number = _numbers(documents)
+    starts, stops = (side[number[1:] > number[:-1]] for side in (number[:-1], number[1:]))
+    if not len(starts):
+        return False
+    if layout is CpLayout.STRIPED:
+        away = [(rank - source) % size for rank, source in enumerate(sources)]
+        nearest = [(rank, each) for rank, each in enumerate(away)]
+        nearest += [] if causal else [(source, -each % size) for source, each in zip(sources, away, strict=True)]
+        # A query at least so far behind the begin of a document, on this rank.
+        return any(
+            each < window and bool((starts + each + (rank - starts - each) % size < stops).any())
+            for rank, each in nearest
+        )
+    seen = _chunks_in_reach(layout, size, local_length, documents, window, causal, per_document)
+    return _some_meet(seen, layout, size, sources)
+
+
+@functools.lru_cache(maxsize=4)
+def _chunks_in_reach(
+    layout: CpLayout,
+    size: int,
+    local_length: int,
+    documents: tuple[int, ...],
+    window: int,
+    causal: bool,
+    per_document: bool,
+) -> npt.NDArray[np.bool_]:
+    """For each two chunks [query, key] whether a token of the first sees one of the second through the window.
+
+    The nearest tokens of two chunks are the ends that face each other.
+    """
+    ids = np.arange(size * layout.chunks_per_rank)
+    chunk = local_length // layout.chunks_per_rank
+    if per_document:
+        lengths = np.diff(_numbers(documents))
+        chunk = int(lengths[lengths > 0].min()) // len(ids)
+        meet = ids[:, None] >= ids[None, :] if causal else np.ones((len(ids), len(ids)), dtype=bool)
+    else:
+        meet = _chunks_that_meet(layout, size, local_length, documents, causal)
+    return np.asarray(meet & ((np.abs(ids[:, None] - ids[None, :]) - 1) * chunk + 1 < window))
+
+
+def _some_meet(seen: npt.NDArray[np.bool_], layout: CpLayout, size: int, sources: list[int]) -> bool:
+    """Whether any rank has a chunk that sees one of its entry of `sources`."""
+    held = _held_chunks(layout, size)
+    return bool(seen[held[:, :, None], held[sources][:, None, :]].any())
+
+
+@functools.lru_cache(maxsize=4)
+def _held_chunks(layout: CpLayout, size: int) -> Numbers:
+    """The chunks of each rank."""
+    return np.asarray([chunk_ids(layout, size, rank) for rank in range(size)])
+
+
 def some_rank_computes(
     layout: CpLayout, size: int, sources: list[int], local_length: int, documents: tuple[int, ...], *, causal: bool
 ) -> bool:
@@ -72,13 +210,7 @@ def some_rank_computes(
             len(document_tiles(layout, size, rank, source, local_length, documents, causal=causal, per_document=False))
             for rank, source in enumerate(sources)
         )
-    seen = _chunks_that_meet(layout, size, local_length, documents, causal)
-    return any(
-        seen[query, key]
-        for rank, source in enumerate(sources)
-        for query in chunk_ids(layout, size, rank)
-        for key in chunk_ids(layout, size, source)
-    )
+    return _some_meet(_chunks_that_meet(layout, size, local_length, documents, causal), layout, size, sources)
 
 
 @functools.lru_cache(maxsize=4)

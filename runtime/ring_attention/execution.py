@@ -26,7 +26,7 @@ from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, ring_backward
 from .route import Masking, RingStep, effective_layout, plan_route
-from .sequence import local_positions
+from .sequence import positions_of_ranks
 
 
 def attention_call(
@@ -68,12 +68,10 @@ def attention_call(
         schedule = plan_gather(*place) if carrier == "all_gather" else plan_route(*place, inner_ranks)
         terms = None
         if has_terms:
-            length = query.shape[2]
-            dealt = borders if per_document else None
-            positions = [local_positions(layout, size, each, length * size, dealt) for each in range(size)]
+            every = positions_of_ranks(layout, size, query.shape[2], borders if per_document else None, query.device)
             terms = Terms(
-                positions[rank].to(query.device),
-                torch.cat(positions).to(query.device),
+                every[rank],
+                every.flatten(),
                 torch.arange(first_row, first_row + query.shape[0], device=query.device),
                 torch.arange(first_head, first_head + query.shape[1], device=query.device),
                 alibi_slopes,

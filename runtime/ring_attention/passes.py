@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.context_parallel import heads_per_pass
+from parcompile.runtime.transport import gloo
 
 from .gather_schedule import GatherSchedule
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
@@ -73,7 +74,7 @@ def head_groups(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[slice, 
         kv_heads,
         (key[:, 0].numel() + value[:, 0].numel()) * key.element_size(),
         query.shape[0] * share * query.shape[2],
-        fills_device=query.device.type == "cuda",
+        fills_device=not gloo.stands_for_cpu(query.device),
     )
     return [
         (slice(start * share, (start + size) * share), slice(start, start + size)) for start in range(0, kv_heads, size)

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.layout.context_parallel import ring_holder, ring_source
-from parcompile.layout.sequence import CpLayout, Mask, chunk_ids, ring_schedule
+from parcompile.layout.sequence import CpLayout, Mask, blocks_between, chunk_ids
 
-from .document_tiles import document_tiles, some_rank_computes
-from .kernels.packs import PackedTiles
+from .document_tiles import document_tiles, some_rank_computes, some_rank_sees, windowed_tiles
 from .kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
 
 _BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
@@ -129,15 +128,18 @@ def needed_steps(
         if masking.documents is not None and masking.window is None and not masking.per_document:
             sources = [source for _, source in pairs]
             return some_rank_computes(layout, size, sources, local_length, masking.documents, causal=masking.causal)
-        if not masking.refines_blocks:
-            return any(
-                ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size].blocks
-                for rank, source in pairs
+        if masking.window is not None:
+            return some_rank_sees(
+                layout,
+                size,
+                [source for _, source in pairs],
+                local_length,
+                masking.documents or (0, local_length * size),
+                masking.window,
+                causal=masking.causal,
+                per_document=masking.per_document and masking.documents is not None,
             )
-        return any(
-            next(_tile_by_tile(layout, size, rank, source, local_length, masking), None) is not None
-            for rank, source in pairs
-        )
+        return any(blocks_between(layout, size, rank, source, causal=masking.causal) for rank, source in pairs)
 
     return (0, *(step for step in range(1, size) if is_needed(step)))
 
@@ -149,7 +151,17 @@ def source_tiles(
     if masking.documents is None:
         return tuple(_tile_by_tile(layout, size, rank, source, local_length, masking))
     if masking.window is not None:
-        return PackedTiles.of(tuple(_tile_by_tile(layout, size, rank, source, local_length, masking)))
+        return windowed_tiles(
+            layout,
+            size,
+            rank,
+            source,
+            local_length,
+            masking.documents,
+            masking.window,
+            causal=masking.causal,
+            per_document=masking.per_document,
+        )
     if masking.per_document and source != rank:
         # Of all earlier ranks the same tiles, and of all later ones.
         source = 0 if source < rank else size - 1
@@ -168,10 +180,10 @@ def source_tiles(
 def _tile_by_tile(
     layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
 ) -> Iterator[Tile]:
-    scheduled = ring_schedule(layout, size, rank, causal=masking.causal)[(rank - source) % size]
+    blocks = blocks_between(layout, size, rank, source, causal=masking.causal)
     for start, stop in dealt_alone(size, local_length, masking):
         chunk = (stop - start) // layout.chunks_per_rank
-        for block in scheduled.blocks:
+        for block in blocks:
             if not masking.refines_blocks:
                 trimmed = Tile(
                     slice(start + block.q_start * chunk, start + block.q_stop * chunk),

@@ -6,6 +6,7 @@ in `cu_seqlens`) are given, for each document on its own.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout, token_ranges
+from parcompile.runtime.transport.backend import to_device
 
 
 def local_positions(
@@ -26,6 +28,16 @@ def local_positions(
     """
     ranges = _ranges(layout, cp, rank, sequence_length, documents)
     return torch.cat([torch.arange(tokens.start, tokens.stop, tokens.step) for tokens in ranges])
+
+
+@functools.lru_cache(maxsize=8)
+def positions_of_ranks(
+    layout: CpLayout | str, cp: int, length: int, documents: tuple[int, ...] | None, device: torch.device
+) -> Tensor:
+    """`local_positions` of every rank, each of which holds `length` tokens: int64 [cp, length], kept for all layers."""
+    with torch.device("cpu"):  # preflight makes tensors without values elsewhere
+        dealt = [local_positions(layout, cp, rank, cp * length, documents) for rank in range(cp)]
+        return to_device(torch.stack(dealt), device)
 
 
 def split_sequence(

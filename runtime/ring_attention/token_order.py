@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.transport.backend import to_device
 
 from .collator import pack_tensors
 from .packing import Packing
@@ -121,7 +122,8 @@ def _ordered(places: Tensor, gathered: Tensor, starts: Tensor, device: torch.dev
     runs = functools.cache(functools.partial(_runs, places, starts))
     own = places.clamp(min=0)
     lengths = _lengths(starts)[:, own]
-    return TokenOrder(places.to(device), starts[:, own].to(device), lengths.to(device), gathered.to(device), runs)
+    own_starts, gathered = to_device(starts[:, own], device), to_device(gathered, device)
+    return TokenOrder(to_device(places, device), own_starts, to_device(lengths, device), gathered, runs)
 
 
 def _lengths(starts: Tensor) -> Tensor:

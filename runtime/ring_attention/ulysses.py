@@ -11,6 +11,7 @@ Sources: DeepSpeed Ulysses, arXiv 2309.14509; USP, arXiv 2405.07719.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.transport.backend import to_device
 
 from .blockwise import attend_over_ranks
 from .inputs import autocast, check_inputs, check_terms
@@ -124,12 +126,13 @@ def _exchange_heads(
     check_terms(query, size, slopes, bias, options.get("dropout", 0.0), options.get("dropout_seed"))
     heads = query.shape[1] // ranks
     key, value = _enough_heads(query, key, ranks), _enough_heads(query, value, ranks)
-    order = _sequence_order(query, ranks, size, neighbourhood, options)
-    back = torch.argsort(order)
-    query, key, value = (
-        _AllToAll.apply(tensor, group, 1, 2).index_select(2, order)  # type: ignore[no-untyped-call]
-        for tensor in (query, key, value)
-    )
+    order, back = _sequence_order(query, ranks, size, neighbourhood, options)
+
+    def in_order(tensor: Tensor) -> Tensor:
+        whole: Tensor = _AllToAll.apply(tensor, group, 1, 2)  # type: ignore[no-untyped-call]
+        return _permuted(whole, order, back)
+
+    query, key, value = map(in_order, (query, key, value))
     mine = slice(rank * heads, (rank + 1) * heads)
     if sinks is not None:
         options = {**options, "sinks": sinks[mine]}
@@ -142,10 +145,10 @@ def _exchange_heads(
         options = {**options, "bias": whole.index_select(2, order)}
     options = {**options, "first_head": options.get("first_head", 0) + mine.start}
     out, lse = attend_over_ranks(query, key, value, "ring", return_lse=True, **options)
-    exchanged: Tensor = _AllToAll.apply(out.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _AllToAll.apply(_permuted(out, back, order), group, 2, 1)  # type: ignore[no-untyped-call]
     if not return_lse:
         return exchanged
-    return exchanged, _AllToAll.apply(lse.index_select(2, back), group, 2, 1)  # type: ignore[no-untyped-call]
+    return exchanged, _AllToAll.apply(_permuted(lse, back, order), group, 2, 1)  # type: ignore[no-untyped-call]
 
 
 class _AllToAll(torch.autograd.Function):
@@ -180,12 +183,51 @@ def _enough_heads(query: Tensor, shared: Tensor, ranks: int) -> Tensor:
     )
 
 
-def _sequence_order(query: Tensor, ranks: int, size: int, neighbourhood: int, options: AttentionOptions) -> Tensor:
-    """Where each token of the neighbourhood is among the tokens of its ranks, laid end to end."""
+def _permuted(tensor: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Tokens in another order."""
+    permuted: Tensor = _Permuted.apply(tensor, order, back)  # type: ignore[no-untyped-call]
+    return permuted
+
+
+class _Permuted(torch.autograd.Function):
+    """Tokens in another order; backward puts them back, where `index_select` would add into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
+        return tensor.index_select(2, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, back = ctx.saved_tensors
+        return _permuted(grad, back, order), None, None
+
+
+def _sequence_order(
+    query: Tensor, ranks: int, size: int, neighbourhood: int, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Where each token of the neighbourhood is among the tokens of its ranks, laid end to end, and the way back."""
     layout = CpLayout(options.get("layout", CpLayout.ZIGZAG))
     rows = list(documents_of_rows(options.get("documents") if options.get("per_document") else None, query.shape[0]))
     if len(rows) > 1:
         raise ValueError("ulysses: documents that are dealt one by one must be the same for all rows of the batch")
-    first, length = neighbourhood * ranks, query.shape[2] * size
-    dealt = [local_positions(layout, size, rank, length, rows[0][1]) for rank in range(first, first + ranks)]
-    return torch.argsort(torch.cat(dealt)).to(query.device)
+    # What torch.compile traces with stand-ins of tensors is not kept.
+    find = _orders.__wrapped__ if torch.compiler.is_compiling() else _orders
+    return find(layout, ranks, size, neighbourhood, query.shape[2], rows[0][1], query.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _orders(
+    layout: CpLayout,
+    ranks: int,
+    size: int,
+    neighbourhood: int,
+    length: int,
+    documents: tuple[int, ...] | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    first = neighbourhood * ranks
+    with torch.device("cpu"):  # preflight makes tensors without values elsewhere
+        dealt = [local_positions(layout, size, rank, length * size, documents) for rank in range(first, first + ranks)]
+        order = torch.argsort(torch.cat(dealt))
+        return to_device(order, device), to_device(torch.argsort(order), device)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.transport.backend import to_device
 
 from .sequence import local_positions
 from .token_order import Borders
@@ -88,7 +89,7 @@ def windows_of(
         found = _windows(rate, series, dealt, rank, documents or ((0, length * ranks),) * rows)
         parts = ((slice(None),) * 3,) if documents is None else _documents(documents, dealt[rank], found.begins, device)
     moved = {one.name: getattr(found, one.name) for one in fields(found)}
-    moved = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in moved.items()}
+    moved = {name: to_device(one, device) if isinstance(one, Tensor) else one for name, one in moved.items()}
     return Windows(**{**moved, "documents": parts})
 
 
@@ -149,5 +150,5 @@ def _documents(documents: Borders, own: Tensor, begins: Tensor, device: torch.de
             tokens = ((own >= start) & (own < stop)).nonzero().flatten()
             columns = ((begins[row] >= start) & (begins[row] < stop)).nonzero().flatten().tolist()
             if columns and len(tokens):
-                found.append((slice(row, row + 1), tokens.to(device), slice(columns[0], columns[-1] + 1)))
+                found.append((slice(row, row + 1), to_device(tokens, device), slice(columns[0], columns[-1] + 1)))
     return tuple(found)

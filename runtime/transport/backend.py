@@ -1,4 +1,4 @@
-"""The collectives of a backend itself, started and not waited for."""
+"""What is started and not waited for: the collectives of a backend itself, and copies to a device."""
 
 from __future__ import annotations
 
@@ -52,3 +52,27 @@ def all_gather_into(buffer: Tensor, x: Tensor, group: dist.ProcessGroup) -> Any:
 def reduce_scatter_into(total: Tensor, slices: Tensor, group: dist.ProcessGroup) -> Any:
     """Sum the contiguous `slices` [ranks, *total] into the own contiguous `total`; returns what to wait for."""
     return _reduce_scatter(total, slices.flatten(0, 1), group=group, async_op=asynchronous())
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; the host does not wait for the copy.
+
+    A GPU copies pages only that cannot move: from others the driver copies first, while the host waits. torch keeps the
+    pinned pages until the copy is done.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+class OnDevice:
+    """A small tensor that the host has made, on each device that asks for it: copied once."""
+
+    def __init__(self, made: Tensor) -> None:
+        self._made, self._copies = made, dict[torch.device, Tensor]()
+
+    def __call__(self, device: torch.device) -> Tensor:
+        """The tensor there."""
+        if device not in self._copies:
+            self._copies[device] = to_device(self._made, device)
+        return self._copies[device]

@@ -32,7 +32,12 @@ _DEVICE_TYPES = {"cpu"}
 
 def carries(device: torch.device) -> bool:
     """Whether gloo carries the messages of a device, and collectives are therefore made of exchanges."""
-    return device.type in _DEVICE_TYPES and asynchronous()
+    return stands_for_cpu(device) and asynchronous()
+
+
+def stands_for_cpu(device: torch.device) -> bool:
+    """Whether a device is a CPU, or stands for one."""
+    return device.type in _DEVICE_TYPES
 
 
 @contextlib.contextmanager

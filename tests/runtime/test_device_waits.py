@@ -14,13 +14,13 @@ import torch
 from device_waits import DeviceCounter
 from training_runs import make_plan
 
-from parcompile.runtime.data.placing import to_device
 from parcompile.runtime.preflight.compare import compare_messages
 from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
 from parcompile.runtime.transport import pieces
+from parcompile.runtime.transport.backend import to_device
 
 
 @pytest.mark.parametrize(

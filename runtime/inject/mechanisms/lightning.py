@@ -16,6 +16,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.recurrent.lightning import lightning_attention, lightning_blocks
+from parcompile.runtime.transport.backend import OnDevice
 
 
 def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:
@@ -32,13 +33,13 @@ def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:
     slopes = owner.get_slope_rate(device="cpu").flatten()
     heads = len(slopes) // mesh.size("tp")
     own = slopes[mesh.index("tp") * heads :][:heads]
-    owner.forward = functools.partial(_forward, owner, place, own)
+    owner.forward = functools.partial(_forward, owner, place, OnDevice(own))
 
 
 def _forward(
     module: Any,
     place: StatePlace,
-    slopes: Tensor,
+    held_slopes: OnDevice,
     hidden_states: Tensor,
     *_: Any,
     past_key_values: Any = None,
@@ -46,6 +47,7 @@ def _forward(
     **__: Any,
 ) -> tuple[Tensor, Tensor | None]:
     rows, length = hidden_states.shape[:2]
+    slopes = held_slopes(hidden_states.device)
     projected = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * module.head_dim))
     if attention_mask is not None:  # padding in front of a prompt
         projected = projected * attention_mask[:, :, None, None].to(projected.dtype)

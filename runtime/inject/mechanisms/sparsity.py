@@ -37,6 +37,11 @@ def _largest(sparsity: float, group: dist.ProcessGroup, features: Tensor) -> Ten
 
     middle = mean(features)
     deviation = mean((features - middle).square()).sqrt()
-    share = torch.tensor(sparsity, dtype=torch.float32, device=features.device)
-    quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
-    return nn.functional.relu(features - (middle + deviation * quantile.type(features.dtype)))
+    return nn.functional.relu(features - (middle + deviation * _quantile(sparsity, features.dtype)))
+
+
+@functools.lru_cache
+def _quantile(share: float, dtype: torch.dtype) -> float:
+    """Of the normal distribution, rounded as transformers rounds it; computed on the host, so that none is copied."""
+    found = torch.erfinv(2 * torch.tensor(share, dtype=torch.float32, device="cpu") - 1) * math.sqrt(2)
+    return float(found.type(dtype))

@@ -145,20 +145,25 @@ class PackedTiles(Sequence[Tile]):
 
     def _disjoint(self, chosen: Numbers) -> list[Numbers]:
         """These tiles in groups within which queries rise from tile to tile, and keys too."""
-        sides = [column[chosen] for column in self._columns]
-        if all(bool((starts[1:] >= stops[:-1]).all()) for starts, stops in (sides[:2], sides[2:])):
+        query_starts, query_stops, key_starts, key_stops = (column[chosen] for column in self._columns)
+        falls = (query_starts[1:] < query_stops[:-1]) | (key_starts[1:] < key_stops[:-1])
+        runs = np.flatnonzero(falls) + 1
+        if not len(runs):
             return [chosen]
-        ends: list[tuple[int, int]] = []
-        groups: list[list[int]] = []
-        for place, first, last, start, stop in zip(*(each.tolist() for each in (chosen, *sides)), strict=True):
-            fits = (number for number, (query, key) in enumerate(ends) if query <= first and key <= start)
-            number = next(fits, len(ends))
-            if number == len(ends):
-                ends.append((0, 0))
+        begins, ends = np.append(0, runs), np.append(runs, len(chosen))
+        places = begins, ends, query_starts[begins], query_stops[ends - 1], key_starts[begins], key_stops[ends - 1]
+        last: list[tuple[int, int]] = []
+        groups: list[list[Numbers]] = []
+        # A run of rising tiles goes behind the first group that ends before it.
+        for begin, end, first, stop, key, key_stop in zip(*(each.tolist() for each in places), strict=True):
+            fits = (number for number, (query, seen) in enumerate(last) if query <= first and seen <= key)
+            number = next(fits, len(last))
+            if number == len(last):
+                last.append((0, 0))
                 groups.append([])
-            ends[number] = last, stop
-            groups[number].append(place)
-        return [np.asarray(group) for group in groups]
+            last[number] = stop, key_stop
+            groups[number].append(chosen[begin:end])
+        return [np.concatenate(group) for group in groups]
 
     def _launch(
         self, window: tuple[int, int], chosen: Numbers, rows: int, columns: int, device: torch.device

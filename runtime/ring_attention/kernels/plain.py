@@ -26,9 +26,12 @@ class PlainKernel:
     name = "plain"
     backward_rows: int | None = None
 
-    def __init__(self, softcap: float | None = None) -> None:
-        """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
-        self.softcap = softcap
+    def __init__(self, softcap: float | None = None, reason: str = "") -> None:
+        """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2).
+
+        `reason`: why it is not a fused kernel.
+        """
+        self.softcap, self.reason = softcap, reason
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None

@@ -8,9 +8,12 @@ import warnings
 import torch
 from torch import Tensor
 
+from parcompile.machines.attention_kernels import CUDA_FLASH, FLASH_ATTN, PLAIN, Attention, choose_kernel
+
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
 from .fused import CpuFlashKernel, CudaEfficientKernel
 from .kernel import Kernel
+from .padded import padded
 from .plain import PlainKernel
 
 BACKWARD_ROWS = 1536
@@ -39,44 +42,61 @@ def select_kernel(
     `banded`: tiles may be other than full or causal squares. `added`: something is added to the scores. A slower kernel
     than the device has is announced once.
     """
-    fused, why = _fused_kernel(query, softcap)
-    if fused is not None:
-        why = ""
-        any_mask = isinstance(fused, CpuFlashKernel)
-        if dropout:
-            why = "the dropout of fused kernels depends on how the sequence is split"
-        elif softcap is not None and not isinstance(fused, FlashAttnKernel):
-            why = f"{fused.name} has no soft-capping"
-        elif query.shape[3] != value.shape[3] and not any_mask:
-            why = f"the fused kernels want one head dim, not {query.shape[3]} for keys and {value.shape[3]} for values"
-        elif banded and isinstance(fused, CudaEfficientKernel):
-            why = f"{fused.name} has no sliding window between blocks"
-        elif added and not any_mask:
-            why = f"{fused.name} adds nothing to scores"
-    if fused is None or why:
-        _announce(f"ring attention takes the plain kernel, which is slower: {why}")
-        return PlainKernel(softcap)
-    return fused
+    if query.device.type == "cuda":
+        return _on_gpu(query, value, banded=banded, softcap=softcap, added=added, dropout=dropout)
+    fused = _elsewhere(query)
+    any_mask, why = isinstance(fused, CpuFlashKernel), ""
+    if fused is None:
+        why = f"there is no fused kernel for {query.dtype} with head dim {query.shape[3]} on {query.device.type}"
+    elif dropout:
+        why = "the dropout of fused kernels depends on how the sequence is split"
+    elif softcap is not None:
+        why = f"{fused.name} has no soft-capping"
+    elif added and not any_mask:
+        why = f"{fused.name} adds nothing to scores"
+    elif query.shape[3] != value.shape[3] and not any_mask:
+        assert isinstance(fused, CudaFlashKernel)
+        return padded(fused, max(query.shape[3], value.shape[3]))
+    return _plain(softcap, why) if fused is None or why else fused
 
 
-def _fused_kernel(query: Tensor, softcap: float | None) -> tuple[Kernel | None, str]:
-    """The fused kernel for a device, dtype and head dim, or why there is none."""
-    head_dim, device, dtype = query.shape[3], query.device, query.dtype
-    if device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+def _plain(softcap: float | None, why: str) -> PlainKernel:
+    _announce(f"ring attention takes the plain kernel, which is slower: {why}")
+    return PlainKernel(softcap, why)
+
+
+def _on_gpu(query: Tensor, value: Tensor, *, banded: bool, softcap: float | None, added: bool, dropout: bool) -> Kernel:
+    """By the table that the compiler has, too."""
+    functions = installed_flash_attn() if torch.version.hip is None else None
+    # ROCm's kernels serve what those of compute capability 8.0 do.
+    capability = (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(query.device)
+    dtype, widths = _NAMES.get(query.dtype, str(query.dtype)), (query.shape[3], value.shape[3])
+    wanted = Attention(dtype, *widths, bands=banded, softcap=softcap is not None, added=added, dropout=dropout)
+    choice = choose_kernel(wanted, capability, has_package=functions is not None)
+    if choice.kernel == PLAIN:
+        return _plain(softcap, choice.reason)
+    kernel: Kernel
+    if choice.kernel == FLASH_ATTN:
+        kernel = FlashAttnKernel(functions, softcap)
+    else:
+        kernel = CudaFlashKernel() if choice.kernel == CUDA_FLASH else CudaEfficientKernel()
+    return kernel if widths == (choice.width, choice.width) else padded(kernel, choice.width)
+
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _elsewhere(query: Tensor) -> Kernel | None:
+    """The fused kernel of a CPU, or of what stands for another device."""
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         if dtype is torch.bfloat16 and tiles_are_faster():
-            return CpuFlashKernel(tiles_from=TILES_FROM), ""
-        return CpuFlashKernel(BACKWARD_ROWS if dtype is torch.bfloat16 else None), ""
-    if device.type == "cuda" and head_dim % 8 == 0 and dtype in (torch.float32, torch.bfloat16, torch.float16):
-        recent = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-        if recent and dtype.itemsize == 2 and head_dim <= 256:
-            functions = installed_flash_attn() if torch.version.hip is None else None
-            return CudaFlashKernel() if functions is None else FlashAttnKernel(functions, softcap), ""
-        if recent or dtype is not torch.bfloat16:
-            return CudaEfficientKernel(), ""
-    if device.type == "meta":
+            return CpuFlashKernel(tiles_from=TILES_FROM)
+        return CpuFlashKernel(BACKWARD_ROWS if dtype is torch.bfloat16 else None)
+    if query.device.type == "meta":
         # Nothing is computed there: the kernels of a GPU, whose results and work space have its shapes.
-        return CudaFlashKernel() if dtype.itemsize == 2 and head_dim <= 256 else CpuFlashKernel(), ""
-    return None, f"there is no fused kernel for {dtype} with head dim {head_dim} on {device.type}"
+        return CudaFlashKernel() if dtype.itemsize == 2 and query.shape[3] <= 256 else CpuFlashKernel()
+    return None
 
 
 def tiles_are_faster() -> bool:

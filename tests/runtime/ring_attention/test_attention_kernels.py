@@ -21,6 +21,7 @@ from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel, Terms
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
+from parcompile.runtime.ring_attention.kernels.padded import padded
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import _announce, select_kernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Tile
@@ -31,6 +32,7 @@ KERNELS: dict[str, Kernel] = {
     "cpu-tiles": CpuTileKernel(),
     "cpu-tiles-from-50": CpuFlashKernel(tiles_from=50),
     "plain": PlainKernel(),
+    "cpu-flash, padded to 24": padded(CpuFlashKernel(), 24),
 }
 
 
@@ -86,6 +88,17 @@ def test_tiles_add_up_to_causal_attention(kernel: Kernel, length: int, monkeypat
     assert_within(relative_error(out, wanted.detach()), 1e-12)
     for got, leaf in zip((sums.query, sums.key, sums.value), leaves, strict=True):
         assert_within(relative_error(got, leaf.grad), 1e-12)
+
+
+def test_values_narrower_than_keys_are_padded_for_a_kernel_that_wants_one_width() -> None:
+    inputs = _inputs(48, value_dim=8)
+    found = _by_tiles(padded(CpuFlashKernel(), 16), [Tile(slice(0, 48), slice(0, 48), CAUSAL)], *inputs)
+    wanted = _by_tiles(PlainKernel(), [Tile(slice(0, 48), slice(0, 48), CAUSAL)], *inputs)
+    pairs = [(found[0], wanted[0]), (found[1], wanted[1])]
+    pairs += [(getattr(found[2], name), getattr(wanted[2], name)) for name in ("query", "key", "value")]
+    for one, other in pairs:
+        assert one.shape == other.shape
+        assert relative_error(one, other) < 1e-12  # both in fp64
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS.keys())

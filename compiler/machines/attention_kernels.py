@@ -1,0 +1,96 @@
+"""Which kernel computes attention on a GPU: one table, by which the runtime chooses and the compiler warns and counts.
+
+A fused kernel never writes scores to memory. Where none serves, attention is written out in matrix products of fp32
+tiles, which is right for every type and mask, and slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLAIN = "plain"
+FLASH_ATTN = "flash_attn"
+CUDA_FLASH = "cuda-flash"
+CUDA_EFFICIENT = "cuda-efficient"
+UNIT = 8
+"""Widths of heads are a multiple of this; others are padded with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A fused kernel, and what it serves."""
+
+    name: str
+    title: str
+    capability: tuple[int, int]
+    """The least,"""
+    types: tuple[str, ...]
+    widest: int | None
+    """and the widest head; None: any."""
+    softcap: bool
+    bands: bool
+    """Whether tiles may be other than full or causal squares: windows."""
+    packs: bool
+    """Whether many documents are one launch."""
+    package: bool = False
+    """Only where a package of its own is installed."""
+
+
+FUSED = (
+    Fused(FLASH_ATTN, "package `flash_attn`", (8, 0), ("bf16", "fp16"), 256, True, True, True, package=True),
+    Fused(CUDA_FLASH, "torch's FlashAttention-2", (8, 0), ("bf16", "fp16"), 256, False, True, True),
+    Fused(CUDA_EFFICIENT, "torch's memory-efficient", (8, 0), ("bf16",), None, False, False, False),
+    Fused(CUDA_EFFICIENT, "torch's memory-efficient", (5, 0), ("fp16", "fp32"), None, False, False, False),
+)
+"""From the fastest to the slowest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What a layer asks of a kernel."""
+
+    dtype: str
+    key_width: int
+    value_width: int
+    bands: bool = False
+    """Tiles may be other than full or causal squares."""
+    softcap: bool = False
+    added: bool = False
+    """Something is added to the scores: a bias."""
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel, the width to which heads are padded for it, and why it is the plain one."""
+
+    kernel: str
+    width: int
+    reason: str = ""
+
+
+def choose_kernel(attention: Attention, capability: tuple[int, int], *, has_package: bool = False) -> Choice:
+    """The fastest kernel that is right for this attention on a GPU of this compute capability."""
+    widest = max(attention.key_width, attention.value_width)
+    width = -(-widest // UNIT) * UNIT
+    serving = [
+        one
+        for one in FUSED
+        if capability >= one.capability
+        and attention.dtype in one.types
+        and (one.widest is None or width <= one.widest)
+        and (has_package or not one.package)
+    ]
+    if not serving:
+        card = f"sm_{capability[0]}{capability[1]}"
+        return Choice(PLAIN, widest, f"there is no fused kernel for {attention.dtype} with head dim {widest} on {card}")
+    if attention.dropout:
+        return Choice(PLAIN, widest, "the dropout of fused kernels depends on how the sequence is split")
+    best = serving[0]
+    if attention.added:
+        return Choice(PLAIN, widest, f"{best.name} adds nothing to scores")
+    for one in serving:
+        if (one.softcap or not attention.softcap) and (one.bands or not attention.bands):
+            return Choice(one.name, width)
+    lacks = "soft-capping" if attention.softcap else "sliding window between blocks"
+    return Choice(PLAIN, widest, f"{best.name} has no {lacks}")

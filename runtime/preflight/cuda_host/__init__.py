@@ -1,0 +1,8 @@
+"""CUDA on a host without a GPU: torch's dispatch for it, what `torch.cuda` answers, and what a rank does there."""
+
+from __future__ import annotations
+
+from .card import Card, card_of, torch_cuda_of
+from .library import NoCudaHostError, cuda_without_gpu
+
+__all__ = ["Card", "NoCudaHostError", "card_of", "cuda_without_gpu", "torch_cuda_of"]
