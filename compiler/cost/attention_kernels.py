@@ -14,6 +14,7 @@ from parcompile.machines.attention_kernels import PLAIN, Attention, Choice, choo
 from parcompile.model.shape import ModelShape
 
 from .coefficients import TIME
+from .context_exchanges import AttentionSizes
 from .flops import attention_flops_per_token
 from .workload import Workload
 
@@ -69,15 +70,14 @@ def _asked(shape: ModelShape, work: Workload) -> Attention:
         *_widths(shape),
         bands=window is not None and window < work.attended_length,
         softcap=shape.caps.scores,
-        added=shape.hides_keys(work.sequence_length),  # by a bias
+        added=any(part.hides_keys(work.sequence_length) for part in shape.parts),  # a bias hides them
         dropout=shape.caps.dropout,
     )
 
 
 def _widths(shape: ModelShape) -> tuple[int, int]:
-    if shape.mla is not None:
-        return shape.mla.qk_head_dim, shape.mla.v_head_dim
-    return shape.head_dim, shape.value_dim
+    sizes = AttentionSizes.of(shape, 1, 1, 1)
+    return sizes.key_dim, sizes.value_dim
 
 
 def _factor(shape: ModelShape, work: Workload) -> float:

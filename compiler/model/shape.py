@@ -188,10 +188,6 @@ class ModelShape:
             own = {name: value for name, value in own.items() if value is not None or name not in OF_MODEL}
             yield kind.layers, replace(self, kinds=(), **own)
 
-    def hides_keys(self, length: int) -> bool:
-        """Whether an indexer hides keys of sequences of this length."""
-        return self.indexer is not None and length > self.indexer.top_k
-
     @property
     def window_rates(self) -> tuple[int, ...]:
         """How many tokens the keys of layers stand for that stand for windows, each number once, ascending."""

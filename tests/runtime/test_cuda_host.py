@@ -67,7 +67,7 @@ def test_what_is_planted_in_a_step_is_named() -> None:
     assert "a value is read at" in found[".item()"]["waits"][0]
     assert "a copy to the device at" in found["a copy from pages that may move"]["waits"][0]
     assert found["a copy from pinned pages"]["waits"] == found["a copy from pinned pages"]["differs"] == []
-    assert "cuda:0, cpu" in found["tensors of two devices"]["differs"][0]
+    assert "cuda:0 and cpu" in found["tensors of two devices"]["differs"][0]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,10 @@ class Block:
         """Hidden states of each token that a layer hands on."""
         return 1
 
+    def hides_keys(self, length: int) -> bool:  # noqa: ARG002
+        """Whether a query does not see all keys before it, in sequences of this length."""
+        return False
+
     @property
     def behind(self) -> frozenset[int]:
         """Layers that take what a layer before them has made, beside hidden states: no stage begins with one."""

@@ -42,6 +42,10 @@ class Indexer(Block):
 
     has: ClassVar[str] = "an indexer"
 
+    def hides_keys(self, length: int) -> bool:
+        """Keys that are not chosen are hidden."""
+        return length > self.top_k
+
     @property
     def behind(self) -> frozenset[int]:
         """Those that take a choice."""
