@@ -148,7 +148,7 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     that are chosen for each query; sliding windows in fp32 or with wider heads. The estimate counts the plain rate.
     Heads that are no multiple of 8, and values narrower than keys (latent attention), are padded for fused kernels.""",
     wrong={"model": {"preset": "gemma-2-9b"}, "cluster": {"accelerator": "h100-sxm"}},
-    right={"model": {"preset": "llama-3-8b"}, "cluster": {"accelerator": "h100-sxm"}},
+    right={"model": {"preset": "llama-3.2-1b"}, "cluster": {"accelerator": "h100-sxm"}},
     severity=Severity.WARNING,
     sources=("torch aten/src/ATen/native/transformers/cuda", "github.com/Dao-AILab/flash-attention"),
     targets=("runtime",),

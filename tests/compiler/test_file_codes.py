@@ -26,6 +26,7 @@ def test_every_code_that_is_said_has_a_page():
         *(FOLDER / "schema").glob("*.py"),
         *(FOLDER / "text").glob("*.py"),
         *(FOLDER / "backends").rglob("*.py"),
+        *(FOLDER / "lint").rglob("*.py"),
     ]:
         constants = [
             node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
