@@ -75,6 +75,7 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     from families import FAMILIES, tiny_config
     from transformers import CONFIG_MAPPING
 
+    from parcompile.model.blocks.indexer import IndexerTraits
     from parcompile.model.blocks.mamba2 import Mamba2Traits
     from parcompile.model.blocks.ngrams import NgramTraits
     from parcompile.model.blocks.recurrent import RecurrentTraits
@@ -94,7 +95,8 @@ def further(choose: random.Random, family: str, changes: dict[str, Any]) -> dict
     ):
         words = [states.word, *states.attending_words]
         found["layer_types"] = [states.word, "full_attention", *(choose.choice(words) for _ in range(layers - 2))]
-    if traits.indexer and traits.indexer.pool is None and not traits.indexer.block_key:
+    chosen = traits.part(IndexerTraits)
+    if chosen and chosen.pool is None and not chosen.block_key:
         found |= {"layer_types": None, "index_head_dim": 2 * changes["qk_rope_head_dim"]}
     if traits.paired_heads:
         found["num_key_value_heads"] = choose.choice([2, 4])

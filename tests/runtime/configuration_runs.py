@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
     drawn: Drawn
     kind: str
     """equal: within 1e-5; rounded: within the limit that other last bits of the weights of transformers alone set
-    (`closeness.py`), or within `LIMIT_64` in fp64; refused: the text names a key that was drawn; no model: transformers
-    builds none; or different."""
+    (`closeness.py`), or within what these do, or within `LIMIT_64` in fp64; refused: the text names a key that was
+    drawn; no model: transformers builds none; or different."""
     worst: float = 0.0
     """The largest relative difference of a loss, a gradient norm or a parameter."""
     noise: float | None = None
@@ -175,8 +175,10 @@ def _judged(drawn: Drawn, found: list[Margin], dtype: torch.dtype) -> Outcome:
         kind = "equal" if furthest.difference <= LIMIT_64 else "different"
         return Outcome(drawn, kind, furthest.difference)
     kind = "equal" if furthest.difference <= ROUNDING[dtype] else "rounded"
-    worst = max(found, key=lambda one: one.ratio)
-    kind = kind if worst.ratio <= 1 else "different"
+    # Of a model whose own numbers move further than any ceiling, no number can say more than that it moves no further.
+    outside = [one for one in found if one.ratio > 1 and one.difference > (one.noise or 0.0)]
+    worst = max(outside or found, key=lambda one: one.ratio)
+    kind = "different" if outside else kind
     return Outcome(drawn, kind, furthest.difference, furthest.noise, "" if kind == "equal" else worst.text)
 
 
