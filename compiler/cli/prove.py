@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 @click.command("prove")
-@click.option("--engine", help="deepspeed, transformers, accelerate, parcompile, or the path of an adapter (.py).")
+@click.option(
+    "--engine", help="deepspeed, transformers, accelerate, megatron, parcompile, or the path of an adapter (.py)."
+)
 @click.option("--cells", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many to draw.")
 @click.option("--cell", "chosen", multiple=True, metavar="NAME=VALUE,…", help="This cell, instead of drawn ones.")
 @click.option("--config", type=click.Path(path_type=Path), help="Run DeepSpeed with the other keys of this file.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -207,6 +208,26 @@ def test_this_runtime_is_one_process(engines: Callable[[str], Engine]) -> None:
         {"family": "mixtral", "dp": 2, "ep": 2, "packed": True, "masks": "empty", "checkpointing": "full"},
     ]
     found = prove(engines("parcompile"), cells)
+    assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_is_one_process(engines: Callable[[str], Engine]) -> None:
+    cells = [
+        {
+            "family": "qwen3",
+            "tp": 2,
+            "sequence_parallel": True,
+            "pp": 2,
+            "accumulation": 2,
+            "tied": True,
+            "masks": "uneven",
+        },
+        {"family": "mixtral", "dp": 2, "ep": 2, "distributed_optimizer": True, "clipping": 0.5},
+        {"dtype": "bf16", "resume": True, "packed": True},
+    ]
+    found = prove(engines("megatron"), cells)
     assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
 
 
