@@ -17,6 +17,9 @@ of a micro-batch that are no padding (arXiv 2101.03961, equations 4-6). Choices 
 summed over cp, and each rank adds the probabilities of its own tokens. Through a pipeline both sums go with the hidden
 states, stage by stage, and the gradient of the probabilities comes back with theirs: no stage knows how often the later
 ones choose.
+
+Log-probabilities, entropy and divergence of single tokens, for losses of one's own (preference optimisation, policy
+gradients, distillation): no rank holds the logits of all words or of all tokens.
 """
 
 from __future__ import annotations
@@ -30,18 +33,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.plan.holding import Holding
+from parcompile.runtime.collectives import gather_from_group
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.micro_batch import current, is_recomputing
-from parcompile.runtime.tensor_parallel import vocab_parallel_cross_entropy
+from parcompile.runtime.ring_attention import local_positions
+from parcompile.runtime.tensor_parallel import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_entropy,
+    vocab_parallel_kl_divergence,
+)
 
 # The loss of a plan over all its ranks.
 
 
 # A loss whose value is that of whole sequences and whose gradient is this rank's part of them.
 
-__all__ = ["SequenceLoss", "over_sequence", "own_part"]
+__all__ = [
+    "ParallelCausalLoss",
+    "SequenceLoss",
+    "entropy",
+    "kl_divergence",
+    "log_probs",
+    "over_sequence",
+    "own_part",
+    "reduce_loss",
+    "whole_sequences",
+]
 
 
 class SequenceLoss(Tensor):
@@ -220,6 +239,80 @@ def reduce_loss(loss: Tensor, mesh: Mesh) -> float:
     total = loss.detach().float().clone()
     dist.all_reduce(total, group=mesh.group("dp-cp"))
     return float(total) / mesh.size("dp-cp")
+
+
+# Single tokens, for losses of one's own: B rows, S tokens of this cp rank, v = (padded V)/tp columns of this tp rank.
+
+
+def log_probs(logits: Tensor, shift_labels: Tensor, mesh: Mesh) -> Tensor:
+    """The log-probability of each token's label in nats, [B, S] in float32 (float64 for float64 logits).
+
+    The same on all ranks of tp, differentiable in the logits. A loss that each cp rank computes from its own tokens is
+    its part of the sum over cp; one that looks at whole sequences takes `whole_sequences` of the result.
+
+    Args:
+        logits: [B, S, v], as the engine's model returns them.
+        shift_labels: [B, S], as `split_batch` and the loaders give them: position i has the label of token i + 1. Where
+            it is −100 the result is 0, without a gradient.
+        mesh: this rank's place.
+
+    Raises:
+        ValueError: shapes do not match, or a label is outside the vocabulary (looked for on the CPU only).
+    """
+    size = mesh.plan.spec.model.shape.vocab_size
+    return -vocab_parallel_cross_entropy(logits, shift_labels, group=mesh.parallel_group("tp"), vocab_size=size)
+
+
+def entropy(logits: Tensor, mesh: Mesh, shift_labels: Tensor | None = None) -> Tensor:
+    """The entropy of each token's distribution in nats, [B, S]; arguments, dtype and errors as for `log_probs`.
+
+    With `shift_labels`, tokens without a label count 0.
+    """
+    size = mesh.plan.spec.model.shape.vocab_size
+    found = vocab_parallel_entropy(logits, group=mesh.parallel_group("tp"), vocab_size=size)
+    return _of_labels(found, shift_labels)
+
+
+def kl_divergence(logits: Tensor, reference: Tensor, mesh: Mesh, shift_labels: Tensor | None = None) -> Tensor:
+    """The divergence D(model ‖ reference) of each token in nats, [B, S], over the whole vocabulary.
+
+    Differentiable in both: with the teacher's logits first and the student's second it is the loss of distillation.
+    Dtype and errors as for `log_probs`.
+
+    Args:
+        logits: [B, S, v], as the engine's model returns them.
+        reference: [B, S, v], those of another model that is injected by the same plan.
+        mesh: this rank's place.
+        shift_labels: [B, S]; tokens without a label count 0.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
+    size = mesh.plan.spec.model.shape.vocab_size
+    found = vocab_parallel_kl_divergence(logits, reference, group=mesh.parallel_group("tp"), vocab_size=size)
+    return _of_labels(found, shift_labels)
+
+
+def whole_sequences(values: Tensor, mesh: Mesh) -> Tensor:
+    """Values of this cp rank's tokens [B, S] to those of all tokens [B, S · cp] in order, on every cp rank.
+
+    Every cp rank then computes the same loss from them; its gradient is this rank's part, which DeepSpeed adds up. For
+    batches that the plan's layout has split (`split_batch`, `PlanLoader`), not those of `PackedPlanLoader`.
+    """
+    group, cp = mesh.parallel_group("cp"), mesh.size("cp")
+    if group is None:
+        return values
+    whole, layout = gather_from_group(values, 1, group), mesh.plan.spec.parallelism.cp_layout
+    order = torch.cat([local_positions(layout, cp, rank, whole.shape[1]) for rank in range(cp)])
+    return whole.index_select(1, torch.argsort(order).to(whole.device))
+
+
+def _of_labels(values: Tensor, shift_labels: Tensor | None) -> Tensor:
+    if shift_labels is None:
+        return values
+    if shift_labels.shape != values.shape:
+        raise ValueError(f"shift_labels {tuple(shift_labels.shape)} do not match {tuple(values.shape)} tokens")
+    return values.masked_fill(shift_labels == IGNORED_LABEL, 0.0)
 
 
 # The loss that balances experts (`output_router_logits`), over all tokens though a rank sees only its own.

@@ -6,6 +6,7 @@ layer is its plain counterpart.
 
 from .columns import ColumnParallelLinear, RowParallelLinear, column_parallel
 from .cross_entropy import vocab_parallel_cross_entropy
+from .divergence import vocab_parallel_entropy, vocab_parallel_kl_divergence
 from .embedding import VocabParallelEmbedding
 from .partial import draw_slice, is_sharded, mark_shard, master_seed, sum_in_backward
 from .weights import even_range, merge_ranges, take_ranges
@@ -24,4 +25,6 @@ __all__ = [
     "sum_in_backward",
     "take_ranges",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_entropy",
+    "vocab_parallel_kl_divergence",
 ]

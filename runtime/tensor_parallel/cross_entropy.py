@@ -56,21 +56,43 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: Shapes do not match, or a label is outside the vocabulary (where that is checked).
     """
-    if logits.shape[:-1] != labels.shape:
+    shard = shard_of(
+        logits, labels, group, vocab_size, ignore_index, z_loss, chunk_tokens, inplace_backward, check_labels
+    )
+    columns = logits.shape[-1]
+    function = cast(Any, _CrossEntropy)
+    losses: Tensor = function.apply(logits.reshape(-1, columns), labels.reshape(-1), shard)
+    return losses.view(labels.shape)
+
+
+def shard_of(
+    logits: Tensor,
+    labels: Tensor | None,
+    group: Group,
+    vocab_size: int | None,
+    ignore_index: int,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    inplace_backward: bool = False,
+    check_labels: bool | None = None,
+) -> Shard:
+    """This rank's columns of logits; `vocab_parallel_cross_entropy` says what the arguments are.
+
+    Raises:
+        ValueError: as it raises.
+    """
+    if labels is not None and logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape)}: one label per token")
     columns, ranks = logits.shape[-1], group_size(group)
     vocab_size = columns * ranks if vocab_size is None else vocab_size
     if not 0 < vocab_size <= columns * ranks:
         raise ValueError(f"vocab_size = {vocab_size}, but {ranks} ranks hold {columns} columns each: {columns * ranks}")
-    if labels.is_cpu if check_labels is None else check_labels:
+    if labels is not None and (labels.is_cpu if check_labels is None else check_labels):
         _check(labels, vocab_size, ignore_index)
     start = group_rank(group) * columns
     held = min(max(vocab_size - start, 0), columns)
     chunk_tokens = chunk_tokens or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // columns)
-    shard = _Shard(group, start, held, ignore_index, z_loss, chunk_tokens, inplace_backward)
-    function = cast(Any, _CrossEntropy)
-    losses: Tensor = function.apply(logits.reshape(-1, columns), labels.reshape(-1), shard)
-    return losses.view(labels.shape)
+    return Shard(group, start, held, ignore_index, z_loss, chunk_tokens, inplace_backward)
 
 
 # A chunk that stays in a core's cache on the CPU; on a GPU one that is worth its kernel launches.
@@ -79,7 +101,7 @@ _CHUNK_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class Shard:
     """This rank's columns `start .. start + held` of the vocabulary, without padding, and the terms of the loss."""
 
     group: Group
@@ -93,9 +115,7 @@ class _Shard:
     def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Ranges of tokens, with one buffer [tokens, held] for all, filled with their logits in float32."""
         tokens = logits.shape[0]
-        buffer = torch.empty(
-            min(self.chunk_tokens, tokens), self.held, dtype=_exact(logits.dtype), device=logits.device
-        )
+        buffer = torch.empty(min(self.chunk_tokens, tokens), self.held, dtype=exact(logits.dtype), device=logits.device)
         for first in range(0, tokens, self.chunk_tokens):
             rows = slice(first, min(first + self.chunk_tokens, tokens))
             x = buffer[: rows.stop - rows.start].copy_(logits[rows, : self.held])
@@ -110,9 +130,9 @@ class _Shard:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: _Shard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: Shard) -> Tensor:
         # Rows: largest logit, Σ exp(x − largest), the label's logit.
-        local = torch.zeros(3, len(labels), dtype=_exact(logits.dtype), device=logits.device)
+        local = torch.zeros(3, len(labels), dtype=exact(logits.dtype), device=logits.device)
         local[0] = -torch.inf
         if shard.held:
             for rows, x in shard.chunks(logits):
@@ -135,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (logits, labels, log_sum), shard = ctx.saved_tensors, cast(_Shard, ctx.shard)
+        (logits, labels, log_sum), shard = ctx.saved_tensors, cast(Shard, ctx.shard)
         grad = grads[0].masked_fill(labels == shard.ignore_index, 0.0)
         softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
         out = logits if shard.inplace_backward else torch.empty_like(logits)
@@ -149,7 +169,7 @@ class _CrossEntropy(torch.autograd.Function):
         return out, None, None
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
