@@ -135,7 +135,7 @@ class _Run:
         self.names, self.dims = _Names(cast(Any, model).config), dict[str, int | None]()
         self.low = cell["dtype"] == "bf16"
         dtype = torch.bfloat16 if self.low else torch.float32
-        self.config = _config(cast(Any, model).config, cell, dtype)
+        self.config = _config(model, cell, dtype)
         own = _model(self.config, cast(Any, model).config, cell).to(dtype)
         self.layers = cast(Any, model).config.num_hidden_layers // cell["pp"]
         self.model: Any = own
@@ -215,7 +215,8 @@ def _forward(cell: Cell, micro: Iterator[Batch], model: Any) -> tuple[Tensor, An
     return model(batch["input_ids"], batch["position_ids"], hidden, labels=labels.clamp(min=0)), loss
 
 
-def _config(model: Any, cell: Cell, dtype: torch.dtype) -> Any:
+def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
+    model = whole.config
     experts = {}
     if has_experts(cell):
         experts = {
@@ -248,7 +249,7 @@ def _config(model: Any, cell: Cell, dtype: torch.dtype) -> Any:
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         normalization="RMSNorm",
-        qk_layernorm=_has_qk_norms(model),
+        qk_layernorm=any("q_norm" in name for name, _ in whole.named_parameters()),
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=False,
         bias_dropout_fusion=False,
@@ -293,10 +294,6 @@ def _norm_of(new: Any) -> Any:
         return found
 
     return norm
-
-
-def _has_qk_norms(model: Any) -> bool:
-    return str(model.model_type).startswith("qwen3")
 
 
 def _dim(name: str) -> int | None:
