@@ -197,7 +197,7 @@ class Draft:
 
     def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
         """Asks for a value of the spec that hangs on an option which the file does not decide."""
-        self.ask(path, f'{error.option} is "{error.value.text}": {error.value.decided_by} decides it')
+        self.ask(path, f'{error.option} is "{error.value.text}": {error.value.decided_by} sets it')
         source.used.setdefault(error.option, set()).add(path)
 
     def tree(self) -> dict[str, Any]:

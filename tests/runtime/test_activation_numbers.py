@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.model import activation
+from parcompile.model import type_traits as activation
 
 PIECES = ("gelu", "silu", "gelu_pytorch_tanh", "relu2")
 """Functions that keep two numbers in all."""
@@ -32,7 +32,7 @@ def test_types_take_the_function_of_their_class() -> None:
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     for model_type in activation._OF_CLASS:
         default = mapping[model_type]().to_dict()
-        stated = activation.kept_numbers(model_type, {key: default.get(key) for key in activation.KEYS})
+        stated = activation.kept_numbers(model_type, {key: default.get(key) for key in activation._KEYS})
         assert stated == activation.kept_numbers(model_type, {})
     from transformers.models.openai.modeling_openai import ACT_FNS
 

@@ -83,7 +83,7 @@ def losses(plan: Plan) -> list[Loss]:
             )
         )
     if parallelism.sequence_parallel:
-        found.append(Loss("sequence_parallel", "the model's own tp plan decides it", "what transformers does"))
+        found.append(Loss("sequence_parallel", "the model's own tp plan sets it", "what transformers does"))
     if spec.zero_stage in (0, 1):
         found.append(
             Loss(

@@ -44,7 +44,7 @@ FORBIDDEN: Mapping[str, str] = MappingProxyType(
     {
         "tensor_parallel": "AutoTP installs its own groups and discards the plan's",
         "sequence_parallel_size": "without the plan's groups ZeRO shards over dp only, and sequence ranks diverge",
-        "data_parallel_size": "the plan's groups decide it",
+        "data_parallel_size": "the plan's groups set it",
         "mesh_param": "without the plan's groups ZeRO shards over dp only, and sequence ranks diverge",
         "elasticity": "elastic training was removed from DeepSpeed, and the plan's world size is fixed",
         "elastic_checkpoint": "its checkpoints cannot be converted to another layout",
@@ -55,7 +55,7 @@ FORBIDDEN: Mapping[str, str] = MappingProxyType(
 
 FORBIDDEN_ZERO: Mapping[str, str] = MappingProxyType(
     {
-        "stage": "zero.stage decides it",
+        "stage": "zero.stage sets it",
         "round_robin_gradients": "it writes wrong slice mappings, so that checkpoints cannot be converted",
         "elastic_checkpoint": "its checkpoints cannot be converted to another layout",
         "offload_param": "offload is not supported: the plan keeps the weights on the accelerator",
@@ -75,7 +75,7 @@ def refusal(path: tuple[Any, ...]) -> str | None:
     if path[0] == "zero_optimization":
         return FORBIDDEN_ZERO.get(path[1]) if len(path) > 1 else None
     if path[0] in DECIDED_BY:
-        return f"{DECIDED_BY[path[0]]} decides it"
+        return f"{DECIDED_BY[path[0]]} sets it"
     return FORBIDDEN.get(path[0])
 
 
