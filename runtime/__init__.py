@@ -16,6 +16,7 @@ from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
 from .inject.loading import load_pretrained
+from .inject.own_engine import OwnRing, register_ring
 from .labels import shift_labels
 from .liveness import Stopped, StopSignals, report_errors
 from .loss import ParallelCausalLoss, reduce_loss
@@ -24,6 +25,7 @@ from .preflight.live import live_check
 
 __all__ = [
     "Mesh",
+    "OwnRing",
     "PackedPlanLoader",
     "ParallelCausalLoss",
     "Plan",
@@ -44,6 +46,7 @@ __all__ = [
     "load_plan",
     "load_pretrained",
     "reduce_loss",
+    "register_ring",
     "report_errors",
     "shift_labels",
     "split_batch",

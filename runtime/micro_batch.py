@@ -6,7 +6,8 @@ A forward pass has one; a layer that is recomputed in backward finds that of its
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,16 @@ def padding_mask(device: torch.device) -> Tensor | None:
     text = torch.tensor([one[1] if len(one) > 2 else 0 for one in borders], device=device)
     places = first[:, None] + torch.arange(length, device=device)
     return (places >= text[:, None]).to(torch.int64)
+
+
+@contextmanager
+def working_on(batch: MicroBatch) -> Iterator[None]:
+    """Within it a micro-batch is worked on, where no model is followed."""
+    before, _here.current = _here.current, batch
+    try:
+        yield
+    finally:
+        _here.current = before
 
 
 def is_recomputing() -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS, REAL_TOKENS
@@ -38,6 +39,17 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     ids, planned = batch["input_ids"], mesh.plan.spec.training.sequence_length
     if ids.dim() != 2 or ids.shape[1] != planned:
         raise ValueError(f"input_ids have shape {tuple(ids.shape)}, the plan says [B, sequence_length {planned}]")
+    cp, rank = mesh.size("cp"), mesh.index("cp")
+    return split_rows(batch, mesh.plan.spec.parallelism.cp_layout, cp, rank, mesh.device)
+
+
+def split_rows(batch: Batch, layout: CpLayout, cp: int, rank: int, device: torch.device) -> Batch:
+    """As `split_batch`, for sequences of any length that the layout can deal to cp ranks.
+
+    Raises:
+        ValueError: there are no labels, the padding is not on the right, or the layout cannot deal the sequences.
+    """
+    rows, length = batch["input_ids"].shape
     whole = dict(batch)
     positions, mask = whole.pop("position_ids", None), whole.pop("attention_mask", None)
     if "shift_labels" not in whole:
@@ -49,21 +61,18 @@ def split_batch(batch: Batch, mesh: Mesh) -> Batch:
         whole["shift_labels"] = without_padding(whole["shift_labels"], mask)
         documents = _with_padding(documents, mask)
         whole[REAL_TOKENS] = mask.bool()
-    layout, cp, rank = mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp")
     if positions is None:
-        positions = local_positions(layout, cp, rank, planned).expand(ids.shape[0], -1)
+        positions = local_positions(layout, cp, rank, length).expand(rows, -1)
     else:
         positions = split_sequence(positions, 1, layout, cp, rank)
     local = {
-        name: split_sequence(tensor, 1, layout, cp, rank)
-        if tensor.dim() >= 2 and tensor.shape[1] == planned
-        else tensor
+        name: split_sequence(tensor, 1, layout, cp, rank) if tensor.dim() >= 2 and tensor.shape[1] == length else tensor
         for name, tensor in whole.items()
     }
     local["position_ids"] = positions
     # transformers computes a loss only when it is given labels; ours looks at the shifted ones.
     local["labels"] = local["shift_labels"]
-    ready: Batch = {name: to_device(tensor, mesh.device).contiguous() for name, tensor in local.items()}
+    ready: Batch = {name: to_device(tensor, device).contiguous() for name, tensor in local.items()}
     # None too is said: nobody has to look for documents among the positions.
     ready[DOCUMENTS] = documents if documents and any(len(borders) > 2 for borders in documents) else None
     return ready

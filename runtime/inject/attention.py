@@ -22,7 +22,7 @@ from .temperatures import take_temperatures, tempered
 NAME = "parcompile"
 """The name under which the attention is registered."""
 
-_CASTING, _CASTS_MASKS = "parcompile_casting", types_with("casts_masks")
+_CASTING, CASTS_MASKS = "parcompile_casting", types_with("casts_masks")
 """The name for models that cast their mask without asking whether there is one, and their types."""
 
 RING = "parcompile_ring"
@@ -40,11 +40,11 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     # does not look for documents among the positions, for which the host would wait in every forward pass.
     AttentionInterface.register(NAME, _attention)
     AttentionInterface.register(_CASTING, _attention)
-    AttentionMaskInterface.register(_CASTING, lambda *_, **__: _NoMask())
+    AttentionMaskInterface.register(_CASTING, lambda *_, **__: NoMask())
     for module in model.modules():
         setattr(module, RING, place)
     config: Any = model.config
-    name = _CASTING if config.model_type in _CASTS_MASKS else NAME
+    name = _CASTING if config.model_type in CASTS_MASKS else NAME
     if model._can_set_attn_implementation():  # type: ignore[operator]
         model.set_attn_implementation(name)  # type: ignore[operator]
     else:  # a model whose attention `put_on_interface` has replaced
@@ -54,14 +54,19 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     follow_calls(model)
 
 
-class _NoMask:
+class NoMask:
     """What a model is given that casts its mask: None."""
 
     def to(self, *_: Any, **__: Any) -> None:
         """No mask."""
 
 
-def _attention(
+def _attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    return attend(getattr(module, RING), module, *args, **options)
+
+
+def attend(
+    place: RingPlace,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -76,7 +81,11 @@ def _attention(
     indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    place: RingPlace = getattr(module, RING)
+    """What transformers calls an attention function with, at a place in the ring: [B, S, H, D].
+
+    Raises:
+        RunError: the attention masks otherwise than the ring, or drops weights without what they are drawn by.
+    """
     name = type(module).__name__
     if isinstance(attention_mask, Tensor) and hasattr(module, BESIDE):
         assert scaling is not None
