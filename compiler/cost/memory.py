@@ -46,10 +46,12 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    bucket = bucket_numel(work)
     if stage is not None:
-        return held_memory(work, stage, bucket)
-    return max((held_memory(work, one, bucket) for one in work.stages), key=lambda memory: memory.total_bytes)
+        return held_memory(work, stage, bucket_numel(work))
+    numels = [work.stage_parameters(one) for one in work.stages]
+    bucket = min(LARGEST_BUCKET, max(numels))
+    held = (held_memory(work, one, bucket, numel) for one, numel in zip(work.stages, numels, strict=True))
+    return max(held, key=lambda memory: memory.total_bytes)
 
 
 def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = None) -> StaticMemory:

@@ -66,6 +66,8 @@ class _Held:
     work: Workload
     stage: Stage
     index: int
+    copies: float
+    """Micro-batches whose activations are held at the peak."""
     dense: LayerBytes
     sparse: LayerBytes
     largest: LayerBytes
@@ -87,17 +89,20 @@ class _Held:
         routed = routed_layers(work.shape, stage) > 0
         kinds = [one for own, one in busiest.by_kind if work.shape.kinds and {*own} & {*stage.layers}]
         each, usual = (keeps(one, routed=routed) for one in kinds), sparse if routed else dense
-        return cls(work, stage, index, dense, sparse, max(each, key=lambda one: one.total, default=usual))
+        return cls(
+            work,
+            stage,
+            index,
+            work.in_flight(index),
+            dense,
+            sparse,
+            max(each, key=lambda one: one.total, default=usual),
+        )
 
     @property
     def eager(self) -> bool:
         """Run by DeepSpeed, with transformers' layers."""
         return self.work.framework == "deepspeed"
-
-    @property
-    def copies(self) -> float:
-        """Micro-batches whose activations are held at the peak."""
-        return self.work.in_flight(self.index)
 
     @property
     def tokens(self) -> int:
@@ -160,32 +165,58 @@ def memory_terms(whole: Workload, *, fullest: bool = False) -> list[StageTerms]:
     """
     stages = range(len(whole.stages))
     works = {word: _recomputing(whole, word) for word in {whole.recompute_of(index) for index in stages}}
-    first = works[whole.recompute_of(0)]
-    numels = [first.stage_parameters(stage) for stage in whole.stages]
-    both = keeps_both_gradients(first.framework, first.element_bytes, first.gradient_bytes, first.zero_stage)
-    has_one = first.framework == "deepspeed" and has_bucket(first) and not both
-    bucket = min(LARGEST_BUCKET, max(numels)) if has_one else 0
-    shown = _unlike(whole, numels) if fullest else stages
-    return [_terms(_Held.of(works[whole.recompute_of(index)], index), numels[index], bucket) for index in shown]
+    # What does not depend on these is asked for once.
+    every = _static(whole.having(micro_batch=1, micro_batches=1, recompute="none"))
+    shown = _unlike(whole, every) if fullest else stages
+    return [_terms(_Held.of(works[whole.recompute_of(index)], index), every[index]) for index in shown]
+
+
+@dataclass(frozen=True, slots=True)
+class _Static:
+    """What a stage holds, whatever its micro-batch and its recomputation."""
+
+    kind: tuple[object, ...]
+    """Stages of a kind have equal layers."""
+    numel: int
+    held: tuple[float, float, float, float]
+    bucket: float
+    optimizer_step: float
+
+
+@lru_cache(maxsize=16)
+def _static(work: Workload) -> list[_Static]:
+    numels = [work.stage_parameters(stage) for stage in work.stages]
+    eager = work.framework == "deepspeed"
+    both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
+    bucket = min(LARGEST_BUCKET, max(numels)) * work.element_bytes if eager and has_bucket(work) and not both else 0
+    return [
+        _Static(
+            (numel, len(stage.layers), routed_layers(work.shape, stage), stage.has_embedding, stage.has_head),
+            numel,
+            static_terms(work, stage, numel),
+            bucket,
+            optimizer_step_bytes(work, stage, numel, bucket) if eager else 0.0,
+        )
+        for stage, numel in zip(work.stages, numels, strict=True)
+    ]
 
 
 def _recomputing(whole: Workload, word: str) -> Workload:
     return whole if word == whole.recompute else replace(whole, recompute=word)
 
 
-def _unlike(whole: Workload, numels: Sequence[int]) -> Sequence[int]:
+def _unlike(whole: Workload, every: Sequence[_Static]) -> Sequence[int]:
     """The first of stages with equal layers: it holds the activations of the most micro-batches."""
     if not is_even(whole.shape) or whole.shape.parts or whole.shape.runs is not None:
-        return range(len(numels))
+        return range(len(every))
     found: dict[object, int] = {}
-    for index, stage in enumerate(whole.stages):
-        counted = (numels[index], len(stage.layers), routed_layers(whole.shape, stage), whole.recompute_of(index))
-        found.setdefault((*counted, stage.has_embedding, stage.has_head), index)
+    for index, one in enumerate(every):
+        found.setdefault((one.kind, whole.recompute_of(index)), index)
     return [*found.values()]
 
 
-def _terms(one: _Held, numel: int, bucket: int) -> StageTerms:
-    """The terms of a stage that trains so many parameters, beside a reduce bucket of so many elements."""
+def _terms(one: _Held, static: _Static) -> StageTerms:
+    """The terms of a stage."""
     work, stage, tokens = one.work, one.stage, one.tokens
     logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
     kept = _at_peak(one, logits)
@@ -195,9 +226,9 @@ def _terms(one: _Held, numel: int, bucket: int) -> StageTerms:
         exchange = tokens * work.shape.hidden_size * work.element_bytes * one.copies if work.pp > 1 else 0.0
     return StageTerms(
         one.index,
-        numel,
-        *static_terms(work, stage, numel),
-        bucket * work.element_bytes,
+        static.numel,
+        *static.held,
+        static.bucket,
         kept["stream"],
         kept["attention"],
         kept["mlp"],
@@ -205,7 +236,7 @@ def _terms(one: _Held, numel: int, bucket: int) -> StageTerms:
         logits,
         logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
         exchange,
-        optimizer_step_bytes(work, stage, numel, bucket * work.element_bytes) if one.eager else 0.0,
+        static.optimizer_step,
     )
 
 

@@ -68,7 +68,7 @@ FRAMEWORKS = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """One optimizer step of one layout. Sizes are counted in ranks, sequences and tokens."""
 
@@ -112,6 +112,12 @@ class Workload:
     """Whether anybody said what machine it is; otherwise nothing is claimed of what fits into its memory."""
     expert_tp: int | None = None
     """Ranks that share each routed expert; None: those of tp."""
+
+    def having(self, **values: Any) -> Workload:
+        """The step with other values, as `dataclasses.replace` makes it, in a tenth of the time: for searches."""
+        other = object.__new__(Workload)
+        other.__dict__.update(self.__dict__, **values)
+        return other
 
     @property
     def machine(self) -> Accelerator:

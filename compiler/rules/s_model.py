@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.model.hf_config import InjectionError, ModelConfigError, shape_from_config
+from parcompile.model.hf_config import InjectionError, ModelConfigError
 from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
 from parcompile.model.type_traits import by_type
@@ -51,7 +51,7 @@ _KEYS = by_type("keys")
 def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
     """Fires on unknown presets, missing files, missing or impossible dimensions."""
     try:
-        shape_from_config(spec.model_config)
+        spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError:
         return  # rule S008 says what is wrong
     except ModelConfigError as error:
@@ -235,7 +235,7 @@ MODULE = {
 def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
     """Fires for every rule and row that does not fit."""
     try:
-        shape_from_config(spec.model_config)
+        spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError as error:
         for problem in error.problems:
             path, meant = ("model", *problem.path), problem.rename_to

@@ -81,7 +81,7 @@ def fastest(
     chosen: Known = {} if known is None else known
     found = []
     for order in orders(work) if choices.orders else [work.order]:
-        placed = work if order == work.order else replace(work, order=order)
+        placed = work if order == work.order else work.having(order=order)
         cost = None
         if choices.implementations and work.cp > 1:
             # Farther than a node apart is as far as another node.
@@ -123,7 +123,7 @@ def _possible(work: Workload, choices: OpenChoices) -> list[ContextParallel]:
 def _with(work: Workload, context: ContextParallel) -> Workload:
     if work.context == context:
         return work
-    return replace(work, cp_implementation=context.implementation.value, cp_sizes=context.sizes)
+    return work.having(cp_implementation=context.implementation.value, cp_sizes=context.sizes)
 
 
 def settings(work: Workload, choices: OpenChoices) -> dict[str, object]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -288,14 +289,25 @@ def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> t
 
 def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResult:
     """Sorts what was predicted, and gives every loser its reason."""
-    safe = sorted((one for one in ranked if one.is_safe), key=lambda one: (one.seconds, one.candidate.name))
-    tight = sorted((one for one in ranked if not one.is_safe), key=lambda one: (one.peak_bytes, one.base.name))
+    safe = [*_sorted((one for one in ranked if one.is_safe), lambda one: one.seconds, lambda one: one.candidate.name)]
+    tight = [
+        *_sorted((one for one in ranked if not one.is_safe), lambda one: one.peak_bytes, lambda one: one.base.name)
+    ]
     if safe:
         least = min(one.expected_seconds for one in safe)
         close = [one for one in safe if one.expected_seconds <= TIE * least]
         best = min(close, key=lambda one: (simplicity(one.candidate.work), one.seconds, one.peak_bytes))
         safe = [best, *(one.because(_lost(one, best)) for one in safe if one is not best)]
     return SearchResult(tuple(safe), tuple(tight), tuple(refused))
+
+
+def _sorted(
+    ranked: Iterable[Ranked], size: Callable[[Ranked], float], name: Callable[[Ranked], str]
+) -> Iterator[Ranked]:
+    """By size; those of one size by name, which takes longer to say."""
+    for _, equal in itertools.groupby(sorted(ranked, key=size), key=size):
+        known = [*equal]
+        yield from sorted(known, key=name) if len(known) > 1 else known
 
 
 def _lost(one: Ranked, best: Ranked) -> str:

@@ -267,7 +267,7 @@ class Setting:
         """The layout with a micro-batch and a recomputation."""
         share = self.work.micro_batch * self.work.micro_batches
         written = {"micro_batch_size": micro, "activation_checkpointing": word if isinstance(word, str) else list(word)}
-        work = replace(self.work, micro_batch=micro, micro_batches=share // micro, recompute=word)
+        work = self.work.having(micro_batch=micro, micro_batches=share // micro, recompute=word)
         return Candidate({**self.changes, **written}, work)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,10 +79,11 @@ def variant(tree: Mapping[str, Any], changes: Mapping[str, object], folder: Path
     found = changed(tree, changes)
     resolution = Resolution(found, (), folder)
     for rule in _deciding(executable):
-        # Of a value that is missing another rule speaks.
-        with contextlib.suppress(Unavailable):
+        try:
             for one in rule.check(resolution):
                 return Variant(found, None, rule.code, one.message)
+        except Unavailable:  # noqa: PERF203 -- another rule speaks of the value that is missing
+            continue
     try:
         return Variant(found, workload_of(resolution.spec()))
     except (Unavailable, ValueError) as error:

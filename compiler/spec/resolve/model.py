@@ -74,10 +74,19 @@ class ModelValues(ParallelismValues):
         return text_part(config)
 
     @functools.cached_property
+    def described_shape(self) -> ModelShape:
+        """The dimensions of the model, for rules that say why there are none.
+
+        Raises:
+            ModelConfigError: the configuration describes no model.
+        """
+        return shape_from_config(self.model_config)
+
+    @functools.cached_property
     def shape(self) -> ModelShape:
         """The dimensions of the model."""
         try:
-            return shape_from_config(self.model_config)
+            return self.described_shape
         except ModelConfigError:
             raise Unavailable("model") from None
 
