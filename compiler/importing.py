@@ -92,7 +92,7 @@ def import_document(kind: str, document: Document, answers: Mapping[SpecPath, An
             return type(error)(str(error))
         json.dumps(found.spec, allow_nan=False)
         if not all(type(text) is str for one in found.accounts for text in (one.option, one.detail)):
-            raise TypeError("its accounts are texts")
+            raise TypeError("its reports are texts")
         return found
 
     outcome = called(GROUP, kind, judged)

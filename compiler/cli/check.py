@@ -109,18 +109,15 @@ def _usage(version: str | None, used_with: str | None) -> UsageOptions | None:
 def _remarks(run: Run, *, alone: bool) -> Iterator[str]:
     """What there is to say beside the findings: files that were not read, not recognised, or not changed."""
     yield from (f"Error: {message}" for message in run.unreadable)
-    if alone and len(run.skipped) == 1:
+    if len(run.skipped) == 1:
         file, kind = next(iter(run.skipped.items()))
-        yield f"Error: {_why_skipped(file, kind, run.why_unread.get(file))}"
+        yield f"{'Error: ' if alone else 'skipped: '}{_why_skipped(file, kind, run.why_unread.get(file))}"
     elif run.skipped:
-        kinds = Counter("not recognised" if kind == UNKNOWN else f"of {kind}" for kind in run.skipped.values())
+        kinds = Counter("not recognised" if kind == UNKNOWN else f"of kind {kind}" for kind in run.skipped.values())
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        first = next(iter(run.skipped))
-        more = f" and {len(run.skipped) - 1} more" if len(run.skipped) > 1 else ""
+        first, more = next(iter(run.skipped)), len(run.skipped) - 1
         hint = "; --kind says what a file is" if UNKNOWN in run.skipped.values() else ""
-        call = _what_to_call(first, run.skipped[first]) if len(run.skipped) == 1 else ""
-        yield f"{'Error: ' if alone else ''}skipped {first}{more}: {counts}{hint}"
-        yield from [call] if call else []
+        yield f"{'Error: ' if alone else ''}skipped {first} and {more} more: {counts}{hint}"
         yield from (f"{file} cannot be read: {why}" for file, why in run.why_unread.items())
     for file, kind in run.untouched.items():
         yield f"{file} is probably of kind {kind}, but that is not certain: not changed; --kind {kind} says so"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from parcompile.lint.files import recognised
 from parcompile.schema import example
 from parcompile.text import SourceError, read_file
 
+from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
 from .saying import say
 
@@ -98,7 +98,7 @@ def command(
         )
     folder = output.parent if output else Path()
     given: dict[SpecPath, Any] = {
-        ("model",): _model(model, folder) if model else None,
+        ("model",): chosen_model(model, None, folder).section if model else None,
         ("model", "vocab_size"): vocab_size,
         ("cluster", "nodes"): nodes,
         ("cluster", "gpus_per_node"): gpus_per_node,
@@ -117,14 +117,6 @@ def command(
     say(said, err=True)
     if not result.complete or (strict and any(one.changes for one in result.of(Outcome.LOST))):
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-
-
-def _model(name: str, folder: Path) -> dict[str, str]:
-    """A preset, or a file: named from the folder of the spec."""
-    if name.endswith(".json") or Path(name).exists():
-        file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-        return {"hf_config": os.path.relpath(file, folder)}
-    return {"preset": name}
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -170,6 +162,9 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
             if found:
                 lines += [f"{outcome.value}:", *(f"  {one.option}: {one.detail}" for one in found)]
     else:
+        lines += [
+            hanging("", f"{one.option}: {one.detail}", width) for one in result.of(Outcome.CARRIED) if one.changes
+        ]
         lines += _reasons(result, width)
         lines.append("every option: -v")
     kept = sorted(result.spec.get("backends", {}).get("megatron", {}))
@@ -185,7 +180,12 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
         lines.append(hanging("fix before compiling: ", said, width))
     lines += _changes(result, width)
     if result.complete and output is not None:
-        lines.append(f"next: parcompile check {output}")
+        # What the runtime refuses is meant for the tool that the file comes from.
+        launched = result.spec.get("zero", {}).get("stage") == 3
+        lines.append(f"next: parcompile check {'-t accelerate-deepspeed ' if launched else ''}{output}")
+        if launched:
+            said = "parcompile.runtime runs ZeRO stages 0 to 2: write one of them to run the plan with it"
+            lines.append(hanging("      ", said, width))
     return "\n".join(lines)
 
 

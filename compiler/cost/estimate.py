@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
 from parcompile.model.parameters import parameter_table
 from parcompile.units import format_bytes, format_seconds
 
@@ -19,6 +20,10 @@ from .traffic import GroupTraffic, traffic
 from .workload import Workload
 
 SECONDS_PER_DAY = 86400
+GRADIENTS, SEQUENCE = ("dp-cp", EXPERT_DP), (Axis.CP, *CP_LEVELS)
+"""Groups whose traffic is timed together."""
+UNTIMED = (KV_REPLICA, EMBEDDING)
+"""Small, or sent once in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +127,23 @@ class Estimate:
         }
 
     def exposed_seconds(self, group: str) -> float:
-        """Seconds of a step in which nothing hides the traffic of a group.
-
-        That of kv replicas and of the gradient of a tied embedding, which is sent once, is not timed: 0. The gradients
-        of experts are timed with all others.
-        """
+        """Seconds of a step in which nothing hides the traffic of a group; 0 where it is not timed."""
         step = self.time.step
-        found = {
-            Axis.TP: step.tensor,
-            KV_REPLICA: 0.0,
-            EMBEDDING: 0.0,
-            Axis.EP: step.expert,
-            "dp-cp": step.gradients,
-            EXPERT_DP: 0.0,
-            Axis.PP: step.exchange,
-        }
-        return found[group] if group in found else step.context * self._share_of_cp(group)
+        if group in GRADIENTS:
+            return step.gradients * self._part(group, GRADIENTS)
+        found = {Axis.TP: step.tensor, Axis.EP: step.expert, Axis.PP: step.exchange, **dict.fromkeys(UNTIMED, 0.0)}
+        return found[group] if group in found else step.context * self._part(group, SEQUENCE)
 
     def hidden_seconds(self, group: str) -> float:
         """Seconds of a step in which the traffic of a group runs behind computation."""
-        step = self.time.step
-        if group == "dp-cp":
-            return step.hidden_gradients
-        return step.hidden_context * self._share_of_cp(group) if group.startswith("cp") else 0.0
+        if group in GRADIENTS:
+            return self.time.step.hidden_gradients * self._part(group, GRADIENTS)
+        return self.time.step.hidden_context * self._part(group, SEQUENCE) if group in SEQUENCE else 0.0
 
-    def _share_of_cp(self, group: str) -> float:
-        """Two levels of cp share what both take by the time on their links."""
-        found = [one for one in self.traffic if one.group.startswith("cp")]
-        seconds = {one.group: one.wire_bytes / one.link.bytes_per_s for one in found}
-        return seconds[group] / sum(seconds.values())
+    def _part(self, group: str, together: Collection[str]) -> float:
+        """Groups that are timed together share what they take by the time on their links."""
+        seconds = {one.group: one.wire_bytes / one.link.bytes_per_s for one in self.traffic if one.group in together}
+        return seconds[group] / (sum(seconds.values()) or 1.0)
 
 
 def _share(value: float | None) -> float | None:

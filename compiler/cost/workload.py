@@ -6,7 +6,7 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
@@ -106,7 +106,7 @@ class Workload:
     framework: str = "deepspeed"
     keeps_gradients: bool = True
     """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
-    preset: Accelerator | None = None
+    preset: Accelerator | None = field(default=None, hash=False)
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True
     """Whether anybody said what machine it is; otherwise nothing is claimed of what fits into its memory."""

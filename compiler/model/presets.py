@@ -38,9 +38,9 @@ def presets() -> Mapping[str, Preset]:
 def near_presets(name: str) -> tuple[str, ...]:
     """The presets that a name may mean: those that it begins with, or that begin with it, whatever stands between.
 
-    A name of the Hugging Face Hub is read without its owner.
+    A name of the Hugging Face Hub is read without its owner, and as that of the model that was trained further.
     """
-    wanted = _bare(name.rpartition("/")[2])
+    wanted = _bare(_untuned(name))
     longer = [one for one in presets() if _bare(one).startswith(wanted)] if len(wanted) > 2 else []
     if longer:
         return tuple(longer)

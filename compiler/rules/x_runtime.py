@@ -54,7 +54,7 @@ _SHARING = {
     "X002",
     "the runtime needs the experts of a rank in its own stage",
     """Experts are laid over dp · cp on a grid of their own. The runtime deals the experts of a pipeline stage to the
-    ranks of that stage, and splits them as these are split over tp: each rank has to have the same place on tp and pp
+    ranks of that stage, and splits them as these are split over tp: each rank has to have the same index on tp and pp
     in both grids. That holds when tp is the innermost axis and pp the outermost one.""",
     wrong={
         "model": {**MIXTRAL},
@@ -71,7 +71,7 @@ _SHARING = {
     run_by=(OTHER_TOOL,),
 )
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the two grids give a rank different places on tp or pp."""
+    """Fires where the two grids give a rank different indices on tp or pp."""
     ep = spec.axis(Axis.EP)
     sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
     if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
@@ -98,7 +98,7 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     """With expert_tp 1 each rank has whole experts, and ep takes the ranks of tp too: every tensor-parallel rank sends
     its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
     the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
-    their optimizer, within the dp · cp ranks of one place on tp, where checkpoints keep them. Experts that are split
+    their optimizer, within the dp · cp ranks of one index on tp, where checkpoints keep them. Experts that are split
     over a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0.""",
     wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
     right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
@@ -107,7 +107,7 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     run_by=("megatron",),
 )
 def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires for an expert_tp between 1 and tp, and where ranks of several places on tp hold the same experts."""
+    """Fires for an expert_tp between 1 and tp, and where several tp ranks hold the same experts."""
     expert_tp, ep, tp = spec.expert_tp, spec.axis(Axis.EP), spec.axis(Axis.TP)
     sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
     if expert_tp is None or not spec.shape.has_moe or tp % expert_tp:
@@ -124,14 +124,14 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
         )
     elif not spec.zero_stage:
         yield Finding(
-            "expert_tp 1 at zero.stage 0: the files of that stage have the states of all experts with each place on tp",
+            "expert_tp 1 at zero.stage 0: the files of that stage have the states of all experts with each tp rank",
             where,
             help="use zero.stage 1 or 2, or leave expert_tp out",
             related=also(spec, ("zero", "stage")),
         )
     elif ep % tp:
         yield Finding(
-            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that ranks of several places on tp hold the "
+            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that several tp ranks hold the "
             "same experts",
             where,
             help=f"choose an ep that is a multiple of tp {tp}, or leave expert_tp out",
@@ -139,7 +139,7 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
         )
     elif not keeps_places(dense := Grid.of(spec.order, sizes), expert_grid(dense, ep, expert_tp)):
         yield Finding(
-            f"the order {'-'.join(spec.order)} with expert_tp 1: ranks of several stages, or of several places on tp, "
+            f"the order {'-'.join(spec.order)} with expert_tp 1: ranks of several stages, or several tp ranks, "
             "hold the same experts",
             ("parallelism", "order"),
             help="write the order tp-cp-ep-dp-pp",

@@ -84,7 +84,7 @@ def as_markdown(before: Plan, after: Plan, found: Difference) -> str:
 def _moves(found: Difference) -> str:
     if found.moved_ranks is None:
         return " The ranks are other ones."
-    return f" {found.moved_ranks:,} ranks get another place in the mesh." if found.moved_ranks else ""
+    return f" {found.moved_ranks:,} ranks change position." if found.moved_ranks else ""
 
 
 def _costs(before: Plan, after: Plan) -> str:

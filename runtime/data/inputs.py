@@ -37,7 +37,7 @@ def ready_inputs(given: Batch, mesh: Mesh) -> Batch:
         mesh: this rank's place.
 
     Raises:
-        RunError: the mask hides more than padding on the right, or a place that is padded has a label.
+        RunError: the mask hides more than padding on the right, or a padded position has a label.
     """
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -170,12 +170,12 @@ class _Sequences:
 
 
 def _check_labels(shifted: Tensor, real: Tensor) -> None:
-    """What is computed at padded places is not what transformers computes there: no loss may look at it."""
+    """What is computed at padded positions is not what transformers computes there: no loss may look at it."""
     wrong = (~real & (shifted != IGNORED_LABEL)).nonzero()
     if len(wrong):
         row, place = wrong[0].tolist()
         raise RunError(
-            f"row {row} has the label {int(shifted[row, place])} at place {place + 1}, and its attention_mask is 0 "
-            f"from place {int(real[row].sum())} on: give padding the label {IGNORED_LABEL} "
+            f"row {row} has the label {int(shifted[row, place])} at position {place + 1}, and its attention_mask is 0 "
+            f"from position {int(real[row].sum())} on: give padding the label {IGNORED_LABEL} "
             f"(labels[attention_mask == 0] = {IGNORED_LABEL})"
         )

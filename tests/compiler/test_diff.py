@@ -193,7 +193,7 @@ class TestCommand:
         done = self.run(folder / "a.json", folder / "b.json", "--format", "markdown")
         assert done.exit_code == 0
         for part in (
-            "**The same training**: the same sums in another order. 6 ranks get another place in the mesh.",
+            "**The same training**: the same sums in another order. 6 ranks change position.",
             "| layout | tp 2 × dp 4, micro 1 × 2 | tp 4 × dp 2, micro 1 × 4 |  |",
             "- parcompile's runtime: goes on; the checkpoint is resharded while it is loaded\n  - tp 2 → 4",
             "- DeepSpeed alone: needs a universal conversion",

@@ -97,7 +97,7 @@ def test_a_foreign_file_is_skipped_and_said_to_be(run: Any) -> None:
     code, out, err = run("check", "spec.json", "trainer.yaml", "tsconfig.json", "--format", "json")
     assert code == 0
     assert json.loads(out)["valid"]
-    assert "skipped trainer.yaml and 1 more: 1 not recognised, 1 of trainer" in err
+    assert "skipped trainer.yaml and 1 more: 1 not recognised, 1 of kind trainer" in err
 
 
 def test_a_file_alone_that_is_not_recognised_is_no_success(run: Any) -> None:

@@ -334,7 +334,7 @@ class TestLaunch:
         write(render(plan), stage / "out")
         refused = self.run(stage, "torchrun.sh", *self.ARGUMENTS)
         assert refused.returncode != 0
-        assert "NODE_RANK: is not set: the place of this node, 0 to 1" in refused.stderr
+        assert "NODE_RANK: is not set: the index of this node, 0 to 1" in refused.stderr
         assert self.run(stage, "torchrun.sh", *self.ARGUMENTS, NODE_RANK="1", MASTER_ADDR="h").returncode == 0
         assert self.called(stage)["arguments"] == [
             *("--nnodes", "2", "--node-rank", "1", "--master-addr", "h", "--master-port", "29500"),

@@ -378,7 +378,7 @@ def masks():
         "mine",
         part(lambda e, at, size: (at // size == e.cp_rank) | (at == (e.cp_rank + 1) * size)),
     )
-    plant("masks", "ranks of cp see all places", "mine", part(lambda e, at, size: at >= 0))
+    plant("masks", "ranks of cp see all positions", "mine", part(lambda e, at, size: at >= 0))
     plant("masks", "documents are not told apart", "inputs", lambda e, old, micro: {"input_ids": micro["input_ids"]})
     plant(
         "masks",
@@ -419,7 +419,7 @@ def means():
         lambda e, old, batch, micro: max(1, int((batch["labels"] != -100).sum())),
     )
     plant("means", "masked labels are counted", "count", lambda e, old, batch, micro: batch["labels"][:, 1:].numel())
-    plant("means", "places of rows that have any", "count", of_rows)
+    plant("means", "positions of rows that have any", "count", of_rows)
     plant("means", "the count of the step before", "count", previous)
     plant("means", "the count is one too large", "count", lambda e, old, batch, micro: old(batch, micro) + 1)
 

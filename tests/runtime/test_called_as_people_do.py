@@ -168,8 +168,8 @@ def ready(**given: Any) -> dict[str, Any]:
         ({"attention_mask": RIGHT.flip(1)}, "row 1 of the attention_mask has padding before or between tokens"),
         ({"attention_mask": torch.ones(2, 1, 16, 16)}, r"an attention_mask of shape \[2, 1, 16, 16\]"),
         ({"attention_mask": {"full_attention": None}}, "an attention_mask that is a dict"),
-        ({"attention_mask": RIGHT, "labels": IDS}, "row 1 has the label 10 at place 10, .* is 0 from place 9 on"),
-        ({"attention_mask": RIGHT, "shift_labels": IDS}, "row 1 has the label 9 at place 10"),
+        ({"attention_mask": RIGHT, "labels": IDS}, "row 1 has the label 10 at position 10, .* is 0 from position 9 on"),
+        ({"attention_mask": RIGHT, "shift_labels": IDS}, "row 1 has the label 9 at position 10"),
         ({"attention_mask": torch.ones(2, 16), "position_ids": PACKED}, "Leave out the mask"),
     ],
 )

@@ -83,7 +83,7 @@ def torchrun_script(plan: Plan) -> dict[str, str]:
         where = '--nnodes 1 --master-addr 127.0.0.1 --master-port "$master_port"'
     else:
         lines += [
-            f': "${{NODE_RANK:?is not set: the place of this node, 0 to {cluster.nodes - 1}}}"',
+            f': "${{NODE_RANK:?is not set: the index of this node, 0 to {cluster.nodes - 1}}}"',
             ': "${MASTER_ADDR:?is not set: the address of node 0}"',
         ]
         where = (

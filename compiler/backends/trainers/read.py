@@ -26,7 +26,7 @@ from parcompile.backends.reading import (
     Undecided,
     UndecidedError,
 )
-from parcompile.model.presets import find_preset
+from parcompile.model.presets import find_preset, preset_alike
 from parcompile.text import Document, SourceError, read_file
 from parcompile.text.typed import integer, number
 
@@ -144,6 +144,10 @@ def _model(tool: Tool, source: Source, draft: Draft) -> None:
         draft.set(("model", "preset"), preset.name, said=True)
     elif file.is_file():
         draft.set(("model", "hf_config"), str(file), said=True)
+    elif (alike := preset_alike(name)) is not None:
+        draft.set(("model", "preset"), alike.name, said=True)
+        said = f"{name} is read as the preset {alike.name}: where its config.json differs, name that file with --model"
+        source.reasons[tool.model] = Account(tool.model, Outcome.CARRIED, said, changes=True)
     else:
         draft.ask(("model",), f"{name} is no preset: download its config.json")
     source.used[tool.model] = {("model",)}

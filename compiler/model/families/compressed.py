@@ -157,7 +157,7 @@ COMPRESSED: Mapping[str, Family] = {
             Refusal(
                 "attention_dropout",
                 lambda config: bool(config.get("attention_dropout")),
-                "weights of compressed KV are not dropped by their place: write 0",
+                "weights of compressed KV are not dropped by their position: write 0",
             ),
             Refusal(
                 "output_router_logits",

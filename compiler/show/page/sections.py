@@ -122,7 +122,7 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
             rule = pages[one.code]
             body.append(folded(rule.title, tag("p", *with_code(rule.explanation))))
         entries.append(tag("li", *body))
-    counts = Counter(one.severity.value for one in found)
+    counts = Counter(one.severity.value for one in sorted(found, key=lambda one: order.index(one.severity)))
     runs = "The runtime executes this plan." if not subject.plan.refusals else "The runtime refuses this plan."
     names = {"info": "remark"}
     words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
@@ -172,7 +172,7 @@ def launching(subject: Subject) -> Html:
         " adds those of Kubernetes and SkyPilot.",
         class_="note",
     )
-    return joined([note, table(rows, caption="Commands that start the plan")])
+    return joined([note, table(rows, caption="Commands that start the plan", class_="stacked")])
 
 
 def values(subject: Subject) -> Html:
@@ -189,7 +189,8 @@ def values(subject: Subject) -> Html:
         tag("output", f"{len(rows) - 1} values", id="value-count", aria_live="polite"),
         class_="controls",
     )
-    return joined([controls, table(rows, caption="Every value and where it comes from", id="values-table")])
+    caption = "Every value and where it comes from"
+    return joined([controls, table(rows, caption=caption, id="values-table", class_="stacked")])
 
 
 def summary_line(subject: Subject) -> str:

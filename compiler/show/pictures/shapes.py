@@ -115,7 +115,7 @@ class Sketch:
 
     def caption(self, text: str, *, strong: bool = False, size: float = NORMAL, fill: str = "") -> None:
         """Text over the whole width, broken into lines."""
-        for line in broken(text, self.width, size * (1.08 if strong else 1)):
+        for line in broken(text, self.width, size * (1.14 if strong else 1)):
             self.y += size * 1.4
             self.add(Text(0, self.y - size * 0.3, line, size, fill or ("ink" if strong else "soft"), strong=strong))
 

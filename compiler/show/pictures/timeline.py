@@ -77,7 +77,7 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
         return
     sketch.y += 12
     sketch.caption("Communication: exposed (coloured) and overlapped with computation (grey)", strong=True)
-    left, right = 56.0, 128.0 if sketch.narrow else 250.0
+    left, right = max(map(text_width, times)) + 10, 128.0 if sketch.narrow else 250.0
     longest = max(map(sum, times.values()))
     top = sketch.y + 4
     for group, (exposed, hidden) in times.items():
@@ -85,7 +85,8 @@ def _overlap(sketch: Sketch, subject: Subject) -> None:
         sketch.add(Text(0, top + 14, group))
         sketch.add(Box(left, top + 3, max(exposed * room, 1.5 if exposed else 0), 14, AXIS_OF_GROUP.get(group, group)))
         sketch.add(Box(left + exposed * room, top + 3, hidden * room, 14, "hidden"))
-        text = f"{format_seconds(exposed)} + {format_seconds(hidden)} overlapped" if hidden else format_seconds(exposed)
+        behind = "" if sketch.narrow else " overlapped"
+        text = f"{format_seconds(exposed)} + {format_seconds(hidden)}{behind}" if hidden else format_seconds(exposed)
         text = f"all {format_seconds(hidden)} overlapped" if hidden and not exposed else text
         sketch.add(Text(sketch.width, top + 14, fitted(text, right - 8, SMALL + 1), SMALL + 1, "soft", "end"))
         top += 24
@@ -122,8 +123,10 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         _passes(sketch, laid, window, top, lane)
         _tail(sketch, laid, (step.gradients, step.optimizer), window, (top, laid.stages * lane))
         start, stop, x, length = window
-        sketch.add(Text(x, bottom + 13, format_seconds(start) if start else "0 s", SMALL, "soft"))
-        sketch.add(Text(x + length, bottom + 13, format_seconds(stop), SMALL, "soft", "end"))
+        begins, ends = format_seconds(start) if start else "0 s", format_seconds(stop)
+        if text_width(f"{begins}  {ends}", SMALL) < length:
+            sketch.add(Text(x, bottom + 13, begins, SMALL, "soft"))
+        sketch.add(Text(x + length, bottom + 13, ends, SMALL, "soft", "end"))
     if len(windows) > 1:
         for _, _, x, _ in windows[1:]:
             sketch.add(Text(x - 15, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from parcompile.cost.estimate import UNTIMED
 from parcompile.cost.table import traffic_rows
 from parcompile.cost.traffic import GroupTraffic
 from parcompile.plan.sections import topology as topology_of
@@ -44,13 +45,11 @@ def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note
     room = sketch.width
     if sketch.narrow:
         sketch.caption(f"{name}, {note}", size=SMALL + 1)
-        sketch.add(Text(room, sketch.y + 13, value, anchor="end", strong=True))
         top = sketch.y - 16
-        end = room - 80
     else:
         sketch.add(Text(0, top + 14, name), Text(room, top + 14, note, SMALL + 1, "soft", "end"))
-        sketch.add(Text(room, top + 33, value, anchor="end", strong=True))
-        end = room - 110
+    sketch.add(Text(room, top + 33, value, anchor="end", strong=True))
+    end = room - 110
     sketch.add(Box(0, top + 20, end, 16, "track", radius=3))
     if longest:
         length = max(end * size / longest, 2.0 if size else 0.0)
@@ -60,6 +59,8 @@ def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note
 
 def _time(subject: Subject, one: GroupTraffic) -> str:
     exposed, hidden = subject.estimate.exposed_seconds(one.group), subject.estimate.hidden_seconds(one.group)
+    if one.group in UNTIMED:
+        return "not timed"
     if not exposed:
         return f"fully overlapped{f' ({format_seconds(hidden)})' if hidden else ''}"
     return f"{format_seconds(exposed)} exposed" + (f", {format_seconds(hidden)} overlapped" if hidden else "")

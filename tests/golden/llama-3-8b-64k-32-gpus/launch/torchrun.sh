@@ -12,6 +12,6 @@ export OMP_NUM_THREADS=1
 # kernels start in the order of their issue, so that tp and cp communication overlaps with computation (Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 master_port="${MASTER_PORT:-29500}"
-: "${NODE_RANK:?is not set: the place of this node, 0 to 3}"
+: "${NODE_RANK:?is not set: the index of this node, 0 to 3}"
 : "${MASTER_ADDR:?is not set: the address of node 0}"
 exec torchrun --nnodes 4 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$master_port" --nproc-per-node 8 "$@"
