@@ -205,8 +205,8 @@ def _in_spec(
 
 
 def _with_advice(one: Diagnostic, resolution: Resolution) -> Diagnostic:
-    """A finding; of what is too large and has no small fix, with the layout that a search gives."""
-    if one.code not in MEMORY_RULES or one.fixes or resolution.is_trial:
+    """A finding; of what is too large, with the layout that a search chooses."""
+    if one.code not in MEMORY_RULES or resolution.is_trial:
         return one
     from .searching.first import advised  # only here: most specs fit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,11 @@ RETIRED = {
     r"other coordinates": "ranks change position",
     r"happens to be visible": "nodes × gpus_per_node",
     r"\bgets the text\b": "receives the string",
-    r"decides? it$": "overridden by",
+    r"decides? it$": "set by",
+    r"\bplaces? (on|in|of) (tp|cp|dp|pp|ep|(this|the|all) (node|rank)s?)\b": "index",
+    r"\bpadded places?\b": "position",
+    r"\baccounts? (of|for every)\b": "report",
+    r"\bidentity experts?\b": "zero expert",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -57,12 +62,31 @@ def _strings(file: Path) -> Iterator[str]:
             yield re.sub(r"`[^`\n]*`|\| cut -d", "", one.value)
 
 
-@pytest.mark.parametrize("room", ["compiler", "runtime"])
+def _words_of_data(tree: object) -> Iterator[str]:
+    """What a JSON file says in several words: descriptions of keys, reasons, advisories."""
+    if isinstance(tree, dict | list):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from _words_of_data(one)
+    elif isinstance(tree, str) and " " in tree:
+        yield re.sub(r"`[^`\n]*`", "", tree)
+
+
+def _said(file: Path) -> Iterator[str]:
+    """What a file of a room may say to a user."""
+    if file.suffix == ".py":
+        yield from _strings(file)
+    elif file.suffix == ".json":
+        yield from _words_of_data(json.loads(file.read_text(encoding="utf-8")))
+    elif file.suffix == ".txt":  # of a new project
+        yield from file.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("room", ["compiler", "runtime", "schemas"])
 def test_no_message_has_a_retired_word(room: str) -> None:
     found = {
         f"{file.relative_to(ROOT)}: {text}": words
-        for file in sorted((ROOT / room).rglob("*.py"))
-        for text in _strings(file)
+        for file in sorted((ROOT / room).rglob("*"))
+        for text in _said(file)
         if (words := retired(text))
     }
     assert found == {}

@@ -15,6 +15,7 @@ import click
 from parcompile.backends.kinds import CHECKED, FILLERS, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.pipeline import Checked
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
@@ -111,7 +112,8 @@ def _remarks(run: Run, *, alone: bool) -> Iterator[str]:
     yield from (f"Error: {message}" for message in run.unreadable)
     if len(run.skipped) == 1:
         file, kind = next(iter(run.skipped.items()))
-        yield f"{'Error: ' if alone else 'skipped: '}{_why_skipped(file, kind, run.why_unread.get(file))}"
+        why = _why_skipped(file, kind, run.why_unread.get(file))
+        yield f"Error: {why}" if alone else hanging("skipped: ", why, Style.of(sys.stderr).width)
     elif run.skipped:
         kinds = Counter("not recognised" if kind == UNKNOWN else f"of kind {kind}" for kind in run.skipped.values())
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

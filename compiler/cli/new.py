@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from parcompile.diagnostics.reporters.style import Style
+from parcompile.diagnostics.reporters.style import Style, hanging
 from parcompile.project import EXECUTABLE, project_files
 from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
@@ -122,6 +122,9 @@ def command(
         spec, lines = spec_text(offer), offer_lines((offer,), style)
         if finetune:
             lines.append(fine_tuning_line(training, length, directory / "spec.json", style))
+            if weights is None:
+                said = "random weights: name the model's folder with --weights when you run it"
+                lines.append(hanging("starts from: ", said, style.width))
         if (file := chosen.section.get("hf_config")) is not None:
             extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')

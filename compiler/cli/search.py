@@ -32,7 +32,7 @@ from .saying import say
 @click.argument("spec")
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Layouts to show.")
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
-@click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses (ep).")
+@click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses.")
 @click.option(
     "--document-length",
     type=click.IntRange(min=1),

@@ -137,6 +137,8 @@ class Timing:
     interval_seconds: tuple[float, float]
     tokens_per_second_per_gpu: float
     utilisation: float
+    fitted_sizes: tuple[int, int] | None = None
+    """Parameters of the smallest and of the largest model that the coefficients were fitted to, where they say it."""
 
 
 def step_terms(work: Workload) -> StepTerms:
@@ -441,4 +443,5 @@ def timing_of(
         interval_seconds=(clear * low / farther, step.seconds * high * farther),
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.attended_length) / peak,
+        fitted_sizes=fitted.sizes,
     )

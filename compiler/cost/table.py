@@ -95,7 +95,7 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     yield "throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}"
     yield "", f"MFU by {CONVENTION}"
     if work.names_machine:
-        yield "error", OWN_ERROR if work.framework == "deepspeed" else OTHERS_ERROR
+        yield "error", error_text(found)
     if found.budget is not None:
         price = "" if found.budget.cost is None else f", cost {found.budget.cost:,.0f}"
         yield (
@@ -104,11 +104,23 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
         )
 
 
-OWN_ERROR = (
-    "of parcompile.runtime, `parcompile preflight` counts the memory itself, and only time is uncertain; of another "
-    "framework, both are. The further from what was fitted (1B and 3B), the larger (docs/accuracy.md)"
-)
-OTHERS_ERROR = "of memory and time: the further from what was fitted (1B and 3B), the larger (docs/accuracy.md)"
+def error_text(found: Estimate) -> str:
+    """What is uncertain, by whose framework it is, and how far the model is from those that were fitted."""
+    own = found.work.framework == "deepspeed"
+    what = "of time only: `parcompile preflight` counts memory" if own else "of memory and time"
+    return f"{what}. {_distance(found)} (docs/accuracy.md)"
+
+
+def _distance(found: Estimate) -> str:
+    total, sizes = found.parameters.total, found.time.fitted_sizes
+    if sizes is None:
+        return "Which models the coefficients were fitted to is not known"
+    small, large = sizes
+    within = f"Errors grow with the distance from the models that were fitted, {small / 1e9:.1f}B to {large / 1e9:.1f}B"
+    if small <= total <= large:
+        return f"{within}: this one is between them"
+    ratio, way = (total / large, "larger") if total > large else (small / total, "smaller")
+    return f"{within}: this one is {ratio:.1f} times {way}"
 
 
 def imbalance_text(work: Workload) -> str:

@@ -131,8 +131,7 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
         )
     elif ep % tp:
         yield Finding(
-            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that several tp ranks hold the "
-            "same experts",
+            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that several tp ranks hold the same experts",
             where,
             help=f"choose an ep that is a multiple of tp {tp}, or leave expert_tp out",
             related=also(spec, ("parallelism", "ep"), ("parallelism", "tp")),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
+from parcompile.cost.calibration import TIE
 from parcompile.cost.changes import Change
 from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import is_own_master, static_memory
@@ -47,6 +48,8 @@ ROOMIER = 0.9
 """A safer layout is offered where it needs at most this share of the fastest one's memory."""
 LARGE_BUBBLE, LOW_UTILISATION = 0.2, 0.2
 """Shares of a step and of the peak rate beyond which a layout is worth a warning."""
+LARGE_PART = 0.1
+"""The share of a step from which on a part of it is named as what makes it slow."""
 
 _UNKNOWN = 1024
 _DEEPEST, _WIDEST = 128, 64
@@ -210,12 +213,13 @@ def _offers(space: Space, found: SearchResult) -> Iterator[Offer]:
     least = min(near, key=lambda one: (one.peak_bytes, one.seconds))
     plain = min(near, key=lambda one: (_parts(one), one.seconds))
     taken = [best]
-    yield _offer(space, best, "fastest", best)
+    shortest = min(one.seconds for one in found.fitting)
+    yield _offer(space, best, "fastest", best, shortest)
     if least is not best and least.peak_bytes <= ROOMIER * best.peak_bytes:
         taken.append(least)
-        yield _offer(space, least, "safest", best)
+        yield _offer(space, least, "safest", best, shortest)
     if _parts(plain) < min(map(_parts, taken)):
-        yield _offer(space, plain, "simplest", best)
+        yield _offer(space, plain, "simplest", best, shortest)
 
 
 def _parts(one: Ranked) -> int:
@@ -226,10 +230,11 @@ def _parts(one: Ranked) -> int:
     return axes + sum(further)
 
 
-def _offer(space: Space, one: Ranked, word: str, best: Ranked) -> Offer:
+def _offer(space: Space, one: Ranked, word: str, best: Ranked, shortest: float) -> Offer:
     gain = 1 - one.seconds / best.seconds
     more = f"; {gain:.1%} faster, which is within the error of the estimate" if gain > 0 else ""
-    return Offer(word, written(space.tree, one), f"{one.layout_name}: {_figures(one)}{more}", tuple(_warnings(one)))
+    warnings = tuple(_warnings(one, shortest))
+    return Offer(word, written(space.tree, one), f"{one.layout_name}: {_figures(one)}{more}", warnings)
 
 
 def written(tree: Mapping[str, Any], one: Ranked) -> dict[str, Any]:
@@ -258,8 +263,8 @@ def _figures(one: Ranked) -> str:
     return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}"
 
 
-def _warnings(one: Ranked) -> Iterator[str]:
-    """What is bad in a layout, and what would be better."""
+def _warnings(one: Ranked, shortest: float) -> Iterator[str]:
+    """What is bad in a layout, and what would be better; `shortest` is the least step of all layouts."""
     work, step = one.candidate.work, one.time.step
     if (share := step.bubble / step.seconds) > LARGE_BUBBLE:
         more = work.global_batch * 2
@@ -269,10 +274,20 @@ def _warnings(one: Ranked) -> Iterator[str]:
         )
     if one.time.utilisation < LOW_UTILISATION and work.accelerator != "cpu":
         part = max((name for name in step.parts if name != "computation"), key=lambda name: step.parts[name])
-        seconds = format_seconds(step.parts[part])
-        yield f"MFU {one.time.utilisation:.0%} is low; beside computation, most of the step is {part} ({seconds})"
+        share = step.parts[part] / step.seconds
+        cause = f"{share:.0%} of the step is {part}"
+        if share < LARGE_PART:
+            again = ", about a quarter of it recomputation" if work.recompute == "full" else ""
+            cause = f"computation alone takes {step.compute / step.seconds:.0%} of the step{again}"
+        better = "no layout tried is much faster"
+        if step.seconds > TIE * shortest:
+            better = f"the fastest layout tried has {one.time.utilisation * step.seconds / shortest:.0%}"
+        yield f"MFU {one.time.utilisation:.0%} is low: {cause}; {better}"
     if work.stride(Axis.TP) * work.tp > work.gpus_per_node:
-        yield f"tp {work.tp} leaves the node of {work.gpus_per_node} GPUs: it waits for the network in every layer"
+        yield (
+            f"tp {work.tp} leaves the node of {work.gpus_per_node} GPUs: it waits for the network in every layer. "
+            "More nodes let tp stay on one"
+        )
 
 
 def _exact_only(space: Space) -> FirstSpec:
@@ -378,7 +393,7 @@ def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
     return None
 
 
-# What a spec that does not fit should say instead, where no small change of it helps.
+# What a spec that does not fit should say instead.
 
 _OPENED = (
     ("parallelism", "tp"),
@@ -397,9 +412,9 @@ MOST_SETTINGS = 120
 
 
 def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
-    """What is too large, with the fastest layout that fits, or the statement that none of those tried does.
+    """What is too large, with the layout that a search chooses too, or the statement that none of those tried fits.
 
-    A finding that has fixes already, and one of a spec with too many layouts for a check, stays as it is.
+    A finding of a spec with too many layouts for a check stays as it is.
     """
     try:
         result = _all_layouts(spec)
@@ -409,7 +424,7 @@ def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
     if result is None:
         return one
     if result.best is None:
-        if not result.too_large:
+        if not result.too_large or one.fixes:
             return one
         least = result.too_large[0]
         said = f"none of the {result.enumerated} layouts of these GPUs that were tried fits; {least.layout_name} "
@@ -420,7 +435,9 @@ def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
         name: value for name, value in layout.changes.items() if value != spec.get(SECTIONS[name], name)
     }
     fix = as_fix(spec, Change(settings, layout.work, result.best.memory, result.best.seconds, before))
-    return replace(one, help=None, fixes=(replace(fix, title=f"{fix.title}, the fastest layout that fits"),))
+    fix = replace(fix, title=f"{fix.title}: the choice of `parcompile search`")
+    others = tuple(other for other in one.fixes if any(edit not in fix.edits for edit in other.edits))
+    return replace(one, help=one.help if one.fixes else None, fixes=(*others, fix))
 
 
 def _all_layouts(spec: Resolution) -> SearchResult | None:

@@ -54,7 +54,7 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
         return found["input_ids"], _masked(found["input_ids"], [bool(one) for one in answers])
     text, spans = _spans(messages, tokenizer, where)
     if not tokenizer.is_fast:
-        raise unusable("masking prompts needs the position of each token in the text, which a fast tokenizer tells (tokenizer.json)")
+        raise unusable("masking prompts needs the offsets of tokens, which a fast tokenizer has (tokenizer.json)")
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     answers = [any(start <= at < stop for start, stop in spans) for at, _ in found["offset_mapping"]]
     return found["input_ids"], _masked(found["input_ids"], answers)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parcompile.cost.estimate import estimate, parameters
-from parcompile.cost.table import table
+from parcompile.cost.table import error_text, table
 from parcompile.cost.workload import Workload
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.parameters import parameter_table
@@ -89,3 +89,28 @@ def test_moe_computes_only_the_experts_of_a_token() -> None:
     one = work("mixtral-8x7b")
     dense = replace(one, shape=replace(one.shape, moe=None, intermediate_size=8 * 14336))
     assert estimate(one).time.step.compute < 0.5 * estimate(dense).time.step.compute
+
+
+def test_gradients_of_experts_have_their_share_of_the_time_that_all_gradients_take() -> None:
+    found = estimate(replace(work("mixtral-8x7b"), ep=8))
+    exposed = {group: found.exposed_seconds(group) for group in ("dp-cp", "expert-dp")}
+    sent = {one.group: one.wire_bytes for one in found.traffic}
+    assert min(exposed.values()) > 0
+    assert sum(exposed.values()) == pytest.approx(found.time.step.gradients)
+    assert exposed["expert-dp"] / exposed["dp-cp"] == pytest.approx(sent["expert-dp"] / sent["dp-cp"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("llama-3.2-3b", "between them"), ("llama-3-70b", "19.7 times larger"), ("gpt2", "10.8 times")]
+)
+def test_an_estimate_says_how_far_its_model_is_from_those_that_were_fitted(name: str, said: str) -> None:
+    own, others = (error_text(estimate(replace(work(name), framework=one))) for one in ("deepspeed", "nanotron"))
+    assert said in own
+    assert said in others
+    assert own.startswith("of time only: `parcompile preflight` counts memory.")
+    assert others.startswith("of memory and time.")
+
+
+def test_a_step_with_other_values_is_that_of_replace() -> None:
+    one = work("llama-3-8b")
+    assert one.having(tp=4, recompute="full") == replace(one, tp=4, recompute="full") != one

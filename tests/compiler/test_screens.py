@@ -6,6 +6,7 @@ After a change that is meant, write the files anew with `python tests/compiler/t
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -34,17 +35,24 @@ COMMANDS = {
     "groups": "groups plan --rank 5 --table",
     "search": "search open.json --top 4",
     "init": "init llama-3-8b --nodes 2 --sequence-length 131072",
+    "init_million": "init llama-3.1-8b --nodes 4 --sequence-length 1048576 --yes",
+    "init_experts": "init deepseek-v3 --nodes 64 --yes",
+    "plan": "plan meta-llama/Llama-3.1-8B-Instruct 2x8xH100 32k --finetune",
+    "new": "new tune --model llama-3.1-8b --nodes 2 --finetune",
     "check_large": "check large.json",
     "check_section": "check misspelt.json",
     "check_target": "check -t transformers spec.json",
     "compile_target": "compile -q -t transformers spec.json -o none",
     "check_trainer": "check hf.yaml",
-    "import_trainer": "import hf.yaml --model llama-3-8b --gpus-per-node 8 -o hf.json",
-    "import_trainer_check": "check hf.json",
+    "import_trainer": "import hf.yaml --gpus-per-node 8 -o hf.json",
+    "import_trainer_check": "check -t accelerate-deepspeed hf.json",
+    "import_axolotl": "import axo.yml --gpus-per-node 8 --precision bf16 -o axo.json",
     "import_accelerate": "import accelerate.yaml -o accelerate.json",
     "import_fsdp": "import fsdp.yaml -o fsdp.json",
     "import_megatron": "import mixtral.sh --vocab-size 32000 -o mixtral.json --strict",
     "import_megatron_back": "compile mixtral.json --target megatron --no-estimate -o mixtral",
+    "import_megatron_again": "import mixtral/megatron_args.sh --nodes 4 --gpus-per-node 8 -o again.json",
+    "diff_megatron": "diff mixtral.json again.json",
     "misspelt": "chekc spec.json",
     "missing": "check nothing.json",
 }
@@ -69,7 +77,9 @@ def screen(line: str, folder: Path) -> str:
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, encoding="utf-8", check=False
     )
-    return f"$ parcompile {line}\n{done.stdout}{done.stderr}exit code {done.returncode}\n"
+    # How far a search has come is said every ten seconds: on a busy machine only.
+    said = re.sub(r"(?m)^predicted [\d,]+ of [\d,]+ settings of the axes\n", "", done.stderr)
+    return f"$ parcompile {line}\n{done.stdout}{said}exit code {done.returncode}\n"
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,7 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     names, kind = source.under("scheduler"), source.given.get("scheduler.type")
     open_names = [name for name in names if isinstance(source.given[name], Undecided)]
     if open_names:
-        draft.ask(_SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} decides them")
+        draft.ask(_SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} sets them")
         for name in names:
             source.used.setdefault(name, set()).add(_SCHEDULE)
         return

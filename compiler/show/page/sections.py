@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
-from parcompile.cost.table import fit_text, imbalance_text
+from parcompile.cost.table import error_text, fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.grid import DENSE_AXES
 from parcompile.rules import all_rules
@@ -85,6 +85,8 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
         wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
         drawn += [wide, narrow]
         body = [tag("p", wide.subtitle, class_="note")]
+        if name == "timeline" and subject.estimate.work.names_machine:
+            body.append(tag("p", *with_code(f"Error {error_text(subject.estimate)}."), class_="note"))
         body += [
             tag("div", Html(inline(wide)), class_="picture wide"),
             tag("div", Html(inline(narrow)), class_="picture narrow"),
