@@ -76,10 +76,13 @@ def files(plan: Plan) -> dict[str, str]:
 
 def losses(plan: Plan) -> list[Loss]:
     """What SkyPilot has to be told besides."""
+    found = [Loss("the package", "parcompile is on no package index", "set PARCOMPILE to the address of a clone")]
     name = plan.spec.cluster.accelerator
-    if not gpu_resource(plan) or name in _NAMES:
-        return []
-    return [Loss(f"accelerator {name}", "parcompile does not know SkyPilot's name for it", "write it into resources")]
+    if gpu_resource(plan) and name not in _NAMES:
+        found.append(
+            Loss(f"accelerator {name}", "parcompile does not know SkyPilot's name for it", "write it into resources")
+        )
+    return found
 
 
 def _accelerator(plan: Plan) -> str:
