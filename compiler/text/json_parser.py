@@ -103,17 +103,18 @@ class _Parser:
             key = frame.key
             assert key is not None, "a key was read before its value"
             if key in frame.value:
-                self._duplicate(key, frame.children[key], place)
+                self._duplicate(key, frame.children[key], place, is_same=frame.value[key] == value)
             frame.value[key] = value
             frame.children[key] = place
         elif isinstance(frame.value, list) and isinstance(frame.children, list):
             frame.value.append(value)
             frame.children.append(place)
 
-    def _duplicate(self, key: str, first: Place, second: Place) -> None:
+    def _duplicate(self, key: str, first: Place, second: Place, *, is_same: bool) -> None:
         path = self.path()
         self.duplicates.add(path)
-        self.scanner.report(duplicate_key(self.source, key, path, first.key_start, second.key_start))
+        both = first.key_start, second.key_start
+        self.scanner.report(duplicate_key(self.source, key, path, *both, is_same=is_same))
 
     def _close(self, end: int) -> tuple[object, Place]:
         frame = self.frames.pop()

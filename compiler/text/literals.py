@@ -6,8 +6,9 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from parcompile.diagnostics import Diagnostic, Path
+from parcompile.diagnostics import Diagnostic, Path, Severity
 
 from .document import SourceText
 
@@ -53,17 +54,20 @@ def read_number(literal: str, *, is_integer: bool) -> tuple[int | float, tuple[s
     return number, None
 
 
-def duplicate_key(source: SourceText, key: str, path: Path, first: int, second: int) -> Diagnostic:
-    """The same key at two offsets of one object: both places are named."""
+def duplicate_key(
+    source: SourceText, key: str, path: Path, first: int, second: int, *, is_same: bool = False
+) -> Diagnostic:
+    """The same key at two offsets of one object: both places are named. With the same value it is a warning."""
     line = source.position(first).line
-    return source.problem(
+    found = source.problem(
         "J009",
-        f'the key "{shown(key)}" is written twice here; the first is on line {line}',
+        f'the key "{shown(key)}" is written twice here{", with the same value" * is_same}; the first is on line {line}',
         second,
         path=path,
         advice="keep one of the two; most readers silently take the last",
         related=(("the first", path, first),),
     )
+    return replace(found, severity=Severity.WARNING) if is_same else found
 
 
 def template(source: SourceText, placeholders: Sequence[tuple[str, int]]) -> Diagnostic:

@@ -262,7 +262,7 @@ class _Composer:
             self._merge(frame, node, start)
         else:
             if key in frame.value:
-                self._duplicate(key, frame.children[key], start)
+                self._duplicate(key, frame.children[key], start, is_same=frame.value[key] == node.value)
             frame.value[key] = node.value
             frame.children[key] = node.place
         frame.key = None
@@ -276,10 +276,10 @@ class _Composer:
                 raise self.fatal("J023", "<< takes a mapping or a list of mappings", start, "write `<<: *anchor`")
             frame.merges.append(_Node(value, place, 1))
 
-    def _duplicate(self, key: str, first: Place, start: int) -> None:
+    def _duplicate(self, key: str, first: Place, start: int, *, is_same: bool) -> None:
         path = self.path()
         self.duplicates.add(path)
-        self._add(duplicate_key(self.source, key, path, first.key_start, start), start)
+        self._add(duplicate_key(self.source, key, path, first.key_start, start, is_same=is_same), start)
 
     def _alias(self, event: yaml.AliasEvent, start: int, end: int) -> _Node:
         name = event.anchor or ""

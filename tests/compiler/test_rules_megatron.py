@@ -130,6 +130,32 @@ def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str
     assert said in f"{found.message} {found.help}"
 
 
+@pytest.mark.parametrize(
+    ("program", "words", "severities"),
+    [
+        ("pretrain_gpt.py", "--num-layer 32", {"error"}),
+        ("pretrain_gpt.py", "--num-layer 32 --rollout-batch-size 4", {"warning"}),
+        ("slime/train.py", "--num-layer 32", {"warning"}),
+        ("slime/train.py", "--normalization RMSnorm --lr-warmup-iters 0.04", {"warning"}),
+        ("pretrain_gpt.py", "--normalization RMSnorm", {"error"}),
+        ("$PROGRAM", "--num-layer 32", {"warning"}),
+    ],
+)
+def test_what_a_fork_may_take_is_no_error(program: str, words: str, severities: set[str], tmp_path: Path) -> None:
+    done = checked(f"torchrun {program} {LAYOUT} {words}\n", tmp_path / "train.sh")
+    assert {one.severity.value for one in done.diagnostics if one.code in ("K001", "K003", "K004")} == severities
+
+
+def test_options_that_the_program_adds_are_known(tmp_path: Path) -> None:
+    (tmp_path / "arguments.py").write_text('parser.add_argument(\n    "--num-layer", type=int)\n')
+    (tmp_path / "train.py").write_text("import arguments\n")
+    (tmp_path / "scripts").mkdir()
+    text = f"torchrun $ROOT/train.py {LAYOUT} --num-layer 32 --seq-lenght 4\n".replace("$ROOT", "${ROOT}")
+    (found,) = checked(text, tmp_path / "scripts" / "train.sh").diagnostics
+    assert (found.code, found.severity.value) == ("K001", "warning")
+    assert "--seq-lenght" in found.message
+
+
 def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:
     for words in (
         "--pipeline-model-parallel-size $PP --decoder-first-pipeline-num-layers 5",

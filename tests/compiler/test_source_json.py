@@ -116,6 +116,10 @@ def test_a_duplicate_key_names_both_places_and_is_known_as_such():
     assert (found.code, found.path, found.position) == ("J009", ("p", "tp"), Position(3, 1))
     assert "line 1" in found.message
     assert found.related[0].position == Position(1, 8)
+    assert found.is_error
+    (found,) = parse('{"tp": 1, "tp": 1}', "spec.json").diagnostics
+    assert (found.code, found.severity.value) == ("J009", "warning")
+    assert "with the same value" in found.message
     assert result.document is not None
     assert result.document.duplicates == {("p", "tp")}
 

@@ -42,6 +42,8 @@ _MARKS = frozenset(
 )
 """Arguments of which every file of this kind has several."""
 LARGEST_SOURCED_BYTES = 1 << 20
+OWN_PROGRAM = "pretrain_gpt.py"
+"""What the recipes of Megatron-LM's functional tests call, or one like it."""
 RECIPE = "MODEL_ARGS"
 """The key of the arguments in a recipe of Megatron-LM's functional tests."""
 _LAUNCHED = {
@@ -61,6 +63,8 @@ class Call(Document):
     """The other calls of the same script, and the other ways to it."""
     is_command_line: bool = True
     """Whether it is certain that Megatron-LM's own parser reads it."""
+    program: str | None = None
+    """The Python file or module that is called, as it is written; None: the file does not say."""
 
 
 def is_shell_arguments(text: str) -> bool:
@@ -142,7 +146,11 @@ def _call(source: SourceText, one: Invocation) -> Call | None:
     if program is None:
         program = next((number for number, word in enumerate(words[:-1]) if word.shown == "-m"), None)
     start = 0 if program is None else program + 1
-    return _document(source, words[:start], words[start:], one.assumptions)
+    found = _document(source, words[:start], words[start:], one.assumptions)
+    if found is None or program is None:
+        return found
+    called = words[program] if words[program].shown.endswith(".py") else words[program + 1]
+    return replace(found, program=called.shown)
 
 
 def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]) -> Call | None:
@@ -255,6 +263,7 @@ def from_tree(document: Document) -> Call:
         MEGATRON_FORMAT,
         arguments=arguments,
         is_command_line=strict or is_flagscale,
+        program=OWN_PROGRAM if path else None,
     )
 
 
@@ -263,9 +272,9 @@ def _canonical_machine(spelled: str) -> str:
 
 
 def _is_whole(leaves: list[tuple[str, tuple[str | int, ...], object]]) -> bool:
-    """Whether a file holds arguments of Megatron-LM alone, in one list."""
+    """Whether a file holds arguments of Megatron-LM alone, in one list, with one mistake at most."""
     known = sum(spelling(key) in line().by_flag or spelling(key) in _MACHINES for key, _, _ in leaves)
-    return all(len(where) == 1 for _, where, _ in leaves) and known >= 0.9 * len(leaves)
+    return all(len(where) == 1 for _, where, _ in leaves) and known >= max(0.9 * len(leaves), len(leaves) - 1)
 
 
 def _words_of(key: str, value: Any, place: Place, *, literally: bool) -> Iterator[Word]:

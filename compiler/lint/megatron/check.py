@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
-from parcompile.backends.megatron.file import Call, from_tree
+from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, Call, from_tree
 from parcompile.backends.megatron.options import Facts, Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings
 from parcompile.text import Document
+from parcompile.user_files import read_bytes
 
 from .settings import MegatronSettings
 
@@ -32,9 +37,9 @@ def check_file(document: Document) -> list[Diagnostic]:
 
 def _of_words(call: Call) -> Iterator[Diagnostic]:
     """What is wrong with the words of one call."""
-    arguments = call.arguments
+    arguments, program = call.arguments, _Program.of(call)
     for problem in arguments.problems:
-        found = _found(arguments, problem)
+        found = _found(arguments, problem, program)
         if found is not None:
             yield _placed(call, found, problem.span)
     for name, spans in arguments.repeated.items():
@@ -52,10 +57,59 @@ def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
     return replace(found, file=source.file, position=source.position(span[0]), end=source.position(span[1]))
 
 
-def _found(arguments: Arguments, problem: Problem) -> Diagnostic | None:
+@dataclass(frozen=True)
+class _Program:
+    """What reads the options of a call: Megatron-LM's own program, or one that may have more."""
+
+    is_own: bool
+    options: frozenset[str] = frozenset()
+    """Those that its files add, as they are spelled."""
+
+    @classmethod
+    def of(cls, call: Call) -> _Program:
+        unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
+        name = (call.program or "").rpartition("/")[2]
+        # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
+        is_own = name in _OWN_PROGRAMS and len(unknown) < 2
+        return cls(is_own, _added_options(call) if unknown else frozenset())
+
+
+_OWN_PROGRAMS = frozenset(
+    {
+        "train_rl.py",
+        *(f"pretrain_{one}.py" for one in ("bert", "gpt", "ict", "mamba", "retro", "t5", "vlm")),
+        *(f"pretrain_vision_{one}.py" for one in ("classify", "dino", "inpaint")),
+    }
+)
+"""Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
+_ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
+_PARENTS, _FILES = 4, 200
+"""So far up a script's program is looked for, and so many files beside it are read."""
+
+
+def _added_options(call: Call) -> frozenset[str]:
+    """Options that the program of a call, or a file beside it, adds to the parser."""
+    if call.program is None or not call.program.endswith(".py") or call.source.file is None:
+        return frozenset()
+    script = Path(call.source.file).absolute()
+    folders = (script.parent, *script.parents[1:_PARENTS], Path.cwd())
+    tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
+    program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
+    found: set[str] = set()
+    for file in [] if program is None else [program, *islice(sorted(program.parent.glob("*.py")), _FILES)]:
+        with suppress(OSError):
+            text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
+            found |= {spelling(flag) for flag in _ADDED.findall(text)}
+    return frozenset(found)
+
+
+def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnostic | None:
     path = (problem.name,) if problem.name in arguments.values else ()
-    error, parsers = Severity.ERROR, arguments.line
+    parsers = arguments.line
+    error = Severity.ERROR if program.is_own else Severity.WARNING  # forks take other values too
     if problem.kind == "unknown":
+        if spelling(problem.flag) in program.options:
+            return None
         near = closest(problem.flag, _flags(parsers))
         message = f"{_tool(parsers)} has no {problem.flag}"
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
