@@ -87,9 +87,30 @@ def test_a_key_is_renamed_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_defaults_are_not_handed_on() -> None:
-    assert fields()["fp32_allreduce"].handed_on
+    assert fields()["deepspeed"].handed_on
     codes = {
-        value: [one.code for one in found(f"pipe_parallel_size: 0\nfp32_allreduce: {value}\n")]
-        for value in ("false", "true")
+        value: [one.code for one in found(f"pipe_parallel_size: 0\ndeepspeed: {value}\n")]
+        for value in ("true", "false")
     }
-    assert codes == {"false": ["F201"], "true": ["F201", "K001"]}
+    assert codes == {"true": ["F201"], "false": ["F201", "K001"]}
+
+
+def test_a_key_that_gpt_neox_reads_itself_is_not_said_to_be_ignored() -> None:
+    assert fields()["fp32_allreduce"].handed_on
+    assert [one.code for one in found("pipe_parallel_size: 0\nfp32_allreduce: true\n")] == ["F201"]
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ('optimizer: {type: "Adamm"}', {"F205"}),
+        ('optimizer: {type: "CPU_Adam"}', set()),
+        ('attention_config: [[["global", "flashh"], 6]]', {"F205"}),
+        ('attention_config: [[["global", "flash"], 6]]', set()),
+        ('attention_config: ["mamba", "global"]', set()),
+        ("warmup: 100", {"F206"}),
+        ("warmup: 0.01", set()),
+    ],
+)
+def test_names_and_warm_ups_that_gpt_neox_does_not_take(text: str, codes: set[str]) -> None:
+    assert {one.code for one in found(f"pipe_parallel_size: 0\n{text}\n")} - {"F201"} == codes

@@ -131,6 +131,27 @@ def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str
 
 
 @pytest.mark.parametrize(
+    ("words", "severity"),
+    [
+        ("--micro-batch-size 0", "error"),
+        ("--min-lr -0.1", "error"),
+        ("--attention-dropout 1.5", "error"),
+        ("--adam-beta2 9.5", "error"),
+        ("--kv-channels 0", "warning"),
+        ("--moe-router-topk 0", "warning"),
+        ("--clip-grad -1", "warning"),
+        ("--rotary-percent 25", "warning"),
+    ],
+)
+def test_numbers_out_of_range_are_named(words: str, severity: str, tmp_path: Path) -> None:
+    (found,) = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
+    assert (found.code, found.severity.value) == ("K005", severity)
+    assert words.split()[1] in found.message
+    (found,) = checked(f"torchrun train.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
+    assert (found.code, found.severity.value) == ("K005", "warning")
+
+
+@pytest.mark.parametrize(
     ("program", "words", "severities"),
     [
         ("pretrain_gpt.py", "--num-layer 32", {"error"}),

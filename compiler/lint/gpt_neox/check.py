@@ -25,6 +25,8 @@ _MADE_BY_GPT_NEOX = ("optimizer", "scheduler")
 """gpt-neox constructs these itself, from its own classes; DeepSpeed is handed what came of them."""
 _BY_DEEPSPEED = "onebitadam"
 """The optimizer that DeepSpeed constructs for it."""
+_READ_BY_GPT_NEOX = (("fp32_allreduce",),)
+"""Keys that it hands to DeepSpeed, which does not look at them, and reads itself (megatron/mpu/mappings.py)."""
 _TYPE = "K003"
 """What is still true of them: no class takes text for a number."""
 
@@ -56,7 +58,7 @@ def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
     )
     for one in (*keys.diagnostics, *(part.document.locate(one) for one in rules if one.code[0] != "A")):
         top = one.path[0] if one.path else ""
-        if top in made and one.code != _TYPE:
+        if (top in made and one.code != _TYPE) or (one.code == "K001" and one.path in _READ_BY_GPT_NEOX):
             continue
         if not (tree.get("autotuning") and top in TUNED):
             yield part.in_file(replace(one, severity=Severity.WARNING) if _is_ignored(one) else one)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from parcompile.backends.gpt_neox.fields import fields
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
 from parcompile.diagnostics import Related, Severity
+from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.registry import Finding
 
@@ -108,3 +110,60 @@ def limits_are_kept(settings: Settings) -> Iterator[Finding]:
                 help=f"write at most {most:g}",
                 related=(Related(f"{limit[-1]} {most:g} is set here", tuple(limit)),),
             )
+
+
+_ATTENTION = (
+    *("global", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "flash"),
+    *("rwkv", "mamba"),
+)
+"""ATTENTION_TYPE_CHOICES of gpt-neox's neox_args.py; older versions have fewer."""
+
+
+@file_rule(
+    "F205",
+    GPT_NEOX,
+    "a name that gpt-neox does not know",
+    """gpt-neox constructs optimizers by the name in optimizer.type, and layers by those in attention_config. With
+    another name it stops before training.""",
+    wrong={"pipe_parallel_size": 1, "optimizer": {"type": "AdamX"}},
+    right={"pipe_parallel_size": 1, "optimizer": {"type": "Adam"}},
+    sources=("gpt-neox megatron/training.py", "gpt-neox megatron/neox_arguments/neox_args.py"),
+)
+def names_are_known(settings: Settings) -> Iterator[Finding]:
+    """Fires for an optimizer, and for each kind of attention."""
+    optimizers = [str(one) for one in fields()["optimizer_type"].choices]
+    kind = settings.get("optimizer", "type")
+    if isinstance(kind, str) and kind.lower() not in optimizers:
+        yield _unknown_name("optimizer", kind, optimizers, ("optimizer", "type"))
+    config = settings.get("attention_config")
+    for number, entry in enumerate(config if isinstance(config, list) else ()):
+        own = entry[0] if isinstance(entry, list) and entry and isinstance(entry[0], list) else [entry]
+        for name in own:
+            if isinstance(name, str) and name not in _ATTENTION:
+                yield _unknown_name("kind of attention", name, _ATTENTION, ("attention_config", number))
+
+
+def _unknown_name(what: str, name: str, known: Sequence[str], path: tuple[str | int, ...]) -> Finding:
+    near = closest(name, known)
+    help_ = f"did you mean {near}?" if near else f"write one of {', '.join(known)}"
+    return Finding(f"gpt-neox has no {what} {name!r}", path, help=help_)
+
+
+@file_rule(
+    "F206",
+    GPT_NEOX,
+    "a warm-up that never ends",
+    """warmup is the share of all steps during which the learning rate rises, not their number: with 1 or more, it rises
+    until the run ends.""",
+    wrong={"pipe_parallel_size": 1, "warmup": 100},
+    right={"pipe_parallel_size": 1, "warmup": 0.01},
+    severity=Severity.WARNING,
+    sources=("gpt-neox megatron/training.py: warmup * lr_decay_iters",),
+)
+def warm_up_is_a_share(settings: Settings) -> Iterator[Finding]:
+    """Fires from 1 on."""
+    share, steps = settings.number("warmup"), settings.number("lr_decay_iters") or settings.number("train_iters")
+    if share is not None and share >= 1:
+        times = f", here {share:g} × {steps:.0f} steps" if steps else ""
+        better = f"{share / steps:g}" if steps and share < steps else "0.01"
+        yield Finding(f"warmup {share:g} is a share of all steps{times}", ("warmup",), help=f"write {better}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -47,7 +49,7 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
         if not isinstance(last, Unknown):
             message = f"{arguments.flags[name]} is given {len(spans) + 1} times with other values; the last one counts"
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
-    yield from (_placed(call, one, None) for one in _versions(arguments))
+    yield from (_placed(call, one, None) for one in (*_versions(arguments), *_out_of_range(arguments, program)))
 
 
 def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
@@ -132,6 +134,31 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
         return Diagnostic("K007", error, f"{problem.flag} has no value", path)
     what = "takes no value" if problem.facts.is_flag else "takes one value"
     return Diagnostic("K007", error, f"{problem.flag} {what}: {problem.value!r} has no place", path)
+
+
+def _out_of_range(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
+    """Numbers with which the program ends after it has started, or which have no meaning."""
+    for name, entry in _RANGES.items():
+        value = arguments.values.get(name)
+        if type(value) not in (int, float):
+            continue
+        for word, (is_within, said) in _BOUNDS.items():
+            if word in entry and not is_within(value, entry[word]):
+                message = f"{arguments.flags[name]} is {said} {entry[word]}, not {value}: {entry['because']}"
+                is_error = entry.get("error", False) and program.is_own
+                yield Diagnostic("K005", Severity.ERROR if is_error else Severity.WARNING, message, (name,))
+
+
+_RANGES: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("ranges.json").read_text(encoding="utf-8")
+)
+"""By option; NVIDIA/Megatron-LM 000c4ac2 (`megatron/training/arguments.py`, `megatron/core`), torch 2.13."""
+_BOUNDS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
+    "above": (operator.gt, "above"),
+    "least": (operator.ge, "at least"),
+    "most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
 
 
 def _some_version_takes(option: Option, text: str) -> bool:
