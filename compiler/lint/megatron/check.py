@@ -140,7 +140,7 @@ def _out_of_range(arguments: Arguments, program: _Program) -> Iterator[Diagnosti
     """Numbers with which the program ends after it has started, or which have no meaning."""
     for name, entry in _RANGES.items():
         value = arguments.values.get(name)
-        if type(value) not in (int, float):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         for word, (is_within, said) in _BOUNDS.items():
             if word in entry and not is_within(value, entry[word]):
