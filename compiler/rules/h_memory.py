@@ -54,8 +54,8 @@ _SMALL = 0.02
     """Weights, gradients, optimizer state, activations and logits of the fullest rank are estimated, with an interval
     that holds 90 % of what was measured on other models. Usable is what a run can fill of an accelerator before it
     crashes. Below a chance of 5 % this is an error, below 90 % a warning. Each fix is the smallest change of its kind
-    that fits with 90 %, with its step beside that of the spec; the last one is what a search over all layouts of these
-    GPUs chooses. Of a pipeline that recomputes nothing, no more of the
+    that fits with 90 %, with its step beside that of the spec; one is what a search over all layouts of these GPUs
+    chooses. Of a pipeline that recomputes nothing, no more of the
     first stages than have to be are recomputed. --no-estimate leaves this rule out.""",
     wrong={"training": {"micro_batch_size": 4}},
     right={"training": {"micro_batch_size": 4, "activation_checkpointing": "full"}},

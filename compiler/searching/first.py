@@ -437,7 +437,8 @@ def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
     fix = as_fix(spec, Change(settings, layout.work, result.best.memory, result.best.seconds, before))
     fix = replace(fix, title=f"{fix.title}: the choice of `parcompile search`")
     others = tuple(other for other in one.fixes if any(edit not in fix.edits for edit in other.edits))
-    return replace(one, help=one.help if one.fixes else None, fixes=(*others, fix))
+    # A reader is offered three.
+    return replace(one, help=one.help if one.fixes else None, fixes=(*others[:2], fix, *others[2:]))
 
 
 def _all_layouts(spec: Resolution) -> SearchResult | None:
