@@ -22,6 +22,7 @@ OWN = {
     "compiler/cost/coefficients.py": 1,
     "compiler/lint/advisories/advisory.py": 1,
     "compiler/lint/deepspeed/usage.py": 1,
+    "compiler/lint/gpt_neox/rules.py": 1,
     "compiler/lint/megatron/check.py": 1,
     "compiler/machines/accelerator.py": 1,
     "compiler/model/catalogue.py": 1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from parcompile.backends.gpt_neox.fields import fields
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
@@ -112,10 +114,7 @@ def limits_are_kept(settings: Settings) -> Iterator[Finding]:
             )
 
 
-_ATTENTION = (
-    *("global", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "flash"),
-    *("rwkv", "mamba"),
-)
+_ATTENTION: Sequence[str] = json.loads(Path(__file__).with_name("attention.json").read_text(encoding="utf-8"))
 """ATTENTION_TYPE_CHOICES of gpt-neox's neox_args.py; older versions have fewer."""
 
 

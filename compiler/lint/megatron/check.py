@@ -77,11 +77,11 @@ class _Program:
 
 
 _OWN_PROGRAMS = frozenset(
-    {
-        "train_rl.py",
-        *(f"pretrain_{one}.py" for one in ("bert", "gpt", "ict", "mamba", "retro", "t5", "vlm")),
-        *(f"pretrain_vision_{one}.py" for one in ("classify", "dino", "inpaint")),
-    }
+    f"{one}.py"
+    for one in (
+        *("train_rl", "pretrain_bert", "pretrain_gpt", "pretrain_ict", "pretrain_mamba", "pretrain_retro"),
+        *("pretrain_t5", "pretrain_vlm", "pretrain_vision_classify", "pretrain_vision_dino", "pretrain_vision_inpaint"),
+    )
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
