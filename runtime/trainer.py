@@ -7,19 +7,25 @@ size is left to what DeepSpeed makes of the plan's. Needs the extra `[hf]` and a
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.plan import Plan
+from parcompile.plan import Plan, load_plan
 
 from .checkpoint import load, save
+from .collectives import gather_from_group
 from .data import PlanLoader
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
@@ -29,25 +35,39 @@ from .groups import Mesh, join
 from .groups.mesh import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
+from .labels import IGNORED_LABEL
+from .loss import whole_sequences
 from .model.building import build_model
 
-__all__ = ["PlanTrainer", "training_arguments"]
+__all__ = ["PlanTrainer", "parallelise", "training_arguments"]
 
-_DECIDED = (
-    "deepspeed",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "max_grad_norm",
-    "bf16",
-    "fp16",
-    "seed",
-    "learning_rate",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-)
+T = TypeVar("T", bound=type[Trainer])
+
+
+def _decided(plan: Plan) -> dict[str, Any]:
+    """The arguments of `TrainingArguments` that the plan decides."""
+    training = plan.spec.training
+    config = ds_config(plan)
+    # Trainer would compare it with a product over all ranks, as if each were data-parallel.
+    config.pop("train_batch_size")
+    if training.lr_scheduler is not None:
+        # The engine follows the plan's schedule; Trainer would compare these with its own, and max_steps with its end.
+        config["scheduler"]["params"] = {}
+    return {
+        "deepspeed": config,
+        "per_device_train_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_checkpointing": False,  # the plan's is injected
+        "max_grad_norm": training.gradient_clipping,
+        "bf16": training.precision.value == "bf16",
+        "fp16": training.precision.value == "fp16",
+        "seed": training.seed,
+        "learning_rate": training.optimizer.lr,
+        "adam_beta1": training.optimizer.betas[0],
+        "adam_beta2": training.optimizer.betas[1],
+        "adam_epsilon": training.optimizer.eps,
+        "weight_decay": training.optimizer.weight_decay,
+    }
 
 
 def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others: Any) -> TrainingArguments:
@@ -56,38 +76,77 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     Raises:
         RunError: an argument is the plan's to decide.
     """
-    if decided := sorted(set(others) & set(_DECIDED)):
+    values = _decided(plan)
+    if decided := sorted(set(others) & set(values)):
         raise RunError(f"the plan decides {', '.join(decided)}: change the spec and compile it again", everywhere=True)
-    training = plan.spec.training
-    config = ds_config(plan)
-    # Trainer would compare it with a product over all ranks, as if each were data-parallel.
-    config.pop("train_batch_size")
-    if training.lr_scheduler is not None:
-        # The engine follows the plan's schedule; Trainer would compare these with its own, and max_steps with its end.
-        config["scheduler"]["params"] = {}
     options: dict[str, Any] = {"save_strategy": "no", "remove_unused_columns": False, "lr_scheduler_type": "constant"}
     # Without it accelerate has DeepSpeed compile a C++ extension for CPU ranks, which nothing here uses.
     options["use_cpu"] = plan.spec.cluster.accelerator == "cpu"
-    return TrainingArguments(
-        output_dir=output_dir,
-        max_steps=max_steps,
-        deepspeed=config,
-        per_device_train_batch_size=training.micro_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        max_grad_norm=training.gradient_clipping,
-        bf16=training.precision.value == "bf16",
-        fp16=training.precision.value == "fp16",
-        seed=training.seed,
-        learning_rate=training.optimizer.lr,
-        adam_beta1=training.optimizer.betas[0],
-        adam_beta2=training.optimizer.betas[1],
-        adam_epsilon=training.optimizer.eps,
-        weight_decay=training.optimizer.weight_decay,
-        **{**options, **others},
-    )
+    return TrainingArguments(output_dir=output_dir, max_steps=max_steps, **values, **{**options, **others})
 
 
-class PlanTrainer(Trainer):  # type: ignore[misc]
+def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArguments:
+    """The arguments of a script, with what the plan decides in the place of defaults.
+
+    Raises:
+        RunError: an argument that is no default says otherwise than the plan.
+    """
+    fields = {one.name: one for one in dataclasses.fields(given) if one.init}
+    values, decided, wrong = {name: getattr(given, name) for name in fields}, _decided(plan), []
+    free: dict[str, Any] = {"optim": "adamw_torch"}
+    if plan.spec.training.lr_scheduler is not None:
+        free |= {"lr_scheduler_type": "linear", "warmup_steps": 0}
+    for name, planned in {**decided, **free}.items():
+        value, default = values[name], fields[name].default
+        value = getattr(value, "value", value)
+        if value not in (planned, getattr(default, "value", default), None):
+            wrong.append(f"{name} is {value!r}, the plan has {'one of its own' if name in free else repr(planned)}")
+    if wrong:
+        raise RunError(
+            f"{type(given).__name__} and the plan differ: {'; '.join(wrong)}. Leave these arguments out, or change the "
+            "spec and compile it again",
+            everywhere=True,
+        )
+    # Trainer would count every rank as data-parallel.
+    further = {"use_cpu": plan.spec.cluster.accelerator == "cpu", "average_tokens_across_devices": False}
+    return type(given)(**{**values, **decided, **further})
+
+
+class _InEngine:
+    """What every trainer of a plan does: the engine gets the plan's groups, and what is saved is whole."""
+
+    mesh: Mesh
+    args: TrainingArguments
+    model: Any
+    model_wrapped: Any
+    processing_class: Any
+    state: Any
+
+    def _in_engine(self) -> contextlib.AbstractContextManager[None]:
+        """Within it Trainer makes the engine of the plan."""
+        given = functools.partial(options_for_deepspeed, self.mesh)
+        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir) / "checkpoints"
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the whole model, or its adapters, for `from_pretrained`, and the tokenizer. Every rank calls it.
+
+        Raises:
+            RunError: as `save_pretrained` of an injected model.
+        """
+        folder = output_dir or self.args.output_dir
+        self.model.save_pretrained(folder)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
+
+
+class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
     """`Trainer(model, args, train_dataset)` for a plan.
 
     Checkpoints are those of `parcompile.runtime.checkpoint`, in the folder `checkpoints` of the output folder.
@@ -133,16 +192,11 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
             resume = _Resume(self, self._folder if resume_from_checkpoint is True else Path(resume_from_checkpoint))
             self.add_callback(resume)
         try:
-            given = functools.partial(options_for_deepspeed, self.mesh)
-            with initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given):
+            with self._in_engine():
                 return super().train(**others)
         finally:
             if resume is not None:
                 self.remove_callback(resume)
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.args.output_dir) / "checkpoints"
 
     def get_train_dataloader(self) -> PlanLoader:
         """This rank's micro-batches, without end."""
@@ -180,20 +234,6 @@ class PlanTrainer(Trainer):  # type: ignore[misc]
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model, or its adapters, for `from_pretrained`, and the tokenizer. Every rank calls it.
-
-        Raises:
-            RunError: as `save_pretrained` of an injected model.
-        """
-        folder = output_dir or self.args.output_dir
-        self.model.save_pretrained(folder)
-        if self.args.should_save and self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-
-    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-        save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
 
 
 def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any) -> nn.Module | None:
@@ -233,3 +273,228 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         state.global_step = trainer._batches.step = done
         # What Trainer divides its logged loss and its speed by.
         trainer._globalstep_last_logged = trainer._initial_global_step = done
+
+
+# Trainers of other packages and of scripts, as they are.
+
+
+def parallelise(trainer: T, plan: Plan | str | Path) -> T:
+    """Makes a class of `Trainer` train by a plan: one line before the trainer is made.
+
+    `SFTTrainer = parallelise(SFTTrainer, "plan")`: the script goes on as it is, with its own arguments, data set,
+    collator and callbacks. Values that the plan decides (batch, precision, optimizer, clipping, seed) take the place of
+    defaults; others that differ from the plan are refused. Each dp rank gets the samples that one process would take,
+    in the same order; sequences are padded to the plan's where cp splits them.
+
+    The model may be whole, a path, or None for the plan's own; a `peft_config` is put on it before it is injected.
+    `compute_loss` of a subclass is called with whole logits, which each rank then holds; Trainer's own and trl's
+    `SFTTrainer`'s are replaced by the plan's loss, without trl's metrics of logits.
+
+    Args:
+        trainer: a class, such as trl's `SFTTrainer`.
+        plan: or its folder.
+
+    Raises:
+        RunError: it is no class of transformers' `Trainer`, or the plan has pipeline stages.
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise RunError(
+            f"parallelise takes a class of transformers' Trainer, such as SFTTrainer, not {trainer!r}: write "
+            "SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made",
+            everywhere=True,
+        )
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    if (pp := plan.spec.parallelism.pp) > 1:
+        raise RunError(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer", everywhere=True)
+    members = {"_plan": plan, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
+    return cast(T, type(trainer.__name__, (_Planned, trainer), members))
+
+
+class _Planned(_InEngine):
+    """In front of a class of Trainer."""
+
+    _plan: Plan
+    _rate: float = 0.0
+    create_optimizer: Any
+    accelerator: Any
+    model_accepts_loss_kwargs: bool
+    compute_loss_func: Any
+    label_smoother: Any
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        make: Any = super().__init__
+        values = inspect.signature(make).bind_partial(*given, **named).arguments
+        values |= values.pop("kwargs", {})
+        plan = self._plan
+        if values.get("args") is None:
+            raise RunError("the trainer has no args: give TrainingArguments, or those of its class", everywhere=True)
+        for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs"):
+            if values.get(name) not in (None, (None, None)):
+                raise RunError(
+                    f"{name} is not for a plan, which has model and optimizer: leave it out", everywhere=True
+                )
+        self.mesh = join(plan)
+        values["args"] = _planned_arguments(plan, values["args"])
+        values["model"] = prepare(plan, self.mesh, _adapted(plan, values.get("model"), values.pop("peft_config", None)))
+        self._logits = _WholeLogits(values["model"], self.mesh)
+        make(**values)
+        seed_ranks(self.mesh)
+        if type(self).create_optimizer is not Trainer.create_optimizer:
+            raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
+        owner: Any = next(one for one in type(self).__mro__ if one is not _Planned and "compute_loss" in vars(one))
+        is_plain = owner is Trainer or (owner.__name__, owner.__module__[:4]) == ("SFTTrainer", "trl.")
+        self._own_loss = not is_plain or bool(self.compute_loss_func or self.label_smoother)
+        self._logits.whole = self._own_loss
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
+        """As in `Trainer`; checkpoints are those of `PlanTrainer`.
+
+        Raises:
+            RunError: it is to resume, which `PlanTrainer` does.
+        """
+        if resume_from_checkpoint:
+            raise RunError(
+                "a parallelised trainer does not resume: PlanTrainer resumes from the same checkpoints", everywhere=True
+            )
+        with self._in_engine():
+            return super().train(**others)  # type: ignore[misc]
+
+    def _in_engine(self) -> contextlib.AbstractContextManager[None]:
+        """As it is, with weight decay for the parameters that Trainer decays."""
+
+        def given(model: nn.Module, **options: Any) -> Any:
+            decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
+            groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    groups[name in decayed].append(parameter)
+            rates = {True: self.args.weight_decay, False: 0.0}
+            options["model_parameters"] = [
+                {"params": found, "weight_decay": rates[decays]} for decays, found in groups.items() if found
+            ]
+            return options_for_deepspeed(self.mesh, model, **options)
+
+        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given)
+
+    def training_step(self, *args: Any, **others: Any) -> Any:
+        """As in `Trainer`, whose log gets the rate of the step: DeepSpeed has that of the next one behind it."""
+        self._rate = super()._get_learning_rate()  # type: ignore[misc]
+        return super().training_step(*args, **others)  # type: ignore[misc]
+
+    def _get_learning_rate(self) -> float:
+        return self._rate
+
+    def get_total_train_batch_size(self, *_: Any) -> int:
+        """Of the plan."""
+        return self._plan.spec.training.global_batch_size
+
+    def get_train_dataloader(self) -> Any:
+        """This dp rank's batches, in the order of one process."""
+        with self._dealt(self.mesh.size("dp"), self.mesh.index("dp")):
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *args: Any, **others: Any) -> Any:
+        """All batches: every rank evaluates all of them."""
+        with self._dealt(1, 0):
+            return super().get_eval_dataloader(*args, **others)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _dealt(self, ranks: int, rank: int) -> Iterator[None]:
+        """Within it accelerate deals batches over so many ranks."""
+        from accelerate.data_loader import prepare_data_loader
+
+        accelerator = self.accelerator
+
+        def deal(loader: Any) -> Any:
+            return prepare_data_loader(
+                loader,
+                accelerator.device,
+                num_processes=ranks,
+                process_index=rank,
+                put_on_device=True,
+                use_seedable_sampler=accelerator.use_seedable_sampler,
+                data_seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            )
+
+        accelerator.prepare = deal
+        try:
+            yield
+        finally:
+            del accelerator.prepare
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """The predicted tokens of the step on all dp ranks / dp: engines average over dp."""
+        wanted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not wanted or not batch_samples or "labels" not in batch_samples[0]:
+            return None
+        labels = [one["shift_labels"] if "shift_labels" in one else one["labels"][..., 1:] for one in batch_samples]
+        count = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum().float().to(device)
+        if (dp := self.mesh.size("dp")) > 1:
+            dist.all_reduce(count, group=self.mesh.group("dp"))
+        return count.clamp(min=1) / dp
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The plan's loss, or that of the class from whole logits."""
+        self._logits.whole = self._own_loss or return_outputs
+        if self._own_loss:
+            options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **options)  # type: ignore[misc]
+        if num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    def evaluation_loop(self, *args: Any, **others: Any) -> Any:
+        """As in `Trainer`; ranks have nothing to gather from one another."""
+        self.accelerator.gather = lambda given: given
+        try:
+            return super().evaluation_loop(*args, **others)  # type: ignore[misc]
+        finally:
+            del self.accelerator.gather
+
+
+class _WholeLogits:
+    """Lets an injected model take sequences of any length up to the plan's, and give whole logits where asked for."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.whole, self._mesh, self._length = False, mesh, 0
+        self._planned = mesh.plan.spec.training.sequence_length
+        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._leave)
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if tokens is None or self._mesh.size("cp") == 1:
+            self._length = 0 if tokens is None else tokens.shape[1]
+            return None
+        self._length = tokens.shape[1]
+        missing = self._planned - self._length
+        if missing < 0:
+            raise RunError(
+                f"sequences have {self._length} tokens, the plan's sequence_length is {self._planned}: give the "
+                "trainer a maximum length (max_length), or compile a plan for longer sequences",
+                everywhere=True,
+            )
+        if missing == 0:
+            return None
+        kwargs = {"input_ids": tokens, **kwargs}
+        if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = torch.ones_like(tokens)
+        fill = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+        for name, one in kwargs.items():
+            if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == self._length:
+                kwargs[name] = F.pad(one, (0, missing), value=fill.get(name, 0))
+        if kwargs.get("position_ids") is not None:  # what is added is a document of its own
+            kwargs["position_ids"][:, self._length :] = torch.arange(missing, device=tokens.device)
+        return args[1:], kwargs
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if not self.whole:
+            return None
+        mesh = self._mesh
+        logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))
+        size = mesh.plan.spec.model.shape.vocab_size
+        output.logits = whole_sequences(logits, mesh)[:, : self._length, :size]
+        return output

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close
+from closeness import assert_close, nudge
 from expert_runs import Case
 from ranks import run_ranks
-from training_runs import initial_model, make_plan, samples, train_in_one_process
+from training_runs import initial_model, make_plan, samples, train_in_one_process, whole_parameters
 
 from parcompile.plan import Plan
 
@@ -104,3 +106,133 @@ def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) ->
     for rank in run_ranks(2, train, plan, str(tmp_path), False):
         assert_trained(rank, plan)
     assert_close(loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1)["losses"][STEPS])
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    """Of different lengths, the first third without labels."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, 61, (7 + 4 * number % 10,), generator=generator)
+        found.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(len(ids)) < len(ids) // 3, -100)})
+    return found
+
+
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A collator that pads to the longest of the batch."""
+    pad: Callable[..., torch.Tensor] = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    ids, labels = ([one[name] for one in samples] for name in ("input_ids", "labels"))
+    mask = pad([torch.ones_like(one) for one in ids])
+    return {"input_ids": pad(ids), "labels": pad(labels, padding_value=-100), "attention_mask": mask}
+
+
+def metrics(given: Any) -> dict[str, float]:
+    """Of whole logits."""
+    logits, labels = torch.tensor(given.predictions)[:, :-1], torch.tensor(given.label_ids)[:, 1:]
+    chosen = logits[labels != -100]
+    assert chosen.shape[-1] == 61
+    return {"best": float(chosen.amax(-1).mean()), "spread": float(chosen.std())}
+
+
+def with_a_margin(kind: Any) -> Any:
+    """A class with a loss of its own, which looks at single sequences and whole logits."""
+
+    class Margin(kind):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")[:, 1:]
+            outputs = model(**inputs)
+            logs = outputs.logits[:, :-1].log_softmax(-1)
+            chosen = logs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels != -100)
+            loss = -torch.nn.functional.logsigmoid(0.1 * chosen.sum(-1) + 3).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return Margin
+
+
+def script(kind: Any, plan: Plan, folder: str, own: bool, nudged: int | None = None, **given: Any) -> Any:
+    """What somebody has written for `Trainer`, without a plan."""
+    from transformers import TrainingArguments
+
+    kind = with_a_margin(kind) if own else kind
+    args = TrainingArguments(
+        folder, num_train_epochs=2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+        eval_strategy="epoch", per_device_eval_batch_size=2, use_cpu=True, **given,
+    )  # fmt: skip
+    model, data = initial_model(plan), rows(13)
+    nudge(model, nudged)
+    trainer = kind(
+        model=model,
+        args=args,
+        train_dataset=data[: 8 if own else 10],
+        eval_dataset=data[10:],
+        data_collator=padded,
+        compute_metrics=metrics,
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    clocks = ("runtime", "per_second")
+    lines = trainer.state.log_history
+    return [{name: value for name, value in one.items() if not name.endswith(clocks)} for one in lines[:-1]]
+
+
+def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]:
+    from transformers import Trainer
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.trainer import parallelise
+
+    kind = parallelise(Trainer, plan)
+    trainer = script(kind, plan, folder, own)
+    trainer.save_model(f"{folder}/saved")
+    found = {"rank": rank, "log": logged(trainer), "said": []}
+    found["parameters"] = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
+    for call in (
+        lambda: script(kind, plan, folder, own, learning_rate=3e-3),
+        lambda: trainer.train(resume_from_checkpoint=True),
+        lambda: parallelise(trainer, plan),
+    ):
+        try:
+            call()
+        except RunError as error:
+            found["said"].append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["tp2 x cp2", "cp2 x dp2, a loss of its own"])
+def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_path: Path) -> None:
+    """Every line of the log: loss, gradient norm, learning rate, epoch, step, evaluation, metrics; and all weights."""
+    from transformers import Trainer
+
+    axes, training = ({"cp": 2}, {"micro_batch_size": 1}) if own else ({"tp": 2, "cp": 2}, {"micro_batch_size": 2})
+    plan = make_plan(4, axes, training=training)
+    spec = plan.spec.training
+    given = {
+        "per_device_train_batch_size": spec.micro_batch_size * plan.spec.parallelism.dp,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "learning_rate": spec.optimizer.lr,
+        "adam_beta2": spec.optimizer.betas[1],
+        "weight_decay": spec.optimizer.weight_decay,
+        "max_grad_norm": spec.gradient_clipping,
+        "seed": spec.seed,
+    }
+
+    def one_process(seed: int | None) -> dict[str, Any]:
+        trainer = script(Trainer, plan, str(tmp_path / "plain"), own, seed, **given)
+        parameters = {name: one.detach() for name, one in trainer.model.named_parameters()}
+        return {"log": logged(trainer), "parameters": parameters}
+
+    expected = one_process(None)
+    ranks = run_ranks(4, in_a_script, plan, str(tmp_path), own)
+    found = {"log": ranks[0]["log"], "parameters": whole_parameters(plan, ranks)}
+    assert_close(found, expected, rerun=one_process)
+    for rank in ranks:
+        assert rank["log"] == ranks[0]["log"]
+        differs, resumes, instance = rank["said"]
+        assert f"learning_rate is 0.003, the plan has {spec.optimizer.lr}" in differs
+        assert "does not resume" in resumes
+        assert "takes a class of transformers' Trainer" in instance
