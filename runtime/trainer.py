@@ -27,6 +27,7 @@ from parcompile.plan import Plan, load_plan
 from .checkpoint import load, save
 from .collectives import gather_from_group
 from .data import PlanLoader
+from .data.batches import with_positions
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
@@ -465,10 +466,11 @@ class _WholeLogits:
         model.register_forward_hook(self._leave)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = with_positions(kwargs)
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is None or self._mesh.size("cp") == 1:
             self._length = 0 if tokens is None else tokens.shape[1]
-            return None
+            return args, kwargs
         self._length = tokens.shape[1]
         missing = self._planned - self._length
         if missing < 0:
@@ -478,7 +480,7 @@ class _WholeLogits:
                 everywhere=True,
             )
         if missing == 0:
-            return None
+            return args, kwargs
         kwargs = {"input_ids": tokens, **kwargs}
         if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = torch.ones_like(tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
@@ -20,11 +21,55 @@ from .samples import tensors_of
 Batch = dict[str, Any]
 
 
+_FLATTENED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What flattening collators of transformers and trl say of documents beside positions, for kernels of theirs."""
+
+
+def with_positions(batch: Batch) -> Batch:
+    """A batch of a flattening collator with `position_ids` that begin anew in the place of what else it says.
+
+    Args:
+        batch: tokens of several documents [1, T], with their borders `cu_seq_lens_q` [documents + 1] or the number of
+            each token's document `seq_idx` [1, T]. Other batches stay as they are.
+
+    Raises:
+        ValueError: the borders do not end where the tokens do, or contradict `position_ids`.
+    """
+    if not any(name in batch for name in _FLATTENED):
+        return batch
+    found = {name: one for name, one in batch.items() if name not in _FLATTENED}
+    borders, numbers, tokens = batch.get("cu_seq_lens_q"), batch.get("seq_idx"), batch.get("input_ids")
+    if (borders is None and numbers is None) or tokens is None:
+        return found
+    rows, length = tokens.shape
+    if borders is None:
+        begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
+    else:
+        edges = borders.tolist() if isinstance(borders, Tensor) else list(borders)
+        if rows != 1 or edges[:1] != [0] or edges[-1] != length or edges != sorted(edges):
+            raise ValueError(f"cu_seq_lens_q {edges} must rise from 0 to {length}, the tokens of {rows} row(s)")
+        begins = torch.zeros(1, length, dtype=torch.bool, device=tokens.device)
+        begins[0, [edge for edge in edges if edge < length]] = True
+    places = torch.arange(length, device=tokens.device).expand(rows, -1)
+    positions = places - (places * begins).cummax(1).values
+    given = found.get("position_ids")
+    if given is not None:
+        breaks = F.pad(given[..., 1:] != given[..., :-1] + 1, (1, 0), value=True)
+        if bool((breaks != begins).any()):
+            raise ValueError(
+                f"position_ids begin anew at {breaks.nonzero()[:, -1].tolist()}, the documents of the collator at "
+                f"{begins.nonzero()[:, -1].tolist()}: give one of the two"
+            )
+        return found
+    return {**found, "position_ids": positions}
+
+
 def split_batch(batch: Batch, mesh: Mesh) -> Batch:
     """This cp rank's part of a batch of whole sequences, ready for the model.
 
-    Packed documents are known by `position_ids` that begin anew: no token attends to another document. Padding on the
-    right, given by an `attention_mask`, becomes a document of its own that predicts nothing.
+    Packed documents are known by `position_ids` that begin anew, or by what a flattening collator says of them: no
+    token attends to another document. Padding on the right, given by an `attention_mask`, becomes a document of its own
+    that predicts nothing.
 
     Args:
         batch: `input_ids` [B, S] and `labels` [B, S] (−100 where nothing is predicted), or `shift_labels` in their
@@ -50,7 +95,7 @@ def split_rows(batch: Batch, layout: CpLayout, cp: int, rank: int, device: torch
         ValueError: there are no labels, the padding is not on the right, or the layout cannot deal the sequences.
     """
     rows, length = batch["input_ids"].shape
-    whole = dict(batch)
+    whole = dict(with_positions(batch))
     positions, mask = whole.pop("position_ids", None), whole.pop("attention_mask", None)
     if "shift_labels" not in whole:
         if "labels" not in whole:

@@ -20,7 +20,7 @@ from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS, PACKING, REAL_TOKENS
 from parcompile.runtime.ring_attention import document_borders, gather_sequence, local_positions, split_sequence
 
-Batch = dict[str, Any]
+from .batches import Batch, with_positions
 
 _MASK = "attention_mask"
 
@@ -39,6 +39,7 @@ def ready_inputs(given: Batch, mesh: Mesh) -> Batch:
     Raises:
         RunError: the mask hides more than padding on the right, or a padded position has a label.
     """
+    given = with_positions(given)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if tokens is None or tokens.dim() < 2 or given.get(ALONE) or given.get(PACKING) is not None:

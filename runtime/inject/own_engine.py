@@ -19,7 +19,7 @@ from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import CpLayout
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
-from parcompile.runtime.data.batches import split_rows
+from parcompile.runtime.data.batches import split_rows, with_positions
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE, REAL_TOKENS, MicroBatch, working_on
@@ -77,7 +77,8 @@ class OwnRing:
     def split(self, batch: dict[str, Any], *, tokens: int | None = None, divided_by: int = 1) -> dict[str, Any]:
         """What the model of this rank is called with, from whole sequences, the same on all ranks of the ring.
 
-        `position_ids` that begin anew mark packed documents, none of which sees another; padding on the right, by an
+        `position_ids` that begin anew, or the borders of a flattening collator, mark packed documents, none of which
+        sees another; padding on the right, by an
         `attention_mask`, is a document too. Sequences that the ring does not divide are padded.
 
         Args:
@@ -95,7 +96,9 @@ class OwnRing:
         if not self._checked:
             raise RunError("call check(model) of register_ring, before the engine wraps the model", everywhere=True)
         rank = 0 if self.group is None else dist.get_rank(self.group)
-        ready = split_rows(self._padded(batch), self.layout, self.ranks, rank, batch["input_ids"].device)
+        ready = split_rows(
+            self._padded(with_positions(batch)), self.layout, self.ranks, rank, batch["input_ids"].device
+        )
         ready.pop(REAL_TOKENS, None)
         world = dist.get_world_size(self.averaged_over) if dist.is_initialized() else 1
         if tokens is None:
