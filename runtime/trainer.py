@@ -36,9 +36,10 @@ from .groups import Mesh, join
 from .groups.mesh import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
-from .labels import IGNORED_LABEL
-from .loss import whole_sequences
+from .labels import IGNORED_LABEL, shift_labels
+from .loss import entropy, log_probs, whole_sequences
 from .model.building import build_model
+from .ring_attention import split_sequence
 
 __all__ = ["PlanTrainer", "parallelise", "training_arguments"]
 
@@ -288,8 +289,8 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
     in the same order; sequences are padded to the plan's where cp splits them.
 
     The model may be whole, a path, or None for the plan's own; a `peft_config` is put on it before it is injected.
-    `compute_loss` of a subclass is called with whole logits, which each rank then holds; Trainer's own and trl's
-    `SFTTrainer`'s are replaced by the plan's loss, without trl's metrics of logits.
+    Trainer's own loss is the plan's. What trl's trainers take from their fused head (log-probabilities, entropy) is
+    computed from split logits; another `compute_loss` is called with whole logits, which each rank then holds.
 
     Args:
         trainer: a class, such as trl's `SFTTrainer`.
@@ -340,11 +341,12 @@ class _Planned(_InEngine):
         self._logits = _WholeLogits(values["model"], self.mesh)
         make(**values)
         seed_ranks(self.mesh)
+        if getattr(self.args, "temperature", 1.0) != 1.0:
+            raise RunError(f"temperature {self.args.temperature}: log-probabilities have 1.0", everywhere=True)
         if type(self).create_optimizer is not Trainer.create_optimizer:
             raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
         owner: Any = next(one for one in type(self).__mro__ if one is not _Planned and "compute_loss" in vars(one))
-        is_plain = owner is Trainer or (owner.__name__, owner.__module__[:4]) == ("SFTTrainer", "trl.")
-        self._own_loss = not is_plain or bool(self.compute_loss_func or self.label_smoother)
+        self._own_loss = owner is not Trainer or bool(self.compute_loss_func or self.label_smoother)
         self._logits.whole = self._own_loss
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
@@ -357,8 +359,12 @@ class _Planned(_InEngine):
             raise RunError(
                 "a parallelised trainer does not resume: PlanTrainer resumes from the same checkpoints", everywhere=True
             )
-        with self._in_engine():
-            return super().train(**others)  # type: ignore[misc]
+        self.accelerator.gather = self._of_dp
+        try:
+            with self._in_engine():
+                return super().train(**others)  # type: ignore[misc]
+        finally:
+            del self.accelerator.gather
 
     def _in_engine(self) -> contextlib.AbstractContextManager[None]:
         """As it is, with weight decay for the parameters that Trainer decays."""
@@ -384,6 +390,21 @@ class _Planned(_InEngine):
 
     def _get_learning_rate(self) -> float:
         return self._rate
+
+    def _of_dp(self, given: Any) -> Any:
+        """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""
+        from accelerate.utils import recursively_apply
+
+        if (dp := self.mesh.size("dp")) == 1:
+            return given
+
+        def gather(tensor: Tensor) -> Tensor:
+            own = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+            found = [torch.empty_like(own) for _ in range(dp)]
+            dist.all_gather(found, own, group=self.mesh.group("dp"))
+            return torch.cat(found)
+
+        return recursively_apply(gather, given, error_on_other_type=True)
 
     def get_total_train_batch_size(self, *_: Any) -> int:
         """Of the plan."""
@@ -449,11 +470,11 @@ class _Planned(_InEngine):
 
     def evaluation_loop(self, *args: Any, **others: Any) -> Any:
         """As in `Trainer`; ranks have nothing to gather from one another."""
-        self.accelerator.gather = lambda given: given
+        before, self.accelerator.gather = self.accelerator.gather, lambda given: given
         try:
             return super().evaluation_loop(*args, **others)  # type: ignore[misc]
         finally:
-            del self.accelerator.gather
+            self.accelerator.gather = before
 
 
 class _WholeLogits:
@@ -461,12 +482,15 @@ class _WholeLogits:
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.whole, self._mesh, self._length = False, mesh, 0
+        self._fused: Tensor | None = None
         self._planned = mesh.plan.spec.training.sequence_length
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = with_positions(kwargs)
+        # Under this name trl calls models, and wants values of single tokens in the place of logits.
+        self._fused = kwargs.get("labels") if kwargs.pop("fused_lm_head", False) else None
         tokens = kwargs.get("input_ids", args[0] if args else None)
         if tokens is None or self._mesh.size("cp") == 1:
             self._length = 0 if tokens is None else tokens.shape[1]
@@ -493,6 +517,8 @@ class _WholeLogits:
         return args[1:], kwargs
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._fused is not None:
+            return self._of_tokens(output, self._fused)
         if not self.whole:
             return None
         mesh = self._mesh
@@ -500,3 +526,40 @@ class _WholeLogits:
         size = mesh.plan.spec.model.shape.vocab_size
         output.logits = whole_sequences(logits, mesh)[:, : self._length, :size]
         return output
+
+    def _of_tokens(self, output: Any, labels: Tensor) -> Any:
+        """What trl's `add_fused_lm_head` computes from a whole head, at temperature 1, from logits that are split."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        mesh, logits, size = self._mesh, output.logits, self._mesh.plan.spec.model.shape.vocab_size
+        shifted = shift_labels(labels)
+        own = F.pad(shifted, (0, self._planned - shifted.shape[1]), value=IGNORED_LABEL)
+        if mesh.size("cp") > 1:
+            own = split_sequence(own, 1, mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp"))
+        else:
+            own = shifted
+        group, columns = mesh.parallel_group("tp"), logits.shape[-1]
+        start = 0 if group is None else dist.get_rank(group) * columns
+        with torch.no_grad():
+            held = logits[..., : max(0, min(columns, size - start))].float()
+            sums = held.sum(-1)
+            best = held.amax(-1) if held.shape[-1] else torch.full_like(sums, -torch.inf)
+            top = best.clone()
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+            winner = torch.where(best == top, held.argmax(-1) + start if held.shape[-1] else size, size)
+            if group is not None:
+                dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
+            doubled = log_probs(logits * 2, own, mesh)
+        chosen = log_probs(logits, own, mesh)
+        values = {
+            "log_probs": chosen,
+            "entropy": entropy(logits, mesh, own),
+            "log_sum_sq_probs": 2 * chosen.detach() - doubled,
+            "mean_logits": (sums / size).masked_fill(own == IGNORED_LABEL, 0.0),
+            "is_top1": ((winner == own) & (own != IGNORED_LABEL)).float(),
+        }
+        found = {name: whole_sequences(one, mesh)[:, : self._length][:, :-1] for name, one in values.items()}
+        found["is_top1"] = found["is_top1"].bool()
+        return FusedCausalLMOutput(**found, loss=output.loss, label_mask=shifted[:, :-1] != IGNORED_LABEL)

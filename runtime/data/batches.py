@@ -43,6 +43,7 @@ def with_positions(batch: Batch) -> Batch:
         return found
     rows, length = tokens.shape
     if borders is None:
+        assert numbers is not None
         begins = F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)
     else:
         edges = borders.tolist() if isinstance(borders, Tensor) else list(borders)
