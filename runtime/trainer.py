@@ -335,6 +335,11 @@ class _Planned(_InEngine):
                 raise RunError(
                     f"{name} is not for a plan, which has model and optimizer: leave it out", everywhere=True
                 )
+        if (name := type(values.get("model")).__name__).endswith("Classification"):
+            raise RunError(
+                f"{name} is a classifier, such as trl's RewardTrainer trains: plans are of causal language models",
+                everywhere=True,
+            )
         self.mesh = join(plan)
         values["args"] = _planned_arguments(plan, values["args"])
         values["model"] = prepare(plan, self.mesh, _adapted(plan, values.get("model"), values.pop("peft_config", None)))

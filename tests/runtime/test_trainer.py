@@ -181,7 +181,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]:
-    from transformers import Trainer
+    from transformers import LlamaForSequenceClassification, Trainer
 
     from parcompile.runtime import RunError
     from parcompile.runtime.trainer import parallelise
@@ -195,6 +195,7 @@ def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]
         lambda: script(kind, plan, folder, own, learning_rate=3e-3),
         lambda: trainer.train(resume_from_checkpoint=True),
         lambda: parallelise(trainer, plan),
+        lambda: kind(model=LlamaForSequenceClassification(trainer.model.config), args=trainer.args),
     ):
         try:
             call()
@@ -232,7 +233,8 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
     assert_close(found, expected, rerun=one_process)
     for rank in ranks:
         assert rank["log"] == ranks[0]["log"]
-        differs, resumes, instance = rank["said"]
+        differs, resumes, instance, classifier = rank["said"]
         assert f"learning_rate is 0.003, the plan has {spec.optimizer.lr}" in differs
         assert "does not resume" in resumes
         assert "takes a class of transformers' Trainer" in instance
+        assert "LlamaForSequenceClassification is a classifier" in classifier
