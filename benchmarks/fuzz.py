@@ -8,12 +8,14 @@ Files are taken from `examples/`, `tests/` and, where they are there, public fil
 Each mutant goes through the command line in a process that has imported it already. A mutant fails when it ends with an
 exception or an exit code but 0, 1 and 2, takes more than 10 s of processor time, or lets memory grow by more than
 300 MB. Failures are printed by the place in the code, and their files kept; the table stands in `benchmarks/README.md`.
-A seed and the same files give the same mutants. SIGTERM ends it behind the batches under way, with the table so far.
+A seed and the same files give the same mutants. SIGTERM ends it behind the mutants under way, with the table so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import shutil
 import signal
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
 
-BATCH = 20_000
+BATCH = 50_000
 """Mutants of one process, and of one draw from the schemas: both take seconds."""
 
 _MEMORY = Path("/dev/shm")
@@ -50,17 +52,22 @@ def chosen_kinds(names: Sequence[str], made: Path, corpus: Path, first: int) -> 
     return [one for one in found if not names or one.name in names]
 
 
-def work(folder: Path, kinds: Sequence[Kind], first: int, count: int, keep: Path) -> None:
+def work(options: argparse.Namespace) -> None:
     """The mutants of a batch in this process; prints what failed, and at last the sums by kind."""
-    attack = Attack(folder, kinds)
+    left = [*range(options.first, options.first + options.mutants)][::-1]
+    signal.signal(signal.SIGTERM, lambda *_: left.clear())
+    folder = options.work
+    attack = Attack(folder, chosen_kinds(options.kinds, options.made, options.corpus, options.first))
     sums: dict[str, dict[str, Any]] = {}
     now = folder / "now"
     bounded = False
-    for seed in range(first, first + count):
+    while left:
+        seed = left.pop()
         now.write_text(str(seed), encoding="utf-8")
-        kind, end = attack.run(seed, keep)
+        kind, end = attack.run(seed, options.keep)
         if not bounded:
             bound_memory()
+            gc.freeze()  # what is imported stays
             bounded = True
         own = sums.setdefault(
             kind.name, {"mutants": 0, "refused": 0, "seconds": 0.0, "longest": 0.0, "growth": 0, "failed": 0}
@@ -85,7 +92,14 @@ def run_all(options: argparse.Namespace) -> int:
     running: list[tuple[subprocess.Popen[str], Path, int, int]] = []
     lines: list[Mapping[str, Any]] = []
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: seeds.clear())  # the batches under way are the last
+
+    def stop(*_: object) -> None:
+        seeds.clear()
+        for process, *_ in running:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+
+    signal.signal(signal.SIGTERM, stop)
     while seeds or running:
         while seeds and len(running) < options.jobs:
             first, count = seeds.pop(0)
@@ -210,8 +224,7 @@ def main() -> int:
     if options.again is not None:
         return again(options.again, options.kinds, options.corpus)
     if options.work:
-        kinds = chosen_kinds(options.kinds, options.made, options.corpus, options.first)
-        work(options.work, kinds, options.first, options.mutants, options.keep)
+        work(options)
         return 0
     return int(bool(run_all(options)))
 

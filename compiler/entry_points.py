@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -41,6 +42,9 @@ MOST_BYTES = 64 * 2**20
 _NOUNS = {RULES: "rules", TARGETS: "target", IMPORTERS: "importer", FAMILIES: "family"}
 
 Loaded = TypeVar("Loaded")
+
+_LEFT: dict[str, set[threading.Thread]] = {}
+"""The threads that each import of a plug-in has left in this process."""
 
 
 class PluginError(ValueError):
@@ -101,6 +105,7 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
 
     # An import that ends its process, or never ends, is found out by a process that may be lost.
     (outcome,) = apart([tried], IMPORT_SECONDS)
+    before = set(threading.enumerate())
     try:
         with _aside():
             found = None if isinstance(outcome, Failure) else offer.point.load()
@@ -108,12 +113,22 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
         raise
     except BaseException as error:  # the code of others may fail in any way
         outcome = Failure(said(error))
+    _LEFT[offer.point.value] = set(threading.enumerate()) - before
     if isinstance(outcome, Failure):
         raise PluginError(f"{offer.title} cannot be loaded: {outcome.why}")
     try:
         return judge(found)
     except (TypeError, ValueError) as error:
         raise PluginError(f"{offer.title} cannot be used: {error}") from error
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process. What imports of plug-ins have left, threads and work for its end, may fail or never be done."""
+    if _LEFT:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def called(group: str, name: str, work: Callable[[], Loaded]) -> Loaded:
@@ -164,14 +179,15 @@ class Failure:
 def apart(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
     """What each work returns, done in a process of its own, so that none can end, block or print into this one.
 
-    Where a process cannot be forked, or has threads, which a fork may leave without their locks, each is done in a
-    thread here, and one that takes too long stays behind in it.
+    Where a process cannot be forked, or has threads that no plug-in began, which a fork may leave without their locks,
+    each is done in a thread here, and one that takes too long stays behind in it.
 
     Args:
         works: return what can be pickled.
         seconds: how long one may take.
     """
-    if not hasattr(os, "fork") or threading.active_count() > 1:
+    others = set(threading.enumerate()).difference({threading.current_thread()}, *_LEFT.values())
+    if not hasattr(os, "fork") or others:
         with _aside():
             return [_in_thread(work, seconds) for work in works]
     found: list[Loaded | Failure] = []
@@ -206,7 +222,9 @@ def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loa
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are those of plug-ins
+        child = os.fork()
     if child == 0:
         _serve(works, writing)
     os.close(writing)

@@ -137,7 +137,7 @@ def _measured(
     line: Sequence[str], limits: contextlib.AbstractContextManager[None] | None = None
 ) -> tuple[int, float, int, tuple[str, str, str] | None]:
     """One call of the command line: exit code, seconds, growth, and what is wrong: what, where and its message."""
-    from parcompile.cli.main import main
+    from parcompile.cli.main import run
 
     arguments, out, err = sys.argv, io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     sys.argv = ["parcompile", *line]
@@ -146,9 +146,7 @@ def _measured(
     began = time.process_time()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limits or _limited():
-            main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
+            code = run()
         if code not in (0, 1, 2):
             wrong = (f"exit code {code}", "", "")
     except TooLong as error:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from parcompile.entry_points import PluginError
+from parcompile.entry_points import PluginError, end
 from parcompile.version import __version__
 
 from .saying import say
@@ -106,7 +106,12 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """The console script. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
+    """The console script."""
+    end(run())
+
+
+def run() -> int:
+    """Does what `sys.argv` says. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
     try:
@@ -131,7 +136,7 @@ def main() -> NoReturn:
         where = error.filename or "standard output"
         say(f"Error: {where} cannot be written: {error.strerror}", err=True)
         code = USAGE
-    sys.exit(_flushed(code))
+    return _flushed(code)
 
 
 def _flushed(code: int) -> int:

@@ -34,24 +34,28 @@ def closest(word: str, candidates: Iterable[str], *, least: float = _LEAST_RATIO
     if not word or len(word) > LONGEST:
         return None
     meant, names = _bare(word), dict[str, str]()
-    letters = _letters(meant)
-    for candidate in candidates:
-        name = _bare(candidate)
+    size, letters = len(meant), _letters(meant)
+    for candidate, name, other, held in _compared(tuple(candidates)):
         # Letters that the other lacks are not alike in any order; difflib finds that out more slowly.
-        most = min(len(meant), len(name)) - (letters & ~_letters(name)).bit_count() * (len(meant) <= len(name))
-        if 2 * most >= least * (len(meant) + len(name)) and candidate != word:
+        most = size - (letters & ~held).bit_count() if size <= other else other
+        if 2 * most >= least * (size + other) and candidate != word:
             names.setdefault(name, candidate)
     near = difflib.get_close_matches(meant, names, n=1, cutoff=least)
     return names[near[0]] if near else None
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=64)
+def _compared(candidates: tuple[str, ...]) -> list[tuple[str, str, int, int]]:
+    """Each candidate, its bare name, the length of that and its letters: files ask for the same lists many times."""
+    bare = map(_bare, candidates)
+    return [(one, name, len(name), _letters(name)) for one, name in zip(candidates, bare, strict=True)]
+
+
 def _letters(word: str) -> int:
     """A bit for each letter, some of which share one."""
     return functools.reduce(int.__or__, (1 << ord(letter) % 64 for letter in word), 0)
 
 
-@functools.lru_cache(maxsize=4096)
 def _bare(word: str) -> str:
     return word.lower().translate(_SEPARATORS)
 

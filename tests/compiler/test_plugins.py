@@ -349,15 +349,12 @@ wrong = Family(table=table_like("llama"), refusals=7)
 DRIVER = """
 import json, sys
 from parcompile import entry_points
-from parcompile.cli.main import main
+from parcompile.cli.main import run
 
 entry_points.IMPORT_SECONDS, entry_points.SECONDS = 2, 0.5
 for words in json.loads(sys.argv[1]):
     sys.argv[1:] = words
-    try:
-        main()
-    except SystemExit as error:
-        print("ended", error.code, " ".join(words), file=sys.stderr, flush=True)
+    print("ended", run(), " ".join(words), file=sys.stderr, flush=True)
 """
 
 
@@ -419,6 +416,39 @@ def test_nothing_that_a_plug_in_does_ends_a_command_or_reaches_its_output(tmp_pa
     assert [len(one) for one in found] == [1, 1, 0, 0]
     assert "the family 'f' of rude 1.2 (rude:family) failed: it ended its process" in found[0][0]["message"]
     assert "the family 'wrong' of rude 1.2 (rude:wrong) failed: TypeError" in found[1][0]["message"]
+
+
+@pytest.mark.parametrize("rude", ["os._exit(0)", "re.match('(a+)+$', 'a' * 60 + 'b')"])
+def test_what_an_import_leaves_running_neither_holds_up_a_command_nor_lifts_its_limits(
+    tmp_path: Path, rude: str
+) -> None:
+    left = f"""
+import atexit, os, re, threading
+from parcompile.plugins import Severity, rule
+from parcompile import entry_points
+entry_points.SECONDS = 1
+atexit.register(lambda: 1 / 0)
+threading.Thread(target=threading.Event().wait).start()
+@rule("LEFT001", "title", "why", wrong={{}}, right={{}})
+def ends(spec):
+    yield {rude}
+RULES = [ends]
+"""
+    site = install(tmp_path / "site", "left", "[parcompile.rules]\nhouse = left:RULES", left)
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    done = subprocess.run(
+        [sys.executable, "-m", "parcompile", "check", "--format", "json", "spec.json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    (found,) = [one for one in json.loads(done.stdout)["diagnostics"] if one["severity"] == "error"]
+    assert found["code"] == "LEFT001"
+    assert "the rules 'house' of left 1.2 (left:RULES) failed: it " in found["message"]
 
 
 class _Returned:

@@ -76,6 +76,12 @@ class Line:
         return name in self.options and self.options[name].newest.until == self.newest
 
     @functools.cached_property
+    def flags(self) -> tuple[str, ...]:
+        """Every flag of any version."""
+        facts = (one for option in self.options.values() for one in option.facts)
+        return tuple(dict.fromkeys(flag for one in facts for flag in one.flags))
+
+    @functools.cached_property
     def by_flag(self) -> Mapping[str, tuple[str, bool]]:
         """Names and what a flag alone says, by every spelling of it: without dashes in front, with underscores."""
         found: dict[str, tuple[str, bool]] = {}

@@ -112,7 +112,7 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
     if problem.kind == "unknown":
         if spelling(problem.flag) in program.options:
             return None
-        near = closest(problem.flag, _flags(parsers))
+        near = closest(problem.flag, parsers.flags)
         message = f"{_tool(parsers)} has no {problem.flag}"
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
         help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"
@@ -171,10 +171,6 @@ def _some_version_takes(option: Option, text: str) -> bool:
         if facts.choices is None or value in facts.choices:
             return True
     return False
-
-
-def _flags(parsers: Line) -> list[str]:
-    return [flag for option in parsers.options.values() for facts in option.facts for flag in facts.flags]
 
 
 def _tool(parsers: Line) -> str:
