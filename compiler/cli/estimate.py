@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -179,9 +179,18 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
         raise click.ClickException(str(error)) from None
     errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
     if errors or checked.document is None:
-        report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
-        raise click.exceptions.Exit(SPEC_HAS_ERRORS)
+        refuse(checked, errors)
     return checked
+
+
+def refuse(checked: Checked, errors: Sequence[Diagnostic]) -> NoReturn:
+    """Prints errors of a spec.
+
+    Raises:
+        Exit: always.
+    """
+    report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
+    raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 
 
 def _ignored(one: Diagnostic, memory: bool, open_: bool) -> bool:

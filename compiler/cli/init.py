@@ -13,9 +13,10 @@ import click
 
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
 from parcompile.searching.first import Offer, first_spec, sequence_length_of
-from parcompile.user_files import read_text
+from parcompile.spec.resolve.model import read_config
 
 from .options import no_estimate_option
 from .saying import say
@@ -142,13 +143,9 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
         return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
     file = hf_config / "config.json" if hf_config.is_dir() else hf_config
     try:
-        config = json.loads(read_text(file))
-    except OSError as error:
-        raise click.ClickException(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise click.ClickException(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise click.ClickException(f"{file} does not hold a JSON object")
+        config = read_config(file)
+    except ModelConfigError as error:
+        raise click.ClickException(str(error)) from None
     relative = Path(os.path.relpath(file, folder)).as_posix()
     return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
 

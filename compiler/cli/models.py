@@ -13,9 +13,10 @@ from parcompile.cost.table import columns
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
+from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.tables import counts_of, table_of
 from parcompile.model.text_part import text_part
-from parcompile.user_files import read_text
+from parcompile.spec.resolve.model import read_config
 
 from .saying import say
 
@@ -95,10 +96,10 @@ def _config(file: Path, name: str | None) -> Mapping[str, Any]:
         click.ClickException: the file holds no configuration, or one of another type than the one named.
     """
     try:
-        found = json.loads(read_text(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise click.ClickException(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        found = read_config(file)
+    except ModelConfigError as error:
+        raise click.ClickException(str(error)) from None
+    if not isinstance(found.get("model_type"), str):
         raise click.ClickException(f"{file} has no model_type: it is no configuration of a model")
     config = text_part(found)
     if name not in (None, found["model_type"], config["model_type"]):

@@ -24,7 +24,7 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .calibrate import read_set
-from .estimate import checked_spec, refuse_longer
+from .estimate import checked_spec, refuse, refuse_longer
 from .saying import say
 
 
@@ -75,7 +75,9 @@ def command(
             experts=shape.moe.num_experts if shape.moe else 0,
             document_length=document_length,
         )
-    except (ValueError, Unavailable) as error:
+    except Unavailable:
+        refuse(checked, [one for one in checked.diagnostics if one.is_error])
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
     found = search(space, progress_bar, read_set(coefficients) if coefficients else None)
     chosen = None if found.best is None else changed(space.tree, found.best.candidate.changes)

@@ -38,6 +38,15 @@ _POSITIVE = frozenset(
 """Sizes by which classes divide or which they count with, beside those that parameters follow from."""
 _GROUPS_TOO = "num_expert_group"
 """What Kimi and Bailing call `n_group`, which it goes before."""
+_LISTED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type"), ("text",)),
+    **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
+    "no_rope_layers": ("switch", "whole"),
+    "activation_sparsity_pattern": ("whole", "fraction"),
+}
+"""What lists hold that families read, also of types whose class does not check them."""
+_OR_ONE = "activation_sparsity_pattern"
+"""One number may stand for its list."""
 _NO_SIZE = frozenset({("glm5_next_text", "head_dim")})
 """Of these types' keys those whose value their class writes over with 0."""
 _MEANT = {
@@ -71,6 +80,12 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
             if config[key] is None:
                 return key, f"{key} is null, which transformers refuses: write {_meant(taken)}, or leave the key out"
             return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
+    for key in sorted(_LISTED.keys() & config.keys()):
+        value = config[key]
+        listed = value if isinstance(value, list | tuple) else [value if key == _OR_ONE else None]
+        if value is not None and not {*map(_kind, listed)} <= {*_LISTED[key]}:
+            said = json.dumps(value, default=str)[:60]
+            return key, f"{key} is {said}: it has to be a list, each entry of it {_meant(_LISTED[key])}"
     for key in sorted(_POSITIVE & fields_of(model_type) & config.keys()):
         if isinstance(number := config[key], int | float) and number <= 0 and (model_type, key) not in _NO_SIZE:
             return key, f"{key} is {number}: it has to be more than 0"

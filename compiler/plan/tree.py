@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from parcompile.atomic import locate, read_set
 from parcompile.cost.memory import static_memory
-from parcompile.layout.context_parallel import CpImplementation
+from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.machines.accelerator import preset_from_tree, preset_tree
@@ -128,8 +128,8 @@ def _body(plan: Plan) -> dict[str, Any]:
             for path, found in spec.provenance.items()
         },
     }
-    # As a reader will get it: tuples become lists, enums their values.
-    return dict(json.loads(json.dumps(body)))
+    # As a reader will get it: tuples become lists, enums their values. JSON has no word for numbers without end.
+    return dict(json.loads(json.dumps(body, allow_nan=False)))
 
 
 def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
@@ -145,7 +145,8 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
     parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
     levels = parallelism["hierarchical_cp_sizes"]
-    parallelism["hierarchical_cp_sizes"] = None if levels is None else tuple(levels)
+    parallelism["hierarchical_cp_sizes"] = sizes = None if levels is None else tuple(levels)
+    ContextParallel(parallelism["cp_implementation"], parallelism["cp"], sizes)  # which refuses what does not fit
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
     schedule = training.pop("lr_scheduler")

@@ -157,7 +157,24 @@ def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fi
         plan_from_tree(tree)
 
 
-@pytest.mark.parametrize("value", [float("inf"), 3, ["llama-3-8b"]])
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("provenance", "name", {"value": float("inf"), "origin": "spec", "detail": ""}),
+        ("model", "hf_config", {"more": float("inf")}),
+        ("parallelism", "hierarchical_cp_sizes", [None, None]),
+        ("parallelism", "hierarchical_cp_sizes", [1, 2]),
+    ],
+)
+def test_what_a_reader_of_a_plan_would_stumble_over_is_refused(tmp_path, section, key, value) -> None:
+    tree = plan_tree(compile_tree(SPECS["tp and cp"], tmp_path))
+    tree[section][key] = {**tree[section][key], **value} if isinstance(value, dict) else value
+    tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
+    with pytest.raises(PlanError, match="damaged"):
+        plan_from_tree(tree)
+
+
+@pytest.mark.parametrize("value", [True, 3, ["llama-3-8b"]])
 def test_a_page_of_a_plan_whose_provenance_is_no_spec_is_refused(tmp_path, value) -> None:
     tree = plan_tree(compile_tree(SPECS["tp and cp"] | {"model": {"preset": "llama-3-8b"}}, tmp_path))
     tree["provenance"]["model.preset"]["value"] = value

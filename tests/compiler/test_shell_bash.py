@@ -82,8 +82,12 @@ def statement(draw: random.Random, depth: int = 0) -> str:
         return f"case $TP in\n1|2) {statement(draw, depth + 1)};;\n*) {statement(draw, depth + 1)};;\nesac"
     if kind < 0.88:
         return f"{test} && A={word(draw)}"
-    if kind < 0.93:
+    if kind < 0.91:
         return f"export B={word(draw)}"
+    if kind < 0.93:
+        return f"for i in {{1..{draw.randint(2, 40)}}}; do\nC=$i\ndone"
+    if kind < 0.96 and depth < 2:
+        return "eval '" + statement(draw, depth + 1).replace("'", "") + "'"
     return f"show --x {words(draw, 2, 2)}"
 
 
@@ -161,6 +165,34 @@ def test_the_file_and_the_line_are_named(tmp_path: Path) -> None:
         assert said, done.output
         assert 10 < int(said[1]) < 61
         assert f"{MAX_WORK:,} steps" in " ".join(done.output.split())
+
+
+EVALUATED = {
+    'A=1\neval "A=2"': "2",
+    "A=1\neval 'A=$B'": "8",
+    'eval "cd . && A=3"': "3",
+    'eval "export A=4"': "4",
+    'eval "eval \\"A=5\\""': "5",
+    'f() { eval "$1=$2"; }\nf A 6': "6",
+    'A=1\neval "A=$UNKNOWN"': None,
+    "A=0; for i in {1..100}; do A=$((A+1)); done": None,
+    "A=0; for i in {1..40}; do A=$((A+1)); done": "40",
+    "A=7; for i in {1..100}; do C=$i; done": "7",
+    "bash -c 'A=9; $B'\nA=${A:-1}": "1",
+}
+
+
+@pytest.mark.parametrize(("text", "value"), EVALUATED.items())
+def test_what_a_shell_reads_again_changes_its_variables(text: str, value: str | None) -> None:
+    *_, call = invocations(f"B=8\n{text}\npython x.py --lr $A\n").invocations
+    assert known(call.words[-1]) == value
+
+
+def test_places_of_words_outlive_an_eval() -> None:
+    text = 'A=1\neval "A=2; C=3"\npython x.py --lr $A --y z\n'
+    (call,) = invocations(text).invocations
+    starts = [piece.start for word in call.words for piece in word]
+    assert starts == [text.index(one) for one in ("python", "x.py", "--lr", "2;", "--y", "z")]
 
 
 def test_elements_of_a_list_are_spaced_in_a_string() -> None:

@@ -155,6 +155,12 @@ CONFIGS = {
     "rope_parameters a text": {"rope_parameters": "default"},
     "all layers linear": LINEAR,
     "layer_types a number": {"model_type": "qwen3", "layer_types": 4},
+    "layers without end": {"model_type": "qwen4_exp_text", "num_hidden_layers": 10**30},
+    "dense layers a number": {"model_type": "qwen3_5_moe_text", "num_experts": 4, "mlp_only_layers": 1e-12},
+    "layers with experts of two types": {"model_type": "llama4_text", "moe_layers": [1, "a"]},
+    "widths of two types": {"model_type": "gemma3n_text", "intermediate_size": [1, "a"]},
+    "kinds of indexers lists": {"model_type": "glm_moe_dsa", "indexer_types": [["x"]] * 4},
+    "moe_layer_freq a number": {"model_type": "minimax_m3_vl_text", "moe_layer_freq": 5},
 }
 
 

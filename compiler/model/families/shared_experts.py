@@ -147,7 +147,8 @@ SHARED_EXPERTS: Mapping[str, Family] = {
             Refusal(
                 "moe_layer_freq",
                 lambda config: (
-                    config.get("mlp_layer_types") is None and not all(config.get("moe_layer_freq") or (True,))
+                    config.get("mlp_layer_types") is None
+                    and not (isinstance(listed := config.get("moe_layer_freq") or [True], list) and all(listed))
                 ),
                 "write the kinds of layers as mlp_layer_types",
             ),

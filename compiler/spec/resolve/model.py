@@ -54,24 +54,8 @@ class ModelValues(ParallelismValues):
         return {key: self.get("model", key) for key in given}
 
     def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
-        path = self.folder / relative
-        try:
-            config = _parsed(read_text(path))
-        except OSError as error:
-            raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
-        except (ValueError, RecursionError) as error:
-            raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
-        if not isinstance(config, dict):
-            raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
-        if "plan_version" in config:
-            config = _of_plan(config, path)
-        text = config.get("text_config")
-        for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
-            most = _most(key)
-            if isinstance(value, int) and most is not None and value > most:
-                raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
-        self.whole_config = config
-        return text_part(config)
+        self.whole_config = read_config(self.folder / relative)
+        return text_part(self.whole_config)
 
     @functools.cached_property
     def described_shape(self) -> ModelShape:
@@ -115,6 +99,32 @@ class ModelValues(ParallelismValues):
         for key, value in self.model_config.items():
             self.record(("model", key), value, origin, source if origin is not Origin.SPEC else "")
         return Model(source + part, shape, dict(self.model_config))
+
+
+def read_config(path: FilePath) -> dict[str, Any]:
+    """The configuration in a file, or in a plan.
+
+    Raises:
+        ModelConfigError: there is none, or a dimension of it is larger than any model's.
+    """
+    try:
+        config = _parsed(read_text(path))
+    except OSError as error:
+        raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
+    except RecursionError:
+        raise ModelConfigError(f"{path} has too many brackets inside each other", "hf_config") from None
+    except ValueError as error:
+        raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
+    if not isinstance(config, dict):
+        raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
+    if "plan_version" in config:
+        config = _of_plan(config, path)
+    text = config.get("text_config")
+    for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
+        most = _most(key)
+        if isinstance(value, int) and most is not None and value > most:
+            raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
+    return config
 
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")

@@ -7,7 +7,7 @@ environment, a file or another program knows stays a hole. Nothing is executed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from . import state as slurm
@@ -61,10 +61,7 @@ def _first_command(words: tuple[Value, ...]) -> Iterator[Value]:
 
 
 def inner_script(words: tuple[Value, ...]) -> Value | None:
-    """The script of `bash -c 'script'` or `eval 'script'`, when variables in it are left for the inner shell."""
-    if words and known(words[0]) == "eval":
-        whole = joined(words[1:])
-        return whole if "$" in (known(whole) or "") else None
+    """The script of `bash -c 'script'`, when variables in it are left for the inner shell."""
     for number, word in enumerate(words):
         text = known(word)
         after_shell = number >= 2 and shown(words[number - 1]) in ("-c", "-lc", "-ic")
@@ -91,6 +88,9 @@ Read = Callable[[str], str | None]
 """Gives the text of a file that a script sources, or None when it cannot be read."""
 
 _DECLARE = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_BUILT_IN = frozenset(
+    {"eval", "source", ".", "read", "mapfile", "readarray", "unset", "getopts", "let", "exit", "return"}
+)
 _QUIET = frozenset({"echo", "printf", "cat", "cd", "mkdir", "ls", "rm", "cp", "mv", "sleep", "wait", "trap", "module"})
 
 
@@ -263,11 +263,19 @@ class _Follower:
         after = []
         for state in states:
             values = [one for word in node.words for one in braces(tuple(state.expand(word)))]
-            current = [state]
+            current, before = [state], list[Mapping[str, object]]()
             for value in values[:MAX_ITERATIONS]:
                 for one in current:
                     one.set(node.name, value)
+                before = [dict(one.variables) for one in current]
                 current = self.block(node.body, current)
+            if len(values) > MAX_ITERATIONS:
+                for one in current:
+                    for name in [
+                        name for name, last in one.variables.items() if any(last != of.get(name) for of in before)
+                    ]:
+                        forget("for", name, one)  # what still changes has another value behind the last turn
+                    forget("for", node.name, one)
             after += current
         return after
 
@@ -313,26 +321,62 @@ class _Follower:
         if name in ("let", "(("):
             let(known(words[1]) if len(words) > 1 else None, state)
             return [state]
+        if name == "eval" and self.calls < MAX_CALLS:
+            return self._eval(node, words, state)
         if name not in _QUIET and test(node, state) is None:
             script = inner_script(words)
             if script is not None and self.calls < MAX_CALLS:
-                return self._follow(script, state)
+                self._follow(script, state.copy())
+                return [state]
             self._note(node, flattened(words), state)
         return [state]
 
+    def _eval(self, node: Simple, words: tuple[Value, ...], state: State) -> list[State]:
+        """`eval`: what this shell reads again, with assignments that stay."""
+        script = joined(words[1:])
+        text = known(script)
+        if text is None:
+            for name in _ASSIGNED.findall(shown(script)):
+                forget("eval", name, state)
+        elif "$" in text or not self._is_program(text):
+            return self._follow(script, state)
+        self._note(node, flattened(words), state)
+        return [state]
+
+    def _is_program(self, text: str) -> bool:
+        """Whether a text is one command, of another program: its words are told apart without losing their places."""
+        nodes, first = parse(text), text.split(maxsplit=1)[:1]
+        return (
+            len(nodes) == 1
+            and isinstance(nodes[0], Simple)
+            and not nodes[0].assignments
+            and not {*first} & {*_DECLARE, *_BUILT_IN, *self.functions}
+        )
+
     def _follow(self, script: Value, state: State) -> list[State]:
-        """What a shell runs that is given a script, with the variables of this one."""
-        text, start = known(script) or "", script[0].start
+        """What a shell makes of a state that is given a script."""
+        text, start = known(script) or "", script[0].start if script else None
         self.calls += 1
         if start is not None and not self.sourced and self.text[start : start + len(text)] == text:
-            self.block(parse(self.text[: start + len(text)], start), [state.copy()])
+            after = self.block(parse(self.text[: start + len(text)], start), [state])
         else:
-            inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
-            inner.block(parse(text), [state.copy()])
-            self.steps = inner.steps
-            self.found += inner.found
+            after = self._inner(f"{self.text}\n{text}", len(self.text) + 1, state)
         self.calls -= 1
-        return [state]
+        return after
+
+    def _inner(self, text: str, start: int, state: State) -> list[State]:
+        """The states behind a text, of which what stands from `start` on has no place in the script."""
+        inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
+        before = dict(state.variables)
+        after = inner.block(parse(text, start), [state])
+        self.steps = inner.steps
+        for one in after:
+            without_places(one, before, start)
+        self.found += [
+            Invocation(tuple(placeless(word, start) for word in one.words), 0, one.assumptions)
+            for one in inner.found[: MAX_INVOCATIONS - len(self.found)]
+        ]
+        return after
 
     def _note(self, node: Simple, words: tuple[Value, ...], state: State) -> None:
         if len(self.found) < MAX_INVOCATIONS and any(shown(one).startswith("--") for one in words):
@@ -354,19 +398,13 @@ class _Follower:
         text = None if name is None or self.sourced >= MAX_CALLS else self.read(name)
         if text is None:
             return [state]
-        inner = _Follower(text, self.read, [], self.functions, self.sourced + 1, self.calls, self.steps)
-        after = inner.block(parse(text), [state])
-        self.steps = inner.steps
-        for one in after:
-            without_places(one)
-        self.found += [
-            Invocation(tuple(map(placeless, one.words)), 0, one.assumptions)
-            for one in inner.found[: MAX_INVOCATIONS - len(self.found)]
-        ]
-        return after
+        return self._inner(text, 0, state)
 
 
-MAX_ITERATIONS = 16
+_ASSIGNED = re.compile(r"(?:^|[;&|\n])\s*(?:export\s+)?([A-Za-z_]\w*)\+?=")
+
+
+MAX_ITERATIONS = 64
 """Numbers of a range, and turns of a loop, that are followed."""
 
 
@@ -391,20 +429,24 @@ def braces(values: tuple[Value, ...]) -> Iterable[Value]:
 # Values without their places in the script: those that stand in another file.
 
 
-def placeless(value: Value) -> Value:
-    """A value whose pieces and holes stand nowhere in the script."""
+def placeless(value: Value, start: int = 0) -> Value:
+    """A value without the places of pieces and holes that stand from `start` on."""
     return tuple(
-        Hole(one.text, one.names, None, None, one.can_be_words)
-        if isinstance(one, Hole)
-        else Piece(one.text, None, one.splits, one.is_quoted)
-        for one in value
+        part
+        if part.start is None or part.start < start
+        else Hole(part.text, part.names, None, None, part.can_be_words)
+        if isinstance(part, Hole)
+        else Piece(part.text, None, part.splits, part.is_quoted)
+        for part in value
     )
 
 
-def without_places(state: State) -> None:
-    """Takes away the places of what stands in another file. What the script itself has said is kept by its text."""
+def without_places(state: State, before: Mapping[str, object], start: int = 0) -> None:
+    """Takes away places from `start` on, of variables that were given another value since. Texts stay."""
     for name, value in state.variables.items():
+        if before.get(name) is value:
+            continue
         if name in state.arrays:
-            state.variables[name] = tuple(placeless(one) for one in value)  # type: ignore[arg-type]
+            state.variables[name] = tuple(placeless(one, start) for one in value)  # type: ignore[arg-type]
         else:
-            state.variables[name] = placeless(value)  # type: ignore[arg-type]
+            state.variables[name] = placeless(value, start)  # type: ignore[arg-type]
