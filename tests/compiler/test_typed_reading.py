@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,15 @@ def test_a_wrong_value_is_refused_with_its_name(kind: str, name: str, value: Any
         return  # its keys are options of their own
     said = done.output.replace("-", "_")
     assert last in said
+
+
+@pytest.mark.parametrize("value", [0, "-0", -4])
+def test_a_model_without_heads_is_refused(value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({**FILES["megatron"], "num_attention_heads": value}))
+    done = CliRunner().invoke(cli, ["import", "--kind", "megatron", str(file)])
+    assert done.exit_code == 2
+    assert re.search(r"num_attention_heads is '?-?\d'?: it has to be a whole number of 1 or more", done.output)
 
 
 LLAMA = {

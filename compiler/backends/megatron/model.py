@@ -172,10 +172,10 @@ def _read(source: Source, draft: Draft) -> None:
         return
     sizes: dict[str, Any] = {}
     for name, key in SIZES.items():
-        sizes[key] = draft.carry(source, name, (*_MODEL, key), integer)
+        sizes[key] = draft.carry(source, name, (*_MODEL, key), _positive)
         if sizes[key] is None:
             draft.ask((*_MODEL, key), f"the file does not say --{name.replace('_', '-')}")
-    if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), integer) is None:
+    if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), _positive) is None:
         draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
     try:
         _read_layers(source, draft, sizes)
@@ -185,6 +185,10 @@ def _read(source: Source, draft: Draft) -> None:
         # What is left open elsewhere in the model still counts as part of it.
         if name in source.given and name not in source.used and name not in source.reasons:
             source.used[name] = {_MODEL}
+
+
+def _positive(value: object, name: str) -> int:
+    return integer(value, name, least=1)
 
 
 def refuse_other_models(source: Source) -> None:
