@@ -223,7 +223,7 @@ def test_the_parameters_of_a_type_that_is_refused_are_counted_too(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "has no model_type"),
         ('{"model_type": "llama"}', "is a configuration of llama, not of qwen3"),
     ],

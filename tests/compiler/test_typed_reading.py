@@ -144,7 +144,7 @@ def test_a_model_without_heads_is_refused(value: Any, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     file.write_text(json.dumps({**FILES["megatron"], "num_attention_heads": value}))
     done = CliRunner().invoke(cli, ["import", "--kind", "megatron", str(file)])
-    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit)
     assert re.search(r"num_attention_heads is '?-?\d'?: it has to be a whole number of 1 or more", done.output)
 
 
