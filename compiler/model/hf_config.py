@@ -267,7 +267,7 @@ def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: C
         if not all(type(one) is int and one > 0 for one in by_layer):
             said = json.dumps(by_layer)[:60]
             raise ModelConfigError(f"intermediate_size is {said}: it has to list whole numbers", "intermediate_size")
-        return max(by_layer)  # each layer has its own
+        return int(max(by_layer))  # each layer has its own
     if family.experts is None:
         width = read.size("intermediate_size", family.mlp_ratio and family.mlp_ratio * hidden)
         return width if family.mlp_width is None else family.mlp_width(config, width)

@@ -144,6 +144,8 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     parallelism["order"] = tuple(map(Axis, parallelism["order"].split("-")))
     parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
     parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
+    if not all(parallelism[axis.value] >= 1 for axis in Axis):
+        raise ValueError("an axis has less than 1 rank")
     levels = parallelism["hierarchical_cp_sizes"]
     parallelism["hierarchical_cp_sizes"] = sizes = None if levels is None else tuple(levels)
     ContextParallel(parallelism["cp_implementation"], parallelism["cp"], sizes)  # which refuses what does not fit

@@ -414,10 +414,10 @@ MOST_SETTINGS = 120
 def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
     """What is too large, with the layout that a search chooses too, or the statement that none of those tried fits.
 
-    A finding of a spec with too many layouts for a check stays as it is.
+    A finding of a spec with too many layouts for a check, or with values that its schema refuses, stays as it is.
     """
     try:
-        result = _all_layouts(spec)
+        result = None if spec.invalid else _all_layouts(spec)
         before = timing(workload(spec)).step.seconds
     except (Unavailable, ValueError):
         return one

@@ -164,6 +164,7 @@ def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fi
         ("model", "hf_config", {"more": float("inf")}),
         ("parallelism", "hierarchical_cp_sizes", [None, None]),
         ("parallelism", "hierarchical_cp_sizes", [1, 2]),
+        ("parallelism", "ep", -1),
     ],
 )
 def test_what_a_reader_of_a_plan_would_stumble_over_is_refused(tmp_path, section, key, value) -> None:

@@ -139,6 +139,31 @@ def test_a_wrong_value_is_refused_with_its_name(kind: str, name: str, value: Any
     assert last in said
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("cluster", "accelerator", {"a": None}),
+        ("training", "micro_batch_size", 0),
+        ("training", "eval_micro_batch_size", -0.0),
+    ],
+)
+def test_what_does_not_fit_is_not_searched_with_values_that_are_refused(
+    section: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    spec: dict[str, Any] = {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"nodes": 1, "gpus_per_node": 1, "accelerator": "a100-40gb"},
+        "training": {"sequence_length": 8192, "global_batch_size": 64},
+    }
+    spec[section][key] = value
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert key in done.output
+
+
 @pytest.mark.parametrize("value", [0, "-0", -4])
 def test_a_model_without_heads_is_refused(value: Any, tmp_path: Path) -> None:
     file = tmp_path / "file.json"

@@ -117,14 +117,13 @@ def read_config(path: FilePath) -> dict[str, Any]:
         raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
     if not isinstance(config, dict):
         raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
-    if "plan_version" in config:
-        config = _of_plan(config, path)
-    text = config.get("text_config")
-    for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
+    found: dict[str, Any] = _of_plan(config, path) if "plan_version" in config else config
+    text = found.get("text_config")
+    for key, value in (*found.items(), *(text.items() if isinstance(text, dict) else ())):
         most = _most(key)
         if isinstance(value, int) and most is not None and value > most:
             raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
-    return config
+    return found
 
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
