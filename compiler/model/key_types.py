@@ -39,7 +39,7 @@ _POSITIVE = frozenset(
 _GROUPS_TOO = "num_expert_group"
 """What Kimi and Bailing call `n_group`, which it goes before."""
 _LISTED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type"), ("text",)),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type"), ("text",)),
     **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
     "no_rope_layers": ("switch", "whole"),
     "activation_sparsity_pattern": ("whole", "fraction"),

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_type_hints
 
 from parcompile.atomic import locate, read_set
 from parcompile.cost.memory import static_memory
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
+from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.grid import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.machines.accelerator import preset_from_tree, preset_tree
@@ -148,7 +149,11 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         raise ValueError("an axis has less than 1 rank")
     levels = parallelism["hierarchical_cp_sizes"]
     parallelism["hierarchical_cp_sizes"] = sizes = None if levels is None else tuple(levels)
-    ContextParallel(parallelism["cp_implementation"], parallelism["cp"], sizes)  # which refuses what does not fit
+    if (
+        parallelism["cp_implementation"].has_levels == (sizes is None)
+        or prod(sizes or [parallelism["cp"]]) != parallelism["cp"]
+    ):
+        raise ValueError("hierarchical_cp_sizes do not fit cp")
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
     schedule = training.pop("lr_scheduler")

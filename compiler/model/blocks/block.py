@@ -7,6 +7,7 @@ that it stands in. What a mechanism has nothing to say of it leaves out: the ans
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -147,7 +148,7 @@ class Block:
 
     def count(self, layers: range) -> int:
         """How many of these layers have it."""
-        return sum(layer in layers for layer in self.layers)
+        return bisect_left(self.layers, layers.stop) - bisect_left(self.layers, layers.start)
 
     def share(self, total: int) -> float:
         """The share of a model's layers that have it."""

@@ -228,7 +228,7 @@ def _checked(key: str, given: Any, num_layers: int) -> tuple[str, ...]:
     letters = {"F": FULL, "S": SHARED} if key == "index_topk_pattern" and isinstance(given, str) else {}
     if not isinstance(given, str | list | tuple) or (isinstance(given, str) and not letters):
         raise LayersError(f"{key} is {given!r}: it has to be a list with the kind of each layer", key)
-    kinds = tuple(str(letters.get(one, one)) for one in given)
+    kinds = tuple(letters.get(one, one) if isinstance(one, str) else str(one) for one in given)
     if len(kinds) != num_layers:
         raise LayersError(f"{key} has {len(kinds)} entries for {num_layers} layers: write the kind of each", key)
     if others := sorted(set(kinds) - {FULL, SHARED}):
