@@ -224,7 +224,7 @@ def test_the_parameters_of_a_type_that_is_refused_are_counted_too(tmp_path: Path
     ("text", "said"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "has no model_type"),
+        ("[]", "does not hold a JSON object"),
         ('{"model_type": "llama"}', "is a configuration of llama, not of qwen3"),
     ],
 )

@@ -164,6 +164,15 @@ def test_what_does_not_fit_is_not_searched_with_values_that_are_refused(
     assert key in done.output
 
 
+@pytest.mark.parametrize("changes", [{"num_layers": 2**31, "num_experts": 4}, {"global_batch_size": "-0"}])
+def test_arguments_without_bounds_end_in_a_message(changes: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({**FILES["megatron"], "num_attention_heads": 4, "train_samples": 8, **changes}))
+    done = CliRunner().invoke(cli, ["import", "--kind", "megatron", str(file)])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert next(iter(changes)) in done.output.replace("-", "_")
+
+
 @pytest.mark.parametrize("value", [0, "-0", -4])
 def test_a_model_without_heads_is_refused(value: Any, tmp_path: Path) -> None:
     file = tmp_path / "file.json"

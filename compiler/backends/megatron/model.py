@@ -20,7 +20,8 @@ from parcompile.backends.reading import (
 )
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.spec import Spec
-from parcompile.text.typed import integer
+from parcompile.spec.resolve.model import most
+from parcompile.text.typed import WrongValueError, integer
 
 from . import activation, experts, positions
 
@@ -175,6 +176,8 @@ def _read(source: Source, draft: Draft) -> None:
         sizes[key] = draft.carry(source, name, (*_MODEL, key), _positive)
         if sizes[key] is None:
             draft.ask((*_MODEL, key), f"the file does not say --{name.replace('_', '-')}")
+        elif sizes[key] > (limit := most(key) or sizes[key]):
+            raise WrongValueError(name, sizes[key], f"at most {limit}, the limit of a spec")
     if draft.carry(source, "vocab_size", (*_MODEL, "vocab_size"), _positive) is None:
         draft.ask((*_MODEL, "vocab_size"), "the file does not say it: the tokenizer decides")
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, SpecPath, UndecidedError
 from parcompile.spec import Precision, Spec
-from parcompile.text.typed import number
+from parcompile.text.typed import integer, number
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
@@ -34,6 +34,8 @@ def _read_length(source: Source, draft: Draft) -> None:
         return
     if samples is None:
         return
+    if batch is not None:
+        integer(batch, "global_batch_size", least=1)
     if source.has("rampup_batch_size") or source.has("step_batch_size_schedule"):
         source.lose("train_samples", "a spec counts steps, and the batch grows")
     elif not isinstance(batch, int) or samples % batch:
@@ -193,7 +195,7 @@ def steps(source: Source, what: str) -> int | None:
         return int(iters)
     samples = source.value(f"{names[what]}_samples", _SCHEDULE) if what != "train" else source.value("train_samples")
     batch = source.value("global_batch_size")
-    if samples and isinstance(batch, int) and samples % batch == 0:
+    if samples and isinstance(batch, int) and batch > 0 and samples % batch == 0:
         return int(samples) // batch
     return 0 if what == "warmup" and not samples else None
 

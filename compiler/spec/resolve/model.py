@@ -120,9 +120,9 @@ def read_config(path: FilePath) -> dict[str, Any]:
     found: dict[str, Any] = _of_plan(config, path) if "plan_version" in config else config
     text = found.get("text_config")
     for key, value in (*found.items(), *(text.items() if isinstance(text, dict) else ())):
-        most = _most(key)
-        if isinstance(value, int) and most is not None and value > most:
-            raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {most}", "hf_config")
+        limit = most(key)
+        if isinstance(value, int) and limit is not None and value > limit:
+            raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {limit}", "hf_config")
     return found
 
 
@@ -153,7 +153,7 @@ def _instead_of(path: FilePath) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _most(key: str) -> int | None:
+def most(key: str) -> int | None:
     """The largest value of a dimension. It bounds the work of the compiler, which lists layers one by one."""
     dimensions = schema.load("spec")["$defs"]["model_dimensions"]["properties"]
     entry = dimensions.get("num_hidden_layers" if _LAYERS.fullmatch(key) else key, {})
