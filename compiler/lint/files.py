@@ -78,9 +78,9 @@ def checker(read: Result, kind: str, file: Path | None, usage: UsageOptions | No
     """
     # A spec needs none of these, and a file of one tool nothing of the others.
     if kind == MEGATRON:
-        from .megatron.check import check_file
+        from .megatron.check import as_on_a_command_line, check_file
 
-        return read, check_file
+        return as_on_a_command_line(read), check_file
     if kind == GPT_NEOX:
         from .gpt_neox.check import check_file
 

@@ -167,6 +167,16 @@ def test_what_a_fork_may_take_is_no_error(program: str, words: str, severities: 
     assert {one.severity.value for one in done.diagnostics if one.code in ("K001", "K003", "K004")} == severities
 
 
+def test_a_key_written_twice_is_a_warning_as_an_option_given_twice_is(tmp_path: Path) -> None:
+    text = (
+        "MODEL_ARGS:\n  --num-layers: 24\n  --tensor-model-parallel-size: 2\n  --hidden-size: 64\n  --num-layers: 48\n"
+    )
+    found = checked(text, tmp_path / "model_config.yaml")
+    assert [(one.code, one.severity.value) for one in found.diagnostics if one.code == "J009"] == [("J009", "warning")]
+    assert found.document is not None
+    assert not any(one.is_error for one in found.diagnostics)
+
+
 def test_options_that_the_program_adds_are_known(tmp_path: Path) -> None:
     (tmp_path / "arguments.py").write_text('parser.add_argument(\n    "--num-layer", type=int)\n')
     (tmp_path / "train.py").write_text("import arguments\n")

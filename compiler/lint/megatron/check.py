@@ -19,7 +19,7 @@ from parcompile.backends.megatron.options import Facts, Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings
-from parcompile.text import Document
+from parcompile.text import Document, Result
 from parcompile.user_files import read_bytes
 
 from .settings import MegatronSettings
@@ -35,6 +35,16 @@ def check_file(document: Document) -> list[Diagnostic]:
         for one in (*_of_words(call), *rules):
             found.setdefault((one.code, one.position, one.message), one)
     return list(found.values())
+
+
+def as_on_a_command_line(read: Result) -> Result:
+    """A key written twice becomes a warning, as an option given twice is: readers of these files take the last."""
+    return replace(
+        read,
+        diagnostics=tuple(
+            replace(one, severity=Severity.WARNING) if one.code == "J009" else one for one in read.diagnostics
+        ),
+    )
 
 
 def _of_words(call: Call) -> Iterator[Diagnostic]:
