@@ -105,6 +105,17 @@ def test_emitted_arguments_pass(name: str, tmp_path: Path) -> None:
     assert [(one.code, one.message) for one in done.diagnostics] == []
 
 
+def test_the_list_of_words_that_a_plan_writes_is_read(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "qwen3-8b-16-gpus" / "megatron_args.json"
+    text = golden.read_text(encoding="utf-8")
+    assert [(one.code, one.message) for one in checked(text, tmp_path / "right.json").diagnostics] == []
+    wrong = checked(text.replace("--context-parallel-size", "--context-parallel-sizes"), tmp_path / "wrong.json")
+    place = wrong.diagnostics[0].position
+    assert [(one.code, one.severity.value) for one in wrong.diagnostics] == [("K001", "error")]
+    assert place is not None
+    assert text.splitlines()[place.line - 1].strip().startswith('"--context-parallel-size')
+
+
 LAYOUT = "--tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096 --num-attention-heads 32"
 
 

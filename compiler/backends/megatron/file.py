@@ -18,7 +18,7 @@ from parcompile.text.shell import Invocation, ShellLimitError, Value, invocation
 from parcompile.text.shell.values import known, missing, shown, span
 from parcompile.user_files import read_bytes
 
-from .arguments import Arguments, Unknown, Word, parsed
+from .arguments import Arguments, Span, Unknown, Word, parsed
 from .options import line, spelling
 
 MEGATRON_FORMAT = "megatron"
@@ -75,7 +75,7 @@ def is_shell_arguments(text: str) -> bool:
 
 def is_argument_tree(tree: object) -> bool:
     """Whether a parsed file holds Megatron-LM's arguments, at any depth; a spec or a model's configuration does not."""
-    found = {spelling(key) for key, _, _ in _leaves(tree, ())}
+    found = {spelling(key) for key, _, _ in _leaves(tree, ())} | {spelling(word) for word in _list(tree)}
     return len(_MARKS & found) >= 2 and bool(found & {"tensor_model_parallel_size", "pipeline_model_parallel_size"})
 
 
@@ -221,6 +221,10 @@ def _place(key: Any, value: Any) -> Place:
 def from_tree(document: Document) -> Call:
     """The arguments in a YAML or JSON file: those of a recipe, or all of its values at any depth."""
     tree: Any = document.tree
+    if listed := [Word(text, text, (), _span(document.place((_LIST, at)))) for at, text in enumerate(_list(tree))]:
+        call = _document(document.source, [], listed, ())
+        if call is not None:
+            return replace(call, program=OWN_PROGRAM)
     path: tuple[str | int, ...] = ()
     if isinstance(tree, dict) and isinstance(tree.get(RECIPE), dict):
         tree, path = tree[RECIPE], (RECIPE,)
@@ -300,6 +304,19 @@ def _several(flag: str, text: str) -> bool:
     """Whether the values of a list stand in one string."""
     known_flag = line().by_flag.get(spelling(flag))
     return known_flag is not None and line().options[known_flag[0]].newest.kind == "list" and " " in text.strip()
+
+
+_LIST = "arguments"
+"""The key of the list of words in `megatron_args.json`."""
+
+
+def _list(tree: object) -> list[str]:
+    words = tree.get(_LIST) if isinstance(tree, dict) else None
+    return words if isinstance(words, list) and all(isinstance(one, str) for one in words) else []
+
+
+def _span(place: Place | None) -> Span:
+    return (0, 0) if place is None else (place.start, place.end)
 
 
 def _leaves(tree: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, tuple[str | int, ...], object]]:
