@@ -112,7 +112,8 @@ class _Parser:
 
     def _duplicate(self, key: str, first: Place, second: Place, *, is_same: bool) -> None:
         path = self.path()
-        self.duplicates.add(path)
+        if not is_same:  # else it says what it says
+            self.duplicates.add(path)
         both = first.key_start, second.key_start
         self.scanner.report(duplicate_key(self.source, key, path, *both, is_same=is_same))
 

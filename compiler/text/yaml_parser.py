@@ -278,7 +278,8 @@ class _Composer:
 
     def _duplicate(self, key: str, first: Place, start: int, *, is_same: bool) -> None:
         path = self.path()
-        self.duplicates.add(path)
+        if not is_same:  # else it says what it says
+            self.duplicates.add(path)
         self._add(duplicate_key(self.source, key, path, first.key_start, start, is_same=is_same), start)
 
     def _alias(self, event: yaml.AliasEvent, start: int, end: int) -> _Node:
