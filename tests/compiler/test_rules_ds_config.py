@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,40 @@ def test_emitted_configurations_pass(tmp_path: Path) -> None:
     plan, _ = compile_file(spec)
     assert plan is not None
     assert [one for one in found(ds_config(plan), tmp_path) if one[0] != "F003"] == []
+
+
+TEMPLATES = Path(str(distribution("deepspeed").locate_file("deepspeed/autotuning/config_templates")))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_templates_of_the_autotuner_need_no_batch(stage: int, tmp_path: Path) -> None:
+    template = TEMPLATES / f"template_zero{stage}.json"
+    assert {one.code for one in check_any(template).diagnostics} <= {"F005"}
+    copied = tmp_path / template.name  # a file of that name elsewhere is nobody's template
+    copied.write_bytes(template.read_bytes())
+    assert {"K002", "A001"} <= {one.code for one in check_any(copied).diagnostics}
+
+
+def test_the_trainer_fills_what_accelerate_launch_hands_it(tmp_path: Path) -> None:
+    (tmp_path / "launch.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: ds_config.json\n", "utf-8")
+    betas = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
+    assert found({**BASE, "optimizer": betas}, tmp_path) == [("F002", "optimizer.params.lr")]
+    assert ("F001", "optimizer.params.betas") in found(
+        {**BASE, "optimizer": betas}, tmp_path, UsageOptions(used_with="accelerate")
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "said"),
+    [
+        ({"optimizer": {"type": "torch.optim.AdamW", "params": {}}}, "optimizer.type", 'write "AdamW"'),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear", "Conv1d"]}},
+            "torch_autocast.lower_precision_safe_modules.1",
+            'write "torch.nn.Conv1d", say',
+        ),
+    ],
+)
+def test_classes_are_named_as_deepspeed_looks_them_up(tree: Any, path: str, said: str, tmp_path: Path) -> None:
+    (one,) = checked({**BASE, **tree}, tmp_path).diagnostics
+    assert (one.code, ".".join(map(str, one.path)), one.help) == ("K004", path, said)

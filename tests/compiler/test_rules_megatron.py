@@ -10,6 +10,7 @@ import yaml
 
 from parcompile.backends.kinds import MEGATRON, UNKNOWN
 from parcompile.backends.megatron import write as megatron
+from parcompile.backends.megatron.file import imported
 from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import Checked, check_any, compile_file
 
@@ -272,3 +273,70 @@ def test_a_deterministic_run_overlaps_no_tensor_parallel_communication(tmp_path:
     assert [one.message for one in found if one.code == "F121"] == [
         "deterministic_mode and tp_comm_overlap exclude each other"
     ]
+
+
+SECTION = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
+TRAINER = {
+    "actor-v1": {"num_attention_heads": 7, "lr": "x", "megatron": {**SECTION, "override": {"num_query_groups": 5}}},
+    "critic": {"megatron": {**SECTION, "num_attention_heads": 9}},
+    "rollout": {**SECTION, "num_attention_heads": 11, "gpu_memory_utilization": 0.5},
+    "reference": {"megatron": {**SECTION, "num_attention_heads": 13, "enabled": False}},
+    "cluster": {"num_nodes": 1, "gpus_per_node": 7},
+}
+
+
+def test_sections_of_another_program_are_calls_of_their_own(tmp_path: Path) -> None:
+    done = checked(yaml.safe_dump(TRAINER), tmp_path / "trainer.yaml")
+    assert done.document is not None
+    undecided = imported(done.document)["num_attention_heads"]
+    assert undecided.names == ("the file has several sections of arguments",)
+    (found,) = done.diagnostics
+    assert (found.code, found.message.split(";")[0]) == (
+        "F103",
+        "num_attention_heads 9 / tensor_model_parallel_size 2 is not whole",
+    )
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"train": {"tensor_model_parallel_size": 2}, "num_layers": 5, "micro_batch_size": 1},
+        {"rollout": TRAINER["rollout"]},
+        {"reference": TRAINER["reference"]},
+    ],
+)
+def test_marks_of_other_sections_make_no_arguments(tree: Any, tmp_path: Path) -> None:
+    assert checked(yaml.safe_dump(tree), tmp_path / "trainer.yaml").kind == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "world"),
+    [("model", "system", "system"), ("model", "model", "train"), ("language_model", "model_parallel", "world")],
+    ids=["FlagScale", "Megatron-Bridge", "yaml-cfg"],
+)
+def test_sections_that_one_program_reads_together_are_one_call(
+    layers: str, layout: str, world: str, tmp_path: Path
+) -> None:
+    tree: dict[str, dict[str, Any]] = {layers: {}, layout: {}, world: {}}
+    tree[layers] |= {"num_layers": 12, "hidden_size": 65, "num_attention_heads": 5}
+    tree[layout] |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
+    tree[world] |= {"world_size": 8}
+    found = checked(yaml.safe_dump(tree), tmp_path / "run.yaml").diagnostics
+    assert {one.code for one in found if one.severity.value == "error"} == {"F101", "F103"}
+
+
+EXPERTS = "--num-experts 8 --expert-model-parallel-size 2 --sequence-parallel --seq-length 1024"
+
+
+@pytest.mark.parametrize(
+    ("more", "severity"),
+    [
+        ("", "warning"),
+        ("--moe-token-dispatcher-type alltoall", "error"),
+        ("--moe-grouped-gemm", "error"),
+        ("--moe-flex-dispatcher-backend hybridep", "error"),  # of a version that refuses biases
+    ],
+)
+def test_biases_of_experts_are_an_error_where_no_version_runs_them(more: str, severity: str, tmp_path: Path) -> None:
+    found = checked(f"python pretrain_gpt.py {LAYOUT} {EXPERTS} {more}\n", tmp_path / "run.sh").diagnostics
+    assert [one.severity.value for one in found if one.code == "F109"] == [severity]

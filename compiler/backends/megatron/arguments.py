@@ -81,6 +81,18 @@ class Arguments:
         """The parsers that these arguments are for."""
         return line(self.project)
 
+    def versions_of(self, name: str) -> frozenset[int]:
+        """The versions that have an option under the flag that is given."""
+        spelled = spelling(self.flags[name])
+        having = (one for one in self.line.options[name].facts if spelled in map(spelling, one.flags))
+        return frozenset(version for one in having for version in range(one.since, one.until + 1))
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """The versions that have all options that are given."""
+        found = (self.versions_of(name) for name in self.values)
+        return frozenset(range(len(self.line.versions))).intersection(*(one for one in found if one))
+
 
 def converted(facts: Facts, text: str) -> Any:
     """A value as the parser makes it.

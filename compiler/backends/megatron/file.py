@@ -8,7 +8,7 @@ one document for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,18 @@ _MARKS = frozenset(
     }
 )
 """Arguments of which every file of this kind has several."""
+_INFERENCE = frozenset({"gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens"})
+"""Settings of vLLM and SGLang, which have Megatron-LM's names for the sizes of their layout too."""
+_BRIDGE = frozenset(
+    {
+        *("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "logger", "tokenizer"),
+        *("checkpoint", "rng", "ft", "rerun_state_machine", "straggler", "nvrx_straggler", "inprocess_restart"),
+        *("profiling", "peft", "comm_overlap", "mixed_precision", "tensor_inspect"),
+    }
+)
+"""The sections of Megatron-Bridge's `ConfigContainer`."""
+_YAML_CFG = frozenset({"language_model", "model_parallel"})
+"""Sections of a file for `--yaml-cfg` of Megatron-LM, which reads them and the values beside them as one run."""
 LARGEST_SOURCED_BYTES = 1 << 20
 OWN_PROGRAM = "pretrain_gpt.py"
 """What the recipes of Megatron-LM's functional tests call, or one like it."""
@@ -74,9 +86,8 @@ def is_shell_arguments(text: str) -> bool:
 
 
 def is_argument_tree(tree: object) -> bool:
-    """Whether a parsed file holds Megatron-LM's arguments, at any depth; a spec or a model's configuration does not."""
-    found = {spelling(key) for key, _, _ in _leaves(tree, ())} | {spelling(word) for word in _list(tree)}
-    return len(_MARKS & found) >= 2 and bool(found & {"tensor_model_parallel_size", "pipeline_model_parallel_size"})
+    """Whether a parsed file holds Megatron-LM's arguments; a spec or a model's configuration does not."""
+    return isinstance(tree, dict) and (bool(_sections(tree)) or _is_marked(_list(tree)))
 
 
 def from_shell(
@@ -132,6 +143,8 @@ def imported(document: Document) -> Mapping[str, Any]:
     every: list[Mapping[str, Any]] = [tree, *(other.tree for other in others)]  # type: ignore[list-item]
     conditions = dict.fromkeys(text for call in (document, *others) for text, _ in call.arguments.assumptions)
     said = f"the script goes several ways ({', '.join(conditions)})" if conditions else "the script starts several runs"
+    if not document.is_command_line:
+        said = "the file has several sections of arguments"
     for name in dict.fromkeys(key for one in every for key in one):
         values = [one.get(name) for one in every]
         if any(value != values[0] for value in values):
@@ -219,19 +232,51 @@ def _place(key: Any, value: Any) -> Place:
 
 
 def from_tree(document: Document) -> Call:
-    """The arguments in a YAML or JSON file: those of a recipe, or all of its values at any depth."""
+    """The arguments in a YAML or JSON file: a list of words, or sections, each of which is one call."""
     tree: Any = document.tree
     if listed := [Word(text, text, (), _span(document.place((_LIST, at)))) for at, text in enumerate(_list(tree))]:
         call = _document(document.source, [], listed, ())
         if call is not None:
             return replace(call, program=OWN_PROGRAM)
+    first, *others = [_section(document, path, leaves) for path, leaves in _sections(tree) or [((), _own(tree, ()))]]
+    return replace(first, others=tuple(others))
+
+
+Leaf = tuple[str, tuple[str | int, ...], object]
+
+
+def _sections(tree: Mapping[str, Any]) -> list[tuple[tuple[str | int, ...], list[Leaf]]]:
+    """What one run of Megatron-LM reads together, by its path: a section alone, unless the program reads them all."""
     path: tuple[str | int, ...] = ()
-    if isinstance(tree, dict) and isinstance(tree.get(RECIPE), dict):
+    if isinstance(tree.get(RECIPE), dict):
         tree, path = tree[RECIPE], (RECIPE,)
+    elif not (_is_flagscale(tree) or _is_bridge(tree) or tree.keys() >= _YAML_CFG):
+        mappings = [(path, one) for path, one in _mappings(tree, ()) if not _INFERENCE & one.keys()]
+        owns = [(path, _own(one, path)) for path, one in mappings if one.get("enabled") is not False]
+        return [(path, own) for path, own in owns if _is_marked([key for key, _, _ in own])]
     leaves = list(_leaves(tree, path))
-    keys = [str(key) for key, _, _ in leaves]
-    strict = path != () or any(key.startswith("--") or "-" in key for key in keys) or _is_whole(leaves)
-    is_flagscale = isinstance(document.tree, dict) and {"system", "model"} <= document.tree.keys()
+    return [(path, leaves)] if _is_marked([key for key, _, _ in leaves]) else []
+
+
+def _is_marked(keys: Iterable[str]) -> bool:
+    found = {spelling(key) for key in keys}
+    return len(_MARKS & found) >= 2 and bool(found & {"tensor_model_parallel_size", "pipeline_model_parallel_size"})
+
+
+def _is_flagscale(tree: Mapping[str, Any]) -> bool:
+    """Whether FlagScale reads a file: it makes one list of arguments out of all sections."""
+    return {"system", "model"} <= tree.keys()
+
+
+def _is_bridge(tree: Mapping[str, Any]) -> bool:
+    """Whether a file is a `ConfigContainer` of Megatron-Bridge, whose sections describe one run."""
+    return "model" in tree and tree.keys() <= _BRIDGE and all(isinstance(value, dict) for value in tree.values())
+
+
+def _section(document: Document, path: tuple[str | int, ...], leaves: list[Leaf]) -> Call:
+    is_flagscale = not path and _is_flagscale(document.tree)  # type: ignore[arg-type]  # a mapping: it has sections
+    is_whole = not path and len(leaves) == len(document.tree) and _is_whole(leaves)  # type: ignore[arg-type]
+    strict = path == (RECIPE,) or is_whole or any("-" in key and spelling(key) in _MARKS for key, _, _ in leaves)
     by_dest = {facts.dest: (name, facts.kind) for name, option in line().options.items() for facts in option.facts}
     words: list[Word] = []
     others: dict[str, Any] = {}
@@ -267,7 +312,7 @@ def from_tree(document: Document) -> Call:
         MEGATRON_FORMAT,
         arguments=arguments,
         is_command_line=strict or is_flagscale,
-        program=OWN_PROGRAM if path else None,
+        program=OWN_PROGRAM if path == (RECIPE,) else None,
     )
 
 
@@ -275,10 +320,10 @@ def _canonical_machine(spelled: str) -> str:
     return next((name for name, others in _LAUNCHED.items() if spelled in others), spelled)
 
 
-def _is_whole(leaves: list[tuple[str, tuple[str | int, ...], object]]) -> bool:
-    """Whether a file holds arguments of Megatron-LM alone, in one list, with one mistake at most."""
+def _is_whole(leaves: list[Leaf]) -> bool:
+    """Whether a file holds arguments of Megatron-LM alone, with one mistake at most."""
     known = sum(spelling(key) in line().by_flag or spelling(key) in _MACHINES for key, _, _ in leaves)
-    return all(len(where) == 1 for _, where, _ in leaves) and known >= max(0.9 * len(leaves), len(leaves) - 1)
+    return known >= max(0.9 * len(leaves), len(leaves) - 1)
 
 
 def _words_of(key: str, value: Any, place: Place, *, literally: bool) -> Iterator[Word]:
@@ -319,10 +364,19 @@ def _span(place: Place | None) -> Span:
     return (0, 0) if place is None else (place.start, place.end)
 
 
-def _leaves(tree: object, path: tuple[str | int, ...]) -> Iterator[tuple[str, tuple[str | int, ...], object]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from _leaves(value, (*path, key))
-            else:
-                yield str(key), (*path, key), value
+def _leaves(tree: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[Leaf]:
+    for where, section in _mappings(tree, path):
+        yield from _own(section, where)
+
+
+def _own(section: Mapping[str, Any], path: tuple[str | int, ...]) -> list[Leaf]:
+    """The values of a section, without those of the sections in it."""
+    return [(str(key), (*path, key), value) for key, value in section.items() if not isinstance(value, dict)]
+
+
+def _mappings(tree: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """A mapping and all those in it."""
+    yield path, tree
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _mappings(value, (*path, key))

@@ -31,7 +31,7 @@ def _rule(one: Advisory) -> Check:
 
 def _is_misspelt(one: Advisory, settings: Settings) -> bool:
     """Whether a key that must be absent is there under a misspelt name, or added by the one who reads the file."""
-    if one.id == "A001" and settings.usage.filler == LIGHTNING:
+    if one.id == "A001" and (settings.usage.filler == LIGHTNING or settings.usage.is_template):
         return True
     paths = [clause["path"].split(".") for clause in one.condition if "default" in clause or clause.get("absent")]
     return any(settings.get(*path) is None and not settings.left_out(*path) for path in paths)

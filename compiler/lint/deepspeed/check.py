@@ -24,7 +24,8 @@ def checker(
     usage = usage_context(read.document.tree if read.document else None, file, options or UsageOptions())
 
     def check(document: Document) -> list[Diagnostic]:
-        keys = configuration.check(document, usage.version, needs_batch=usage.filler != LIGHTNING)
+        needs_batch = usage.filler != LIGHTNING and not usage.is_template
+        keys = configuration.check(document, usage.version, needs_batch=needs_batch)
         found = check_settings(Settings(keys.tree, keys.invalid_paths, usage), DEEPSPEED)
         return [*keys.diagnostics, *(document.locate(one) for one in found)]
 

@@ -24,7 +24,7 @@ from parcompile.schema.values import quoted
 from parcompile.schema.view import Violation
 from parcompile.text import Document
 
-from .constructors import wrong_parameters, wrong_type
+from .constructors import wrong_parameters, wrong_paths, wrong_type
 from .lax import How, Read, as_written, read
 
 AUTO = "auto"
@@ -131,6 +131,8 @@ class _Walk:
             wrong_parameters(self.findings, self.version, path, _places(self.version))
         elif path in _TYPED:
             self._constructed(value, path)
+        elif path == ("torch_autocast",) and value.get("enabled") is True:
+            wrong_paths(self.findings, (*path, "lower_precision_safe_modules"))
 
     def _constructed(self, value: Mapping[str, Any], path: Path) -> None:
         """The section of an optimizer or a schedule: without a type nothing is made of it."""

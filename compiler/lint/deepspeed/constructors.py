@@ -177,7 +177,21 @@ def wrong_type(findings: Findings, version: str, path: Path, kind: str) -> None:
         names = [name for name in classes(version) if name in SCHEDULES]
         if kind in torch or kind in names:
             return
+    last = kind.rpartition(".")[2]
+    if last != kind and (last in torch or last in names):
+        message = f"{path[0]}.type: DeepSpeed takes the name of a class, not its path {quoted(kind)}"
+        findings.say("K004", path, message, f"write {quoted(last)}")
+        return
     choice(path, kind, [*names, *torch], [{"type": "string"}], findings)
+
+
+def wrong_paths(findings: Findings, path: Path) -> None:
+    """Classes of modules that DeepSpeed imports by their paths, and cannot: a name alone has no module."""
+    classes_ = findings.value(path)
+    for number, name in enumerate(classes_ if isinstance(classes_, list) else ()):
+        if isinstance(name, str) and not all(name.rpartition(".")[::2]):
+            message = f"{path[-1]}: {quoted(name)} has no module, and DeepSpeed imports classes by their paths"
+            findings.say("K004", (*path, number), message, f"write {quoted(f'torch.nn.{name}')}, say")
 
 
 def removal(kind: str) -> tuple[str, str] | None:

@@ -108,6 +108,8 @@ _HANDED_ON = (
     (LIGHTNING, re.compile(r"DeepSpeedStrategy\([^)]*NAME")),
     (BARE, re.compile(r"deepspeed\.initialize\([^)]*NAME")),
 )
+_TEMPLATE = re.compile(r"/autotuning/config_templates/template_zero[0-3]\.json$")
+"""Where DeepSpeed's autotuner reads its templates, one for each stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class UsageContext:
     version_from: str | None = None
     filler: str | None = None
     filler_from: str | None = None
+    is_template: bool = False
+    """Whether the autotuner lays the configuration over the user's own, which has what is missing here."""
 
     @property
     def pinned(self) -> bool:
@@ -154,7 +158,16 @@ def usage_context(tree: object, file: Path | None, usage: UsageOptions) -> Usage
         filler, filler_from = handed_on(file)
     if filler is None and any(True for _ in autos(tree)):
         filler, filler_from = TRANSFORMERS, GUESSED
-    return UsageContext(version, version_from, filler, filler_from)
+    elif filler == ACCELERATE and filler_from != "--used-with" and _is_for_the_trainer(tree):
+        filler, filler_from = TRANSFORMERS, GUESSED  # under `accelerate launch` the Trainer fills them
+    is_template = file is not None and _TEMPLATE.search(file.absolute().as_posix()) is not None
+    return UsageContext(version, version_from, filler, filler_from, is_template)
+
+
+def _is_for_the_trainer(tree: object) -> bool:
+    """Whether accelerate leaves an "auto" as it is that the Trainer replaces."""
+    given = {".".join(map(str, path)) for path in autos(tree)}
+    return bool(given & (filled(TRANSFORMERS) - filled(ACCELERATE)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from typing import Any
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
 from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, Call, from_tree
-from parcompile.backends.megatron.options import Facts, Line, Option, spelling
+from parcompile.backends.megatron.options import Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings
@@ -59,7 +59,8 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
         if not isinstance(last, Unknown):
             message = f"{arguments.flags[name]} is given {len(spans) + 1} times with other values; the last one counts"
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
-    yield from (_placed(call, one, None) for one in (*_versions(arguments), *_out_of_range(arguments, program)))
+    versions = _versions(arguments) if call.is_command_line else ()  # other programs have names of their own
+    yield from (_placed(call, one, None) for one in (*versions, *_out_of_range(arguments, program)))
 
 
 def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
@@ -190,11 +191,11 @@ def _tool(parsers: Line) -> str:
 def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
     """Options that the newest version has no more: fine in an old checkout, wrong beside options of a newer one."""
     parsers = arguments.line
-    spans = {name: _having(parsers.options[name].facts, spelling(arguments.flags[name])) for name in arguments.values}
+    spans = {name: arguments.versions_of(name) for name in arguments.values}
     gone = {name: versions for name, versions in spans.items() if versions and parsers.newest not in versions}
     if not gone:
         return
-    together = frozenset(range(len(parsers.versions))).intersection(*(found for found in spans.values() if found))
+    together = arguments.versions
     for name, versions in gone.items():
         flag, last = arguments.flags[name], parsers.versions[max(versions)]
         removed = parsers.versions[max(versions) + 1]
@@ -213,10 +214,3 @@ def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
         flags = ", ".join(arguments.flags[name] for name in gone)
         message = f"written for {_tool(parsers)} {newest} or older: later versions have no {flags}"
         yield Diagnostic("K001", Severity.INFO, message, (next(iter(gone)),))
-
-
-def _having(facts: tuple[Facts, ...], spelled: str) -> frozenset[int]:
-    """The versions that have an option under this flag."""
-    return frozenset(
-        version for one in facts if spelled in map(spelling, one.flags) for version in range(one.since, one.until + 1)
-    )

@@ -12,7 +12,7 @@ from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.arithmetic import divisors, listed, nearest_multiples
 from parcompile.rules.registry import Finding
 
-from .settings import also, attempt, flag, is_nvidias, is_open, one_of, size, where_decided
+from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, where_decided
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 
@@ -250,7 +250,14 @@ def _experts_with_biases(settings: Settings, experts: int) -> Iterator[Finding]:
     if tp > 1 and is_nvidias(settings) and not flag(settings, "disable_bias_linear"):
         message = f"num_experts {experts} with biases, and experts split over {tp} ranks"
         hint = "add --disable-bias-linear, or --expert-tensor-parallel-size 1"
-        yield Finding(message, ("num_experts",), help=hint, related=also(settings, name, _TP))
+        # The dispatcher "allgather", and experts one by one, had biases before that.
+        has_other = settings.tree.get("moe_token_dispatcher_type", "allgather") != "allgather"
+        is_old = not has_other and not settings.tree.get("moe_grouped_gemm") and fits(settings, "core_v0.12.0")
+        if is_old:
+            message += ", which Megatron-LM refuses since core_v0.13.0"
+        severity = Severity.WARNING if is_old else None
+        related = also(settings, name, _TP)
+        yield Finding(message, ("num_experts",), help=hint, related=related, severity=severity)
 
 
 def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ class MegatronSettings(Settings):
         super().__init__(call.tree, wrong)
         self.is_open = call.arguments.is_open
         self.project = call.arguments.project
+        self.versions = call.arguments.versions
         self.is_command_line = call.is_command_line
 
     def get(self, *path: str | int, default: Any = None) -> Any:
@@ -74,6 +75,13 @@ def is_open(settings: Settings) -> bool:
 def is_nvidias(settings: Settings) -> bool:
     """Whether Megatron-LM itself reads the arguments, and none of its forks."""
     return not isinstance(settings, MegatronSettings) or settings.project == NVIDIA
+
+
+def fits(settings: Settings, last: str) -> bool:
+    """Whether this version of Megatron-LM, or an older one, has all options that are given."""
+    if not isinstance(settings, MegatronSettings):
+        return False
+    return bool(settings.versions) and min(settings.versions) <= line().versions.index(last)
 
 
 def one_of(value: Any) -> Any:
