@@ -15,6 +15,7 @@ import torch
 from families import tiny_config
 from transformers import CONFIG_MAPPING
 
+from parcompile.model import key_types
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, mistyped
@@ -64,6 +65,8 @@ def test_what_a_class_does_not_take_is_refused_by_it_and_here(name: str) -> None
         for kind, value in VALUES.items():
             taken = kind in kinds.split()
             said = {key: listed.get(key, value) if kind == "text" else value for key in keys}
+            if kind == "list":
+                said |= {key: [VALUES[entries[0]]] for key, entries in key_types._LISTED.items() if key in keys}
             assert [mistyped(name, {key: said[key]}) is None for key in keys] == [taken] * len(keys), (kinds, kind)
             if not taken:  # the classes check all fields alike
                 with pytest.raises(Exception, match=f"Validation error for field '{keys[0]}'"):
