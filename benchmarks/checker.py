@@ -8,6 +8,15 @@ that refuses the file, or never looks at the key. A warning is right when it can
 looked up, a deprecated one that DeepSpeed speaks of, a key that is missing. Warnings that nothing here can show are
 counted apart. Then mistakes are planted into a configuration that DeepSpeed takes, and with --drawn values are drawn
 for its keys, which DeepSpeed's classes and the checker are to refuse both, or neither.
+
+    python benchmarks/checker.py --megatron SOURCES [--megatron SOURCES ...] [FOLDER ...]
+    python benchmarks/checker.py --neox SOURCES FOLDER ...
+
+The same for scripts and YAML with Megatron-LM's arguments, judged by the options that the sources of Megatron-LM or of
+a fork add to their parser (without a folder, the files in the first sources are judged; further sources are those that
+the first ones import), and for files of gpt-neox, judged by `NeoXArgs.from_ymls` of its sources. Of Megatron-LM's
+arguments only errors about options, types and choices are judged (K001, K003, K004): what the rules say of values is
+judged where the rules are tested.
 """
 
 from __future__ import annotations
@@ -17,14 +26,17 @@ import collections
 import contextlib
 import io
 import itertools
+import json
 import multiprocessing
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
@@ -32,8 +44,11 @@ sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 from deepspeed_draws import drawn, is_agreed  # noqa: E402
 from deepspeed_judge import Judge, Verdict  # noqa: E402
 from deepspeed_mistakes import finds, mistakes  # noqa: E402
+from megatron_static import Option, options, refusal  # noqa: E402
 
-from parcompile.backends.kinds import DEEPSPEED  # noqa: E402
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON  # noqa: E402
+from parcompile.backends.megatron.arguments import Unknown  # noqa: E402
+from parcompile.backends.megatron.file import Call  # noqa: E402
 from parcompile.cli.check import command as check_command  # noqa: E402
 from parcompile.diagnostics import Diagnostic, Severity  # noqa: E402
 from parcompile.lint.deepspeed.usage import UsageOptions, usage_context  # noqa: E402
@@ -67,6 +82,13 @@ class Tally:
 def configurations(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
         yield from sorted(one for one in folder.rglob("*.json") if one.is_file())
+
+
+def written(folders: Sequence[Path], kind: str) -> list[Path]:
+    """Scripts, JSON and YAML that are of a kind."""
+    ends = (".sh", ".yaml", ".yml", ".json")
+    files = (one for folder in folders for one in sorted(folder.rglob("*")) if one.suffix in ends and one.is_file())
+    return [one for one in files if check_any(one).kind == kind]
 
 
 def filler_of(checked: Checked, file: Path) -> str:
@@ -188,6 +210,74 @@ def files_per_second(files: Sequence[Path], rounds: int = 9) -> tuple[float, flo
     return min(rates), statistics.median(rates), max(rates)
 
 
+def of_megatron(sources: Sequence[Path], files: Sequence[Path]) -> Tally:
+    """Arguments of Megatron-LM, judged by the options of these sources together."""
+    known: dict[str, list[Option]] = {}
+    for folder in sources:
+        for flag, having in options(folder).items():
+            known.setdefault(flag, []).extend(having)
+    tally = Tally()
+    for file in files:
+        checked = check_any(file)
+        tally.files += 1
+        tally.kinds[checked.kind] += 1
+        calls = [checked.document, *checked.document.others] if isinstance(checked.document, Call) else []
+        closed = [call for call in calls if call.is_command_line and not call.arguments.is_open]
+        if closed:
+            why = next((why for call in closed if (why := refusal(known, given(call)))), None)
+            judge_errors(tally, file, checked, why, ("K001", "K003", "K004"))
+    return tally
+
+
+def given(call: Call) -> dict[str, Any]:
+    """The flags of a call with their values: what a variable decides is taken by any option."""
+    said = call.arguments
+    flags = {said.flags[name]: value for name, value in said.values.items()}
+    flags |= {one.flag: True if one.kind == "unknown" else one.value for one in said.problems}
+    return {flag: True if isinstance(value, Unknown) else value for flag, value in flags.items()}
+
+
+def of_neox(sources: Path, files: Sequence[Path]) -> Tally:
+    """Files of gpt-neox, judged by its own reader."""
+    tally, found = Tally(), {file: check_any(file) for file in files}
+    tally.files, tally.kinds = len(found), collections.Counter(one.kind for one in found.values())
+    own = {file: one for file, one in found.items() if one.kind == GPT_NEOX}
+    asked = "".join(f"{json.dumps(one.text.text)}\n" for one in own.values())
+    command = [sys.executable, str(ROOT / ".ci" / "upstream" / "gpt_neox.py"), str(sources)]
+    said = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    for (file, checked), verdict in zip(own.items(), map(json.loads, said), strict=True):
+        judge_errors(tally, file, checked, verdict.get("refused"), None)
+    return tally
+
+
+def judge_errors(tally: Tally, file: Path, checked: Checked, why: str | None, codes: Sequence[str] | None) -> None:
+    """The errors of a file, those of some codes where they are named, beside what upstream says of it."""
+    judged = [one for one in checked.diagnostics if codes is None or one.code in codes]
+    errors = [one for one in judged if one.is_error]
+    tally.errors += len(errors)
+    if why is None:
+        tally.false_errors += [f"{file}: {one.code} {one.message}" for one in errors]
+        return
+    tally.refused += 1
+    tally.found += bool(errors)
+    if not errors:
+        tally.warned += any(one.severity is Severity.WARNING for one in judged)
+        tally.missed.append(f"{file}: {why[:160]}")
+
+
+def report(tally: Tally) -> None:
+    accused = len({line.partition(": ")[0] for line in tally.false_errors})
+    print(f"files                        {tally.files}")
+    print(f"recognised                   {', '.join(f'{kind} {n}' for kind, n in tally.kinds.most_common())}")
+    print(f"errors that are right        {share(tally.errors - len(tally.false_errors), tally.errors)}")
+    print(f"files that are accused       {share(accused, tally.files)}")
+    print(f"refusals that are found      {share(tally.found, tally.refused)}")
+    print(f"or warned of                 {share(tally.found + tally.warned, tally.refused)}")
+    for title, lines in (("false error", tally.false_errors), ("refusal without an error", tally.missed)):
+        for line in lines:
+            print(f"{title}: {line}")
+
+
 def share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({part / whole:.1%})" if whole else "none"
 
@@ -196,13 +286,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="so many drawn values (0)")
-    options = parser.parse_args()
-    files = list(configurations(options.folders))
+    parser.add_argument("--megatron", action="append", type=Path, metavar="SOURCES", help="of Megatron-LM or a fork")
+    parser.add_argument("--neox", type=Path, metavar="SOURCES", help="of gpt-neox")
+    chosen = parser.parse_args()
+    if chosen.megatron is not None:
+        report(of_megatron(chosen.megatron, written(chosen.folders or chosen.megatron[:1], MEGATRON)))
+        return
+    if chosen.neox is not None:
+        report(of_neox(chosen.neox, written(chosen.folders, GPT_NEOX)))
+        return
+    files = list(configurations(chosen.folders))
     tally = Tally()
     with Judge() as judge:
         for file in files:
             judge_file(tally, file, judge)
-        agreed, disputed = draws(options.drawn, judge)
+        agreed, disputed = draws(chosen.drawn, judge)
     found, count, missed = planted()
     right = tally.errors - len(tally.false_errors)
     judged = tally.right_warnings + len(tally.wrong_warnings)
@@ -216,7 +314,7 @@ def main() -> None:
     print(f"remarks                      {tally.infos}")
     print(f"files that --fix changes     {tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}")
     print(f"planted mistakes found       {share(found, count)}")
-    print(f"drawn values agreed upon     {share(agreed, options.drawn)}")
+    print(f"drawn values agreed upon     {share(agreed, chosen.drawn)}")
     if files:
         low, middle, high = files_per_second(files)
         print(f"files per second             {middle:.0f} ({low:.0f} to {high:.0f}), one core")

@@ -199,6 +199,15 @@ def test_options_that_the_program_adds_are_known(tmp_path: Path) -> None:
     assert "--seq-lenght" in found.message
 
 
+def test_a_fork_with_its_own_parser_may_take_other_values(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "arguments.py").write_text("group.add_argument('--tokenizer-file', type=str)\n")
+    (tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain\n")
+    words = f"{LAYOUT} --tokenizer-file t.json --tokenizer-type TokenizerFromFile"
+    (found,) = checked(f"torchrun pretrain_gpt.py {words}\n", tmp_path / "train.sh").diagnostics
+    assert (found.code, found.severity.value) == ("K004", "warning")
+
+
 def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:
     for words in (
         "--pipeline-model-parallel-size $PP --decoder-first-pipeline-num-layers 5",

@@ -82,9 +82,10 @@ class _Program:
     def of(cls, call: Call) -> _Program:
         unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
         name = (call.program or "").rpartition("/")[2]
+        added = _added_options(call) if unknown else frozenset()
         # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
-        is_own = name in _OWN_PROGRAMS and len(unknown) < 2
-        return cls(is_own, _added_options(call) if unknown else frozenset())
+        is_own = name in _OWN_PROGRAMS and len(unknown) < 2 and not any(spelling(one.flag) in added for one in unknown)
+        return cls(is_own, added)
 
 
 _OWN_PROGRAMS = frozenset(
@@ -96,12 +97,13 @@ _OWN_PROGRAMS = frozenset(
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
+_PARSERS = ("*.py", "megatron/arguments.py", "megatron/training/arguments.py")
 _PARENTS, _FILES = 4, 200
-"""So far up a script's program is looked for, and so many files beside it are read."""
+"""So far up a script's program is looked for, and so many files are read: those beside it and the fork's parser."""
 
 
 def _added_options(call: Call) -> frozenset[str]:
-    """Options that the program of a call, or a file beside it, adds to the parser."""
+    """Options that the program of a call, a file beside it, or the parser under it adds."""
     if call.program is None or not call.program.endswith(".py") or call.source.file is None:
         return frozenset()
     script = Path(call.source.file).absolute()
@@ -109,7 +111,8 @@ def _added_options(call: Call) -> frozenset[str]:
     tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
     program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
     found: set[str] = set()
-    for file in [] if program is None else [program, *islice(sorted(program.parent.glob("*.py")), _FILES)]:
+    beside = () if program is None else (file for name in _PARSERS[::-1] for file in sorted(program.parent.glob(name)))
+    for file in islice(beside, _FILES):
         with suppress(OSError):
             text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
             found |= {spelling(flag) for flag in _ADDED.findall(text)}
