@@ -366,7 +366,8 @@ def test_the_commands_of_the_page_run(
         arguments, _, file = line.replace("--cells 20", "--cells 1").partition(" > ")
         found = command(*arguments.split())
         if "megatron" in line and importlib.util.find_spec("megatron") is None:
-            assert (found.exit_code, "No module named 'megatron'" in found.output) == (2, True), found.output
+            assert found.exit_code
+            assert "No module named 'megatron'" in found.output
             continue
         if file:
             Path(file).write_text(found.stdout)
