@@ -55,6 +55,8 @@ def supports(cell: Cell) -> str | None:
         return "ep spreads experts over ranks of dp"
     if has_experts(cell) and cell["tp"] > 1 and not cell["sequence_parallel"]:
         return "Megatron takes experts and tp with sequence parallelism alone"
+    if has_experts(cell) and cell["tp"] > 1 and cell["ep"] == 1:
+        return "this adapter holds experts whole: beside tp it deals them over ep"
     return None
 
 
