@@ -80,7 +80,7 @@ _PAGES = (
         "J009",
         "key written twice",
         """An object has the same key twice. Most readers silently take the last one, so that a forgotten line
-        decides. Both places are shown.""",
+        decides. Both places are shown. With the same value, and in arguments of Megatron-LM, it is a warning.""",
         '{"tp": 2, "cp": 1, "tp": 4}',
         '{"tp": 4, "cp": 1}',
     ),

@@ -84,6 +84,10 @@ def not_allowed(violation: Violation, findings: Findings, view: SchemaView | Non
     choice(violation.path, violation.instance, allowed, [violation.schema], findings)
 
 
+MANY = 24
+"""Values that are listed where none is near."""
+
+
 def choice(
     path: Path, value: object, allowed: Sequence[object], schemas: Schemas, findings: Findings, other: str = ""
 ) -> None:
@@ -104,7 +108,8 @@ def choice(
         return
     if not any(type(one) is type(value) for one in allowed) and len(allowed) <= FEW:
         message = f"{named(path)}: expected {' or '.join(alternatives)}, found {describe_found(value)}"
-    findings.say("K004", path, message, f"write {' or '.join(alternatives)}" if alternatives else None)
+    some = ", ".join(str(one) for one in allowed[:MANY]) + (f" and {len(allowed) - MANY} more" * (len(allowed) > MANY))
+    findings.say("K004", path, message, f"write {' or '.join(alternatives) or f'one of {some}'}")
 
 
 def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:

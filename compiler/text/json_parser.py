@@ -103,7 +103,7 @@ class _Parser:
             key = frame.key
             assert key is not None, "a key was read before its value"
             if key in frame.value:
-                self._duplicate(key, frame.children[key], place, is_same=frame.value[key] == value)
+                self._duplicate(key, frame.children[key], place, is_same=repr(frame.value[key]) == repr(value))
             frame.value[key] = value
             frame.children[key] = place
         elif isinstance(frame.value, list) and isinstance(frame.children, list):

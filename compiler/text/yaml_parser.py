@@ -262,7 +262,7 @@ class _Composer:
             self._merge(frame, node, start)
         else:
             if key in frame.value:
-                self._duplicate(key, frame.children[key], start, is_same=frame.value[key] == node.value)
+                self._duplicate(key, frame.children[key], start, is_same=repr(frame.value[key]) == repr(node.value))
             frame.value[key] = node.value
             frame.children[key] = node.place
         frame.key = None

@@ -78,8 +78,8 @@ class OwnRing:
         """What the model of this rank is called with, from whole sequences, the same on all ranks of the ring.
 
         `position_ids` that begin anew, or the borders of a flattening collator, mark packed documents, none of which
-        sees another; padding on the right, by an
-        `attention_mask`, is a document too. Sequences that the ring does not divide are padded.
+        sees another; padding on the right, by an `attention_mask`, is a document too. Sequences that the ring does not
+        divide are padded.
 
         Args:
             batch: `input_ids` [B, S], `labels` [B, S] (−100 where nothing is predicted) or `shift_labels` in their

@@ -17,8 +17,17 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3-8b-16-gpus" / "plan.json"
 
 
 def run(*words: str | bytes, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    return _run("-m", "parcompile", *words, cwd=cwd)
+
+
+def drive(lines: list[list[str]], cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    """Several command lines in one process."""
+    return _run("-c", DRIVER, json.dumps(lines), cwd=cwd)
+
+
+def _run(*words: str | bytes, cwd: Path) -> subprocess.CompletedProcess[bytes]:
     done = subprocess.run(
-        [sys.executable, "-m", "parcompile", *words],
+        [sys.executable, *words],
         cwd=cwd,
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
         capture_output=True,
@@ -76,15 +85,7 @@ def test_no_command_lets_a_value_speak_to_the_terminal(tmp_path: Path) -> None:
         ["p\x9b"],
     ]
     others += [["checkpoint", "verify", "p\x9b"], ["init", "--hf-config", name], ["models", "--config", name]]
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps([*json_commands, *others])],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
-    assert b"Traceback" not in done.stderr, done.stderr
+    done = drive([*json_commands, *others], tmp_path)
     parts = re.split(r"\x00 \d\n", done.stdout.decode())
     assert len(parts) == len(json_commands) + len(others) + 1
     shown = "".join(parts) + done.stderr.decode()
@@ -121,15 +122,7 @@ def test_every_format_writes_a_name_that_is_no_text_or_moves_the_cursor(tmp_path
     for name in names:
         (tmp_path / name).write_text('{"version": 1}')
     words = [["check", "--kind", "spec", "--format", one, name] for one in FORMATS for name in names]
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(words)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert b"Traceback" not in done.stderr, done.stderr
+    done = drive(words, tmp_path)
     parts = re.split(r"\x00 1\n", done.stdout.decode())
     assert len(parts) == len(words) + 1
     assert {one for one in "".join(parts) + done.stderr.decode() if not one.isprintable()} == {"\n"}

@@ -295,19 +295,24 @@ RULES = [
 """
 
 
+def checked_as_json(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "parcompile", "check", "--format", "json", "spec.json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 def test_nothing_that_a_rule_does_ends_a_check_or_reaches_its_output(tmp_path: Path) -> None:
     site = install(tmp_path / "site", "bad", "[parcompile.rules]\nbad = bad:RULES\n", BAD)
     (tmp_path / "spec.json").write_text(json.dumps(SPEC))
-    done = subprocess.run(
-        [sys.executable, "-m", "parcompile", "check", "--format", "json", "spec.json"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        timeout=6000,
-        check=False,
-    )
+    done = checked_as_json(tmp_path, site)
     assert done.returncode == 1
-    assert b"Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
     found = {one["code"]: one["message"] for one in json.loads(done.stdout)["diagnostics"] if one["code"][:3] == "BAD"}
     ends = ("it ended its process", "cannot be shown", "SystemExit: 3", "than 1,000 findings", "yielded str", "yielded")
     assert all(why in found[f"BAD00{number}"] for number, why in enumerate(ends))
@@ -436,15 +441,7 @@ RULES = [ends]
 """
     site = install(tmp_path / "site", "left", "[parcompile.rules]\nhouse = left:RULES", left)
     (tmp_path / "spec.json").write_text(json.dumps(SPEC))
-    done = subprocess.run(
-        [sys.executable, "-m", "parcompile", "check", "--format", "json", "spec.json"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = checked_as_json(tmp_path, site)
     assert (done.returncode, done.stderr) == (1, "")
     (found,) = [one for one in json.loads(done.stdout)["diagnostics"] if one["severity"] == "error"]
     assert found["code"] == "LEFT001"

@@ -163,6 +163,19 @@ def test_numbers_out_of_range_are_named(words: str, severity: str, tmp_path: Pat
     assert (found.code, found.severity.value) == ("K005", "warning")
 
 
+def test_torch_refuses_what_the_ranges_say_that_it_refuses() -> None:
+    torch = pytest.importorskip("torch")
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    for dropout in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            torch.nn.Dropout(dropout)
+    torch.nn.Dropout(0.0), torch.nn.Dropout(1.0)
+    for wrong in ({"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="Invalid"):
+            torch.optim.AdamW(weights, **wrong)
+    torch.optim.AdamW(weights, betas=(0.0, 0.99), eps=0.0, weight_decay=0.0)
+
+
 @pytest.mark.parametrize(
     ("program", "words", "severities"),
     [

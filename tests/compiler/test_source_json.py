@@ -120,6 +120,8 @@ def test_a_duplicate_key_names_both_places_and_is_known_as_such():
     (found,) = parse('{"tp": 1, "tp": 1}', "spec.json").diagnostics
     assert (found.code, found.severity.value) == ("J009", "warning")
     assert "with the same value" in found.message
+    for other in ("true", "1.0", '"1"'):
+        assert [one.is_error for one in parse(f'{{"tp": 1, "tp": {other}}}', "spec.json").diagnostics] == [True]
     assert result.document is not None
     assert result.document.duplicates == {("p", "tp")}
 

@@ -243,6 +243,14 @@ def test_a_balancing_loss_is_that_of_the_micro_batches(engines: Callable[[str], 
 
 
 @pytest.mark.ranks
+def test_the_trainer_loses_experts_on_resume(engines: Callable[[str], Engine]) -> None:
+    """transformers 5.23.0 writes them under the names of the hub, and reads its own checkpoint without renaming."""
+    cells = [{"family": "mixtral", "resume": True}, {"family": "llama", "resume": True}]
+    proved = prove(engines("transformers"), cells, shrinks=False)
+    assert [one.verdict for one in proved.cells] == [RED, EQUAL], proved.to_json()["cells"]
+
+
+@pytest.mark.ranks
 def test_pytest_runs_cells_as_tests(tmp_path: Path) -> None:
     adapter = Path(ADAPTER).read_text(encoding="utf-8")
     (tmp_path / "adapter.py").write_text(adapter.replace('"none",', '"none", "stale"),\n    "left": ("none",', 1))

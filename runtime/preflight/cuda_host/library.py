@@ -108,9 +108,15 @@ def built_library() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "parcompile"
+    """Where built libraries are kept.
+
+    Raises:
+        NoCudaHostError: the user has no home.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parcompile"
+    except RuntimeError:
+        raise NoCudaHostError("there is no home folder to keep the library in: set XDG_CACHE_HOME") from None
 
 
 def find_compiler() -> str:

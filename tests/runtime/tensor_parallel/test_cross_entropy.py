@@ -20,7 +20,7 @@ from parcompile.runtime.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-from .world import World, relative_error
+from .world import Float32Watch, World, relative_error
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
@@ -131,19 +131,7 @@ def test_a_second_inplace_backward_raises() -> None:
 
 def test_one_rank_holds_a_chunk_in_float32_at_a_time() -> None:
     """The largest float32 tensor that forward and backward allocate is one chunk, not [T, V]."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            if isinstance(out, Tensor) and out.dtype == torch.float32:
-                largest = max(largest, out.untyped_storage().nbytes())
-            return out
-
     logits = torch.randn(512, 1000, dtype=torch.bfloat16, requires_grad=True)
-    with Watch():
+    with Float32Watch() as watch:
         vocab_parallel_cross_entropy(logits, torch.arange(512), chunk_tokens=16).sum().backward()
-    assert largest <= 16 * 1000 * 4
+    assert watch.largest <= 16 * 1000 * 4

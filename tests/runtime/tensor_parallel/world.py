@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompile.runtime.local import LocalWorld, RankError
 from parcompile.runtime.tensor_parallel import even_range, take_ranges
@@ -79,3 +81,15 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} ≠ {tuple(expected.shape)}"
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+class Float32Watch(TorchDispatchMode):
+    """Within it: the bytes of the largest storage in float32 that an operator gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float32:
+            self.largest = max(self.largest, out.untyped_storage().nbytes())
+        return out
