@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -87,6 +87,19 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     return TrainingArguments(output_dir=output_dir, max_steps=max_steps, **values, **{**options, **others})
 
 
+_UNPLANNED: Mapping[str, str] = {
+    "fsdp": "DeepSpeed's engine holds the model",
+    "parallelism_config": "the plan has the groups",
+    "torch_compile": "injected layers are not compiled",
+    "use_liger_kernel": "it writes over the layers that are injected",
+    "neftune_noise_alpha": "each rank would draw noise of its own",
+    "auto_find_batch_size": "the plan has the micro-batch",
+    "optim_args": "the plan has the optimizer",
+    "optim_target_modules": "the plan has the optimizer",
+}
+"""Arguments without effect on a plan, or with a wrong one."""
+
+
 def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArguments:
     """The arguments of a script, with what the plan decides in the place of defaults.
 
@@ -103,6 +116,13 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
         value = getattr(value, "value", value)
         if value not in (planned, getattr(default, "value", default), None):
             wrong.append(f"{name} is {value!r}, the plan has {'one of its own' if name in free else repr(planned)}")
+    wrong += [f"{name} is {value!r}: {why}" for name, why in _UNPLANNED.items() if (value := values.get(name))]
+    deals = values.get("accelerator_config")
+    wrong += [
+        f"accelerator_config.{name} is True: the plan deals batches to dp ranks"
+        for name in ("split_batches", "dispatch_batches")
+        if getattr(deals, name, None)
+    ]
     if wrong:
         raise RunError(
             f"{type(given).__name__} and the plan differ: {'; '.join(wrong)}. Leave these arguments out, or change the "

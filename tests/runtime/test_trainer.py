@@ -193,6 +193,7 @@ def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]
     found["parameters"] = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
     for call in (
         lambda: script(kind, plan, folder, own, learning_rate=3e-3),
+        lambda: script(kind, plan, folder, own, neftune_noise_alpha=5.0, accelerator_config={"split_batches": True}),
         lambda: trainer.train(resume_from_checkpoint=True),
         lambda: parallelise(trainer, plan),
         lambda: kind(model=LlamaForSequenceClassification(trainer.model.config), args=trainer.args),
@@ -233,7 +234,9 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
     assert_close(found, expected, rerun=one_process)
     for rank in ranks:
         assert rank["log"] == ranks[0]["log"]
-        differs, resumes, instance, classifier = rank["said"]
+        differs, ignored, resumes, instance, classifier = rank["said"]
+        assert "neftune_noise_alpha is 5.0: each rank would draw noise of its own" in ignored
+        assert "accelerator_config.split_batches is True" in ignored
         assert f"learning_rate is 0.003, the plan has {spec.optimizer.lr}" in differs
         assert "does not resume" in resumes
         assert "takes a class of transformers' Trainer" in instance
