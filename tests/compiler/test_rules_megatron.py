@@ -221,6 +221,49 @@ def test_a_fork_with_its_own_parser_may_take_other_values(tmp_path: Path) -> Non
     assert (found.code, found.severity.value) == ("K004", "warning")
 
 
+def test_what_a_script_sources_from_its_own_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "moe.sh").write_text("MODEL_ARGS=(--num-experts 8 --disable-bias-linear)\n")
+    text = (
+        'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\nsource "${DIR}/models/moe.sh"\n'
+        f"torchrun train.py {LAYOUT} --expert-model-parallel-size %s --sequence-parallel ${{MODEL_ARGS[@]}}\n"
+    )
+    assert not checked(text % 4, tmp_path / "train.sh").diagnostics
+    assert codes(checked(text % 3, tmp_path / "train.sh")) == {"F109"}
+    assert not checked((text % 3).replace("moe.sh", "lost.sh"), tmp_path / "train.sh").diagnostics
+
+
+def test_arguments_behind_an_unknown_option_are_still_open(tmp_path: Path) -> None:
+    words = f"{LAYOUT} --expert-model-parallel-size 8 --sequence-parallel --colocate ${{MODEL_ARGS[@]}}"
+    assert codes(checked(f"torchrun train.py {words}\n", tmp_path / "train.sh")) == {"K001"}
+
+
+def test_many_unknown_options_of_another_program_are_named_together(tmp_path: Path) -> None:
+    words = f"{LAYOUT} --rollout-batch-size 4 --ref-load a --colocate"
+    (found,) = checked(f"torchrun train.py {words}\n", tmp_path / "train.sh").diagnostics
+    assert (found.code, found.severity.value) == ("K001", "warning")
+    assert found.message == "Megatron-LM has none of --rollout-batch-size, --ref-load, --colocate"
+
+
+def test_sizes_that_only_fill_a_place_are_not_judged(tmp_path: Path) -> None:
+    for size in ("1", "-1"):
+        words = f"--num-layers {size} --hidden-size {size} --num-attention-heads {size} --num-query-groups 8"
+        text = (
+            f"torchrun convert.py {words} --seq-length {size} --micro-batch-size 1 --max-position-embeddings {size}\n"
+        )
+        assert not checked(text, tmp_path / "convert.sh").diagnostics
+
+
+def test_an_inference_needs_no_sequence_parallelism_and_a_checkpoint_may_hold_the_rest(tmp_path: Path) -> None:
+    layout = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 64"
+    words = f"{layout} --max-position-embeddings 64 --tensor-model-parallel-size 2 --disable-bias-linear"
+    for more in (
+        "--num-experts 8 --inference-max-seq-length 64",
+        "--expert-model-parallel-size 8 --use-checkpoint-args",
+    ):
+        assert not checked(f"torchrun pretrain_gpt.py {words} {more}\n", tmp_path / "run.sh").diagnostics
+
+
 def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:
     for words in (
         "--pipeline-model-parallel-size $PP --decoder-first-pipeline-num-layers 5",

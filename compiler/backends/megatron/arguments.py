@@ -156,6 +156,7 @@ def _take(found: Arguments, word: Word, following: Sequence[Word]) -> int:
         spelled = flag[2:]
     if spelled not in found.line.by_flag:
         _unknown(found, flag, spelled, values, span)
+        found.is_open |= any(one.many for one in values)
         # What follows an unknown flag is taken for its value, which may be several words.
         return 0 if equals else len(following)
     name, turns_on = found.line.by_flag[spelled]

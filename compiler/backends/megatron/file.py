@@ -54,6 +54,8 @@ _BRIDGE = frozenset(
 _YAML_CFG = frozenset({"language_model", "model_parallel"})
 """Sections of a file for `--yaml-cfg` of Megatron-LM, which reads them and the values beside them as one run."""
 LARGEST_SOURCED_BYTES = 1 << 20
+PARENTS = 4
+"""So far up from a script its program, and what it sources, are looked for."""
 OWN_PROGRAM = "pretrain_gpt.py"
 """What the recipes of Megatron-LM's functional tests call, or one like it."""
 RECIPE = "MODEL_ARGS"
@@ -123,8 +125,8 @@ def from_shell(
 
 
 def sourced_text(script: Path, name: str) -> str | None:
-    """The text of a file that a script sources, by its path from the script's folder or from where it is started."""
-    for folder in (script.parent, Path()):
+    """The text of a file that a script sources, by its path from the script's folder, those above, or the current."""
+    for folder in (script.parent, Path(), *script.absolute().parents[1:PARENTS]):
         file = folder / name
         try:
             if file.is_file():

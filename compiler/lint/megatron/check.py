@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
-from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, Call, from_tree
+from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, PARENTS, Call, from_tree
 from parcompile.backends.megatron.options import Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
@@ -30,11 +30,34 @@ def check_file(document: Document) -> list[Diagnostic]:
     first = document if isinstance(document, Call) else from_tree(document)
 
     found: dict[tuple[Any, ...], Diagnostic] = {}
-    for call in (first, *first.others):
+    for call in map(_without_placeholders, (first, *first.others)):
         rules = map(call.locate, check_settings(MegatronSettings(call), MEGATRON))
         for one in (*_of_words(call), *rules):
             found.setdefault((one.code, one.position, one.message), one)
     return list(found.values())
+
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+)
+
+
+def _without_placeholders(call: Call) -> Call:
+    """Without sizes of 1 and -1, which the parser asks for where a converter or an evaluation has them elsewhere."""
+    tree: Any = call.tree
+    if tree.get("hidden_size") not in (1, -1):
+        return call
+    arguments = replace(call.arguments, values=_without_sizes(call.arguments.values), is_open=True)
+    return replace(call, tree=_without_sizes(tree), arguments=arguments)
+
+
+def _without_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in _SIZES or value not in (1, -1)}
 
 
 def as_on_a_command_line(read: Result) -> Result:
@@ -50,16 +73,25 @@ def as_on_a_command_line(read: Result) -> Result:
 def _of_words(call: Call) -> Iterator[Diagnostic]:
     """What is wrong with the words of one call."""
     arguments, program = call.arguments, _Program.of(call)
+    strange = [one for one in arguments.problems if one.kind == "unknown" and spelling(one.flag) not in program.options]
+    are_together = not program.is_own and len(strange) >= _SEVERAL
+    if are_together:
+        flags = ", ".join(dict.fromkeys(one.flag for one in strange))
+        message = f"{_tool(arguments.line)} has none of {flags}"
+        help_ = "check how they are spelled, unless the program that is called adds them"
+        yield _placed(call, Diagnostic("K001", Severity.WARNING, message, (), help=help_), strange[0].span)
     for problem in arguments.problems:
-        found = _found(arguments, problem, program)
-        if found is not None:
-            yield _placed(call, found, problem.span)
+        if problem.kind != "unknown" or (problem in strange and not are_together):
+            found = _found(arguments, problem, program)
+            if found is not None:
+                yield _placed(call, found, problem.span)
     for name, spans in arguments.repeated.items():
-        last = arguments.values[name]
-        if not isinstance(last, Unknown):
+        last = arguments.values.get(name)
+        if last is not None and not isinstance(last, Unknown):
             message = f"{arguments.flags[name]} is given {len(spans) + 1} times with other values; the last one counts"
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
-    versions = _versions(arguments) if call.is_command_line else ()  # other programs have names of their own
+    # Other programs have names of their own.
+    versions = _versions(arguments) if call.is_command_line and (program.is_own or call.program is None) else ()
     yield from (_placed(call, one, None) for one in (*versions, *_out_of_range(arguments, program)))
 
 
@@ -82,7 +114,7 @@ class _Program:
     def of(cls, call: Call) -> _Program:
         unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
         name = (call.program or "").rpartition("/")[2]
-        added = _added_options(call) if unknown else frozenset()
+        added = _added_options(call) if call.arguments.problems else frozenset()
         # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
         is_own = name in _OWN_PROGRAMS and len(unknown) < 2 and not any(spelling(one.flag) in added for one in unknown)
         return cls(is_own, added)
@@ -97,22 +129,28 @@ _OWN_PROGRAMS = frozenset(
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
-_PARSERS = ("*.py", "megatron/arguments.py", "megatron/training/arguments.py")
-_PARENTS, _FILES = 4, 200
-"""So far up a script's program is looked for, and so many files are read: those beside it and the fork's parser."""
+_PARSERS = ("*/arg*.py", "*/*/arg*.py", "*.py")
+_FORKS = ("*megatron*/arg*.py", "*megatron*/training/arg*.py")
+_FILES = 200
+"""So many files are read: those that may hold the fork's parser, and those beside the program."""
+_SEVERAL = 3
+"""So many unknown options of another program are named together."""
 
 
 def _added_options(call: Call) -> frozenset[str]:
-    """Options that the program of a call, a file beside it, or the parser under it adds."""
+    """Options that the program of a call, a file beside it, or a parser under it or beside the script adds."""
     if call.program is None or not call.program.endswith(".py") or call.source.file is None:
         return frozenset()
     script = Path(call.source.file).absolute()
-    folders = (script.parent, *script.parents[1:_PARENTS], Path.cwd())
+    folders = (script.parent, *script.parents[1:PARENTS], Path.cwd())
     tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
     program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
     found: set[str] = set()
-    beside = () if program is None else (file for name in _PARSERS[::-1] for file in sorted(program.parent.glob(name)))
-    for file in islice(beside, _FILES):
+    places = [
+        (script.parents[above], name) for above in range(PARENTS) for name in _FORKS if above < len(script.parents)
+    ]
+    places += [] if program is None else [(program.parent, name) for name in _PARSERS]
+    for file in islice((file for folder, name in places for file in sorted(folder.glob(name))), _FILES):
         with suppress(OSError):
             text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
             found |= {spelling(flag) for flag in _ADDED.findall(text)}
@@ -124,14 +162,14 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
     parsers = arguments.line
     error = Severity.ERROR if program.is_own else Severity.WARNING  # forks take other values too
     if problem.kind == "unknown":
-        if spelling(problem.flag) in program.options:
-            return None
         near = closest(problem.flag, parsers.flags)
         message = f"{_tool(parsers)} has no {problem.flag}"
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
         help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"
         return Diagnostic("K001", error if near else Severity.WARNING, message, path, help=help_)
     assert problem.facts is not None
+    if not program.is_own and spelling(problem.flag) in program.options:
+        return None  # the fork's parser decides what its values are
     if problem.kind == "type":
         if _some_version_takes(parsers.options[problem.name], problem.value):
             return None

@@ -262,7 +262,8 @@ def _experts_with_biases(settings: Settings, experts: int) -> Iterator[Finding]:
 
 def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
     tp = size(settings, _TP)
-    if tp > 1 and is_nvidias(settings) and not flag(settings, "sequence_parallel"):
+    trains = not any(name.startswith("inference_") for name in settings.tree)
+    if tp > 1 and trains and is_nvidias(settings) and not flag(settings, "sequence_parallel"):
         message = f"num_experts {experts} with {_TP} {tp} and no sequence_parallel"
         yield Finding(message, ("num_experts",), help="add --sequence-parallel", related=also(settings, _TP))
 

@@ -27,8 +27,9 @@ class MegatronSettings(Settings):
 
     def __init__(self, call: Call) -> None:
         wrong = frozenset((one.name,) for one in call.arguments.problems if one.kind in ("type", "choice", "missing"))
-        super().__init__(call.tree, wrong)
-        self.is_open = call.arguments.is_open
+        tree: Any = call.tree
+        super().__init__(tree, wrong)
+        self.is_open = call.arguments.is_open or tree.get("use_checkpoint_args") is True  # the rest is in its files
         self.project = call.arguments.project
         self.versions = call.arguments.versions
         self.is_command_line = call.is_command_line

@@ -394,11 +394,15 @@ class _Follower:
         return after or [state]
 
     def _source(self, file: Value, state: State) -> list[State]:
-        name = known(file)
-        text = None if name is None or self.sourced >= MAX_CALLS else self.read(name)
-        if text is None:
-            return [state]
-        return self._inner(text, 0, state)
+        text = None if self.sourced >= MAX_CALLS else self.read(_path(file))
+        return [state] if text is None else self._inner(text, 0, state)
+
+
+def _path(file: Value) -> str:
+    """A file as its path is known: what stands behind folders that are not known, as `${SCRIPT_DIR}/models/a.sh`."""
+    last = max((number for number, part in enumerate(file) if isinstance(part, Hole)), default=-1)
+    text = "".join(part.text for part in file[last + 1 :])
+    return text if last < 0 else text.lstrip("/") if text.startswith("/") else ""
 
 
 _ASSIGNED = re.compile(r"(?:^|[;&|\n])\s*(?:export\s+)?([A-Za-z_]\w*)\+?=")
