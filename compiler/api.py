@@ -33,7 +33,7 @@ from .searching.space import Refused, open_space
 from .searching.variant import changed
 from .spec.resolve import Resolution, Unavailable
 from .text import Result, SourceError, SourceText, parse, read_file
-from .user_files import read_text
+from .user_files import parse_json, read_text
 
 __all__ = [
     "CheckResult",
@@ -338,11 +338,11 @@ def _model(model: str) -> tuple[dict[str, Any], dict[str, Any], str]:
         return {"preset": preset.name}, dict(preset.config), preset.name
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(read_text(file))
+        config = parse_json(read_text(file))
     except FileNotFoundError:
         near = ", ".join(near_presets(model) or filter(None, [closest(model, list(presets()))]))
         raise ValueError(f"there is no preset and no file {model!r}{f'; near are {near}' if near else ''}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} does not hold a JSON object")  # noqa: TRY004 -- a file's, not an argument's

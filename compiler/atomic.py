@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .user_files import MAX_BYTES, MAX_INDEX_BYTES, check_regular, read_bytes
+from .user_files import MAX_BYTES, MAX_INDEX_BYTES, check_regular, parse_json, read_bytes
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # Windows has none
@@ -255,10 +255,10 @@ def recover(folder: Path, *, alone: bool = True) -> None:
 def _listed(pending: Path) -> tuple[list[str], dict[str, str]]:
     """The files that wait, and those that go away with their hashes."""
     try:
-        tree = json.loads(read_bytes(pending / _COMPLETE, MAX_INDEX_BYTES, follow=False))
+        tree = parse_json(read_bytes(pending / _COMPLETE, MAX_INDEX_BYTES, follow=False))
         files, gone = list(tree["files"]), dict(tree["gone"])
         fine = all(isinstance(name, str) and is_plain(name) for name in (*files, *gone))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         fine = False
     if not fine:
         raise FileExistsError(errno.EEXIST, "is damaged: look at its folder and remove that", str(pending / _COMPLETE))

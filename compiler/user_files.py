@@ -8,8 +8,10 @@ reads beside it goes through here (`tests/test_reads.py`).
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from typing import Any
 
 from .units import MIB
 
@@ -47,6 +49,18 @@ def read_text(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> str:
         UnicodeDecodeError: it is not UTF-8. It is a ValueError, as what `json.loads` raises.
     """
     return read_bytes(path, limit).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text of a user holds.
+
+    Raises:
+        ValueError: it is none, or is nested too deep to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def read_start(path: str | os.PathLike[str], count: int, *, follow: bool = True) -> tuple[bytes, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from parcompile.atomic import is_inside, read_set, write_set
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.sections import process_groups
-from parcompile.user_files import read_bytes
+from parcompile.user_files import parse_json, read_bytes
 
 from .deepspeed.write import ds_config
 from .json_text import to_text
@@ -77,8 +76,8 @@ def _difference(name: str, file: Path, content: bytes | None, text: str) -> Iter
 def _lock(folder: Path) -> dict[str, Any]:
     """The lock file of a folder; empty when there is none that can be understood."""
     try:
-        tree = json.loads(read_set(folder, [LOCK])[LOCK] or b"{}")
-    except (OSError, ValueError, RecursionError):
+        tree = parse_json(read_set(folder, [LOCK])[LOCK] or b"{}")
+    except (OSError, ValueError):
         return {}
     if not isinstance(tree, dict) or not isinstance(tree.get("files", {}), dict):
         return {}

@@ -14,7 +14,7 @@ from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.table import columns
-from parcompile.user_files import read_text
+from parcompile.user_files import parse_json, read_text
 from parcompile.version import how_to_install
 
 from .saying import say
@@ -124,12 +124,12 @@ def read_set(path: Path) -> CoefficientSet:
         ClickException: the file is none of its.
     """
     try:
-        sets = json.loads(read_text(path))["sets"]
+        sets = parse_json(read_text(path))["sets"]
         (name, tree), *more = sets.items()
         found = CoefficientSet.from_json(name, tree)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise click.ClickException(f"{path} was not written by parcompile calibrate") from None
     if more or not all(
         _complete(fit, table) for fit, table in ((found.memory, {**MEMORY, **KEEPING}), (found.time, TIME))

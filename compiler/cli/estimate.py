@@ -31,6 +31,7 @@ from parcompile.spec.resolve.cp_implementation import AUTO
 from parcompile.spec.workload import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
+from parcompile.user_files import parse_json
 
 from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
@@ -210,7 +211,7 @@ def _values(text: str) -> tuple[str, list[object]]:
 
 def _value(text: str) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 

@@ -19,6 +19,7 @@ from parcompile.importing import ImportConflictError, Imported, import_document
 from parcompile.lint.files import recognised
 from parcompile.schema import example
 from parcompile.text import SourceError, read_file
+from parcompile.user_files import parse_json
 
 from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
@@ -131,7 +132,7 @@ def _setting(text: str) -> tuple[SpecPath, Any]:
     if not equals or not all(name.split(".")):
         raise click.BadParameter(f"{text!r} is not PATH=VALUE, as in training.seed=7", param_hint="--set")
     try:
-        return tuple(name.split(".")), json.loads(value)
+        return tuple(name.split(".")), parse_json(value)
     except ValueError:
         return tuple(name.split(".")), value
 

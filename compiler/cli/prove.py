@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from parcompile.backends.writing import to_text
 from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
+from parcompile.user_files import parse_json
 from parcompile.version import how_to_install
 
 from .options import positive_number
@@ -112,8 +112,8 @@ def _cell(text: str) -> dict[str, Any]:
         if not given:
             raise click.BadParameter(f"{part!r} has no value: write NAME=VALUE", param_hint="--cell")
         try:
-            found[name.strip()] = json.loads(value)
-        except (ValueError, RecursionError):
+            found[name.strip()] = parse_json(value)
+        except ValueError:
             found[name.strip()] = value.strip()  # a word
     return found
 

@@ -17,7 +17,7 @@ from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 from parcompile.text.typed import Reader, WrongValueError
-from parcompile.user_files import MAX_TABLE_BYTES, read_text
+from parcompile.user_files import MAX_TABLE_BYTES, parse_json, read_text
 
 from .workload import Workload
 
@@ -97,7 +97,10 @@ def _plain(row: Mapping[str, str]) -> Measurement:
     for name, measured in (("peak_bytes", memory), ("step_seconds", seconds)):
         if measured is not None and measured <= 0:
             raise WrongValueError(name, measured, "more than 0, or empty where the run crashed")
-    return Measurement(row["model"], replace(work, **changes), memory, seconds)
+    work = replace(work, **changes)
+    for stage in work.stages:
+        work.stage_parameters(stage)  # raises what this layout does not split
+    return Measurement(row["model"], work, memory, seconds)
 
 
 def _described(text: str, name: str) -> Mapping[str, Any]:
@@ -106,7 +109,7 @@ def _described(text: str, name: str) -> Mapping[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    return Reader(json.loads(text), name).tree
+    return Reader(parse_json(text), name).tree
 
 
 def _plain_shape(row: Mapping[str, str]) -> ModelShape:

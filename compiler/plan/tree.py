@@ -32,7 +32,7 @@ from parcompile.spec import (
 )
 from parcompile.spec.workload import workload_of
 from parcompile.text.typed import shown
-from parcompile.user_files import read_text
+from parcompile.user_files import parse_json, read_text
 from parcompile.version import __version__
 
 from .plan import Plan, PlanError, Refusal
@@ -247,10 +247,10 @@ def load_plan(path: str | Path) -> Plan:
     """
     file = plan_file(path)
     try:
-        tree = json.loads(_content(Path(path), file))
+        tree = parse_json(_content(Path(path), file))
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(tree, dict) or "plan_version" not in tree:
         raise PlanError(f"{file} is not a plan: compile a spec with `parcompile spec.json -o DIR`")

@@ -116,6 +116,10 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(run: Run, tmp_pat
         assert code == 2
         assert "wrong.csv: line 2: " in err
         assert why in err
+    header, first, *_ = good.splitlines()
+    row = dict(zip(header.split(","), first.split(","), strict=True), tp="62")
+    (tmp_path / "wrong.csv").write_text(f"{header}\n{','.join(row.values())}\n", encoding="utf-8")
+    assert "wrong.csv: line 2: 32 units on tp 62" in run("calibrate", "wrong.csv")[2]
     (tmp_path / "own.json").write_text("{}", encoding="utf-8")
     (tmp_path / "spec.json").write_text("{}", encoding="utf-8")
     assert "was not written by parcompile calibrate" in run("estimate", "spec.json", "--coefficients", "own.json")[2]

@@ -139,6 +139,17 @@ def test_a_wrong_value_is_refused_with_its_name(kind: str, name: str, value: Any
     assert last in said
 
 
+def test_text_that_is_nested_too_deep_is_no_traceback(tmp_path: Path) -> None:
+    deep = '{"a":' * 100_000
+    file = tmp_path / "axolotl.json"
+    file.write_text(json.dumps({**FILES["axolotl"], "deepspeed": deep}), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["import", str(file)])
+    assert "deepspeed holds text that is not JSON: it is nested too deep" in done.output
+    file.write_text(json.dumps(FILES["axolotl"]), encoding="utf-8")
+    done = CliRunner().invoke(cli, ["import", str(file), "--set", f"training.seed={deep}"])
+    assert isinstance(done.exception, SystemExit | None)
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [

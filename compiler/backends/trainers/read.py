@@ -6,7 +6,6 @@ schedules, which a plan uses, rise one step later than those of transformers.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from parcompile.backends.reading import (
 from parcompile.model.presets import find_preset, preset_alike
 from parcompile.text import Document, SourceError, read_file
 from parcompile.text.typed import integer, number
+from parcompile.user_files import parse_json
 
 from .tool import CHANGING, Tool
 
@@ -54,7 +54,7 @@ def with_deepspeed(document: Document, kind: str) -> dict[str, Any]:
         return tree  # what it would say is asked for
     if name.lstrip().startswith("{"):
         try:
-            return {**tree, "deepspeed": json.loads(name)}
+            return {**tree, "deepspeed": parse_json(name)}
         except ValueError as error:
             raise RefusedError(f"deepspeed holds text that is not JSON: {error}") from error
     found = named_files(kind, tree, Path(document.file).resolve())

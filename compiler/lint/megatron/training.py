@@ -195,7 +195,7 @@ def warm_up_ends_in_time(settings: Settings) -> Iterator[Finding]:
             end = f"train_{unit}"
         rises, ends = settings.number(warmup), settings.number(end)
         if rises is not None and ends is not None and 0 < ends <= rises:
-            yield Finding(f"{warmup} {rises:g} ≥ {end} {ends:g}", (warmup,), related=also(settings, end))
+            yield Finding(f"{warmup} {rises:.16g} ≥ {end} {ends:.16g}", (warmup,), related=also(settings, end))
     fraction = settings.number("lr_warmup_fraction")
     if fraction is not None and fraction >= 1:
         yield Finding(f"lr_warmup_fraction {fraction:g} ≥ 1", ("lr_warmup_fraction",))

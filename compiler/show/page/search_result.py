@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from parcompile.show.pictures.front import draw
 from parcompile.show.pictures.shapes import NARROW, WIDE
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
-from parcompile.user_files import MAX_INDEX_BYTES, read_text
+from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_text
 
 from .html import Html, folded, joined, table, tag
 
@@ -33,10 +32,10 @@ def read_search(file: Path) -> dict[str, Any]:
         SearchError: it cannot be read, or holds something else.
     """
     try:
-        tree = json.loads(read_text(file, MAX_INDEX_BYTES))
+        tree = parse_json(read_text(file, MAX_INDEX_BYTES))
     except OSError as error:
         raise SearchError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise SearchError(f"{file} is not valid JSON: {error}") from None
     try:
         section(tree, {})
