@@ -54,8 +54,11 @@ def command(
     if importlib.util.find_spec("scipy") is None:
         raise click.ClickException(f"fitting needs scipy: {how_to_install('calibrate')}")
     names = ", ".join(path.name for path in runs)
-    memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
-    time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
+    try:
+        memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
+        time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
+    except ValueError as error:  # of scipy: sizes beyond floats
+        raise click.ClickException(f"{names} cannot be fitted: {error}") from None
     if memory is None and time is None:
         raise click.ClickException(f"{names}: fewer than {FEWEST} runs have a measured peak or step")
     models_fitted = ", ".join(sorted({one.model for one in rows}))

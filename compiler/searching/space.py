@@ -198,7 +198,7 @@ def open_space(
         raise ValueError("training.global_batch_size is not given: layouts are compared at one global batch")
     # What fits, and how fast, depends on it: a search says which one it means.
     named = {**tree, "cluster": {"accelerator": default("spec", ("cluster", "accelerator")), **cluster}}
-    world = cluster.get("nodes", 1) * cluster["gpus_per_node"]
+    world = int(cluster.get("nodes", 1) * cluster["gpus_per_node"])  # the schema takes 8.0 for a whole number
     limits = {Axis.TP: min(world, 64), Axis.CP: world, Axis.PP: min(world, layers)}
 
     def sizes(axis: Axis, limit: int) -> tuple[int, ...]:

@@ -156,6 +156,7 @@ def test_text_that_is_nested_too_deep_is_no_traceback(tmp_path: Path) -> None:
         ("cluster", "accelerator", {"a": None}),
         ("training", "micro_batch_size", 0),
         ("training", "eval_micro_batch_size", -0.0),
+        ("cluster", "gpus_per_node", 1.5),
     ],
 )
 def test_what_does_not_fit_is_not_searched_with_values_that_are_refused(
@@ -173,6 +174,20 @@ def test_what_does_not_fit_is_not_searched_with_values_that_are_refused(
     done = CliRunner().invoke(cli, ["check", str(file)])
     assert isinstance(done.exception, SystemExit), done.exception
     assert key in done.output
+
+
+def test_a_whole_number_may_be_written_as_8_0(tmp_path: Path) -> None:
+    spec = {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"nodes": 1.0, "gpus_per_node": 1.0, "accelerator": "a100-40gb"},
+        "training": {"sequence_length": 8192, "global_batch_size": 64},
+    }
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert "H001" in done.output
 
 
 @pytest.mark.parametrize("changes", [{"num_layers": 2**31, "num_experts": 4}, {"global_batch_size": "-0"}])

@@ -175,8 +175,11 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     width, window = config.get("v_head_dim", 128), common.sliding_window
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise LayersError(f"v_head_dim is {width!r}: it has to be a whole number of 1 or more", "v_head_dim")
-    if config.get("sliding_window_size") is not None:
-        window = config["sliding_window_size"] + 1  # as transformers reads the published file
+    read = config.get("sliding_window_size")
+    if read is not None and (isinstance(read, bool) or not isinstance(read, int)):
+        raise LayersError(f"sliding_window_size is {read!r}: it has to be a whole number", "sliding_window_size")
+    if read is not None:
+        window = read + 1  # as transformers reads the published file
     full = replace(common, value_head_dim=width, sliding_window=None, sinks=False)
     windowed = replace(full, num_key_value_heads=2 * common.num_key_value_heads, sliding_window=window, sinks=True)
     _agrees(config, kinds, full, windowed)
