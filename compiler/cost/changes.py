@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parcompile.layout.grid import divisors
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 
@@ -160,7 +161,7 @@ def _values(work: Workload, name: str) -> list[Value]:
     if name == "sequence_parallel":
         return [] if work.sequence_parallel else [True]
     if name == "micro_batch_size":
-        return [size for size in range(work.micro_batch - 1, 0, -1) if work.micro_batch % size == 0]
+        return list(divisors(work.micro_batch)[-2::-1])
     if name == "stage":
         return [stage for stage in (1, 2, 3) if stage > work.zero_stage]
     if name == "pp" and (work.virtual_stages > 1 or not isinstance(work.recompute, str)):

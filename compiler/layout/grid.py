@@ -131,3 +131,17 @@ def offsets_of(steps: Sequence[tuple[int, int]]) -> list[int]:
     for size, stride in steps:
         found = [inner + step * stride for step in range(size) for inner in found]
     return found
+
+
+def divisors(total: int) -> tuple[int, ...]:
+    """The divisors of `total`, ascending; in the time of its square root."""
+    low: list[int] = []
+    high: list[int] = []
+    number = 1
+    while number * number <= total and number < 1_000_000:
+        if total % number == 0:
+            low.append(number)
+            if number * number != total:
+                high.append(total // number)
+        number += 1
+    return (*low, *reversed(high))

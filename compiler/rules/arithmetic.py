@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parcompile.diagnostics import Related, Safety
-from parcompile.layout.grid import Axis
+from parcompile.layout.grid import Axis, divisors
 from parcompile.spec.resolve import Resolution
 
 # Numbers that rules suggest.
@@ -22,20 +22,6 @@ def nearest_divisors(wanted: int, *totals: int, count: int = 2) -> tuple[int, ..
     """The common divisors of `totals` that are closest to `wanted`, closest first, smaller before larger."""
     common = [number for number in divisors(min(totals)) if all(total % number == 0 for total in totals)]
     return tuple(sorted(common, key=lambda number: (abs(number - wanted), number))[:count])
-
-
-def divisors(total: int) -> tuple[int, ...]:
-    """The divisors of `total`, ascending; in the time of its square root."""
-    low: list[int] = []
-    high: list[int] = []
-    number = 1
-    while number * number <= total and number < 1_000_000:
-        if total % number == 0:
-            low.append(number)
-            if number * number != total:
-                high.append(total // number)
-        number += 1
-    return (*low, *reversed(high))
 
 
 def listed(numbers: Iterable[int]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.grid import Axis, divisors
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 
-from .arithmetic import also, divisors, listed, nearest_multiples
+from .arithmetic import also, listed, nearest_multiples
 from .registry import Finding, rule
 
 # The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding.

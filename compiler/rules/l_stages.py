@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.grid import Axis, divisors
 from parcompile.layout.stages import PipelineSplit, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from .arithmetic import also, divisors, layout_change, listed, model_path, nearest_divisors, nearest_multiples
+from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
 from .examples import HYBRID, PAIRED, SHARING
 from .registry import Finding, rule
 

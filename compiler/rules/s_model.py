@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
+from parcompile.layout.grid import divisors
 from parcompile.model.hf_config import InjectionError, ModelConfigError
 from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
@@ -13,7 +14,7 @@ from parcompile.model.type_traits import by_type
 from parcompile.spec import LrScheduler
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from .arithmetic import also, divisors, model_path
+from .arithmetic import also, model_path
 from .registry import Finding, rule
 
 # The model can be read, and its positions reach as far as the sequence.

@@ -8,11 +8,11 @@ from itertools import chain
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.grid import AXES, Axis, divisors
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.resolve.cp_implementation import AUTO
 
-from .arithmetic import also, axis_path, divisors, layout_change, listed, nearest_divisors
+from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors
 from .c_implementation import possible_sizes, resize
 from .registry import Finding, rule
 

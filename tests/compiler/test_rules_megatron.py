@@ -247,21 +247,41 @@ def test_many_unknown_options_of_another_program_are_named_together(tmp_path: Pa
 
 def test_sizes_that_only_fill_a_place_are_not_judged(tmp_path: Path) -> None:
     for size in ("1", "-1"):
-        words = f"--num-layers {size} --hidden-size {size} --num-attention-heads {size} --num-query-groups 8"
-        text = (
-            f"torchrun convert.py {words} --seq-length {size} --micro-batch-size 1 --max-position-embeddings {size}\n"
+        sizes = (
+            f"--num-layers {size} --hidden-size {size} --num-attention-heads {size} --max-position-embeddings {size}"
         )
-        assert not checked(text, tmp_path / "convert.sh").diagnostics
+        words = f"{sizes} --group-query-attention --num-query-groups 8 --seq-length {size} --micro-batch-size 1"
+        assert not checked(f"torchrun convert.py {words}\n", tmp_path / "convert.sh").diagnostics
+        assert checked(f"torchrun pretrain_gpt.py {words}\n", tmp_path / "train.sh").diagnostics
 
 
-def test_an_inference_needs_no_sequence_parallelism_and_a_checkpoint_may_hold_the_rest(tmp_path: Path) -> None:
-    layout = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 64"
-    words = f"{layout} --max-position-embeddings 64 --tensor-model-parallel-size 2 --disable-bias-linear"
-    for more in (
-        "--num-experts 8 --inference-max-seq-length 64",
-        "--expert-model-parallel-size 8 --use-checkpoint-args",
-    ):
-        assert not checked(f"torchrun pretrain_gpt.py {words} {more}\n", tmp_path / "run.sh").diagnostics
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 64"
+SPLIT = f"{SMALL} --max-position-embeddings 64 --tensor-model-parallel-size 2 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"), [("train_rl.py", {"F109"}), ("examples/inference/gpt/gpt_dynamic_inference.py", set())]
+)
+def test_an_inference_needs_no_sequence_parallelism(program: str, expected: set[str], tmp_path: Path) -> None:
+    words = f"{SPLIT} --num-experts 8"
+    assert codes(checked(f"torchrun {program} {words}\n", tmp_path / "run.sh")) == expected
+    options = {"--num-experts": 8, "--tensor-model-parallel-size": 2, "--num-layers": 4, "--disable-bias-linear": True}
+    recipe = {"MODE": "pretraining" if expected else "inference", "MODEL_ARGS": options}
+    assert codes(checked(yaml.safe_dump(recipe), tmp_path / "model_config.yaml")) == expected
+
+
+def test_a_checkpoint_may_hold_the_number_of_experts(tmp_path: Path) -> None:
+    text = f"torchrun train_rl.py {SPLIT} --expert-model-parallel-size 8 --sequence-parallel"
+    assert codes(checked(f"{text}\n", tmp_path / "run.sh")) == {"F109"}
+    assert not checked(f"{text} --use-checkpoint-args\n", tmp_path / "run.sh").diagnostics
+
+
+def test_a_program_with_options_of_its_own_has_its_own_versions(tmp_path: Path) -> None:
+    words = f"{LAYOUT} --DDP-impl local --position-embedding-type rope"
+    (found,) = checked(f"torchrun tasks/main.py {words}\n", tmp_path / "run.sh").diagnostics
+    assert "no version of" in found.message
+    (found,) = checked(f"torchrun tasks/main.py {words} --rollout-batch-size 4\n", tmp_path / "run.sh").diagnostics
+    assert "--rollout-batch-size" in found.message
 
 
 def test_what_a_variable_decides_is_unknown_and_never_1(tmp_path: Path) -> None:

@@ -190,6 +190,22 @@ def test_a_whole_number_may_be_written_as_8_0(tmp_path: Path) -> None:
     assert "H001" in done.output
 
 
+def test_a_machine_that_is_not_there_is_an_error_of_its_own_where_it_decides_a_value(tmp_path: Path) -> None:
+    spec = {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "mine.json"},
+        "parallelism": {"tp": 2, "cp": 4, "cp_implementation": "usp"},
+        "training": {"sequence_length": 8192, "global_batch_size": 8},
+    }
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    done = CliRunner().invoke(cli, ["check", str(file)])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert "mine.json" in done.output
+    assert "1 error" in done.output
+
+
 @pytest.mark.parametrize("changes", [{"num_layers": 2**31, "num_experts": 4}, {"global_batch_size": "-0"}])
 def test_arguments_without_bounds_end_in_a_message(changes: Any, tmp_path: Path) -> None:
     file = tmp_path / "file.json"

@@ -118,6 +118,9 @@ def project_of(flags: Sequence[str]) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
+_ARRAY = re.compile(r"\[[@*]\]")
+
+
 def parsed(words: Sequence[Word], project: str | None = None) -> Arguments:
     """The words after the name of a program."""
     flags = [word.text.partition("=")[0] for word in words if word.text is not None and _is_flag(word)]
@@ -156,8 +159,8 @@ def _take(found: Arguments, word: Word, following: Sequence[Word]) -> int:
         spelled = flag[2:]
     if spelled not in found.line.by_flag:
         _unknown(found, flag, spelled, values, span)
-        found.is_open |= any(one.many for one in values)
-        # What follows an unknown flag is taken for its value, which may be several words.
+        # Its values are what follows, which may be several words. An array may hold options too.
+        found.is_open |= any(one.many for one in values[1:]) or any(_ARRAY.search(one.shown) for one in values[:1])
         return 0 if equals else len(following)
     name, turns_on = found.line.by_flag[spelled]
     facts = found.line.options[name].newest

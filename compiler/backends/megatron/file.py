@@ -60,6 +60,8 @@ OWN_PROGRAM = "pretrain_gpt.py"
 """What the recipes of Megatron-LM's functional tests call, or one like it."""
 RECIPE = "MODEL_ARGS"
 """The key of the arguments in a recipe of Megatron-LM's functional tests."""
+_INFERS = re.compile("inference|generation")
+"""In names of Megatron-LM's programs that do not train: `gpt_dynamic_inference.py`, `run_text_generation_server.py`."""
 _LAUNCHED = {
     "nnodes": ("nnodes", "num_nodes"),
     "nproc_per_node": ("nproc_per_node", "num_gpus", "gpus_per_node"),
@@ -79,6 +81,8 @@ class Call(Document):
     """Whether it is certain that Megatron-LM's own parser reads it."""
     program: str | None = None
     """The Python file or module that is called, as it is written; None: the file does not say."""
+    trains: bool = True
+    """Whether it trains, and does not infer."""
 
 
 def is_shell_arguments(text: str) -> bool:
@@ -165,7 +169,7 @@ def _call(source: SourceText, one: Invocation) -> Call | None:
     if found is None or program is None:
         return found
     called = words[program] if words[program].shown.endswith(".py") else words[program + 1]
-    return replace(found, program=called.shown)
+    return replace(found, program=called.shown, trains=not _INFERS.search(called.shown))
 
 
 def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]) -> Call | None:
@@ -315,6 +319,7 @@ def _section(document: Document, path: tuple[str | int, ...], leaves: list[Leaf]
         arguments=arguments,
         is_command_line=strict or is_flagscale,
         program=OWN_PROGRAM if path == (RECIPE,) else None,
+        trains=document.tree.get("MODE") != "inference",  # type: ignore[attr-defined]  # a mapping: it has sections
     )
 
 

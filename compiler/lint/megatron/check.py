@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
-from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, PARENTS, Call, from_tree
+from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM, PARENTS, Call, from_tree
 from parcompile.backends.megatron.options import Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
@@ -50,7 +50,8 @@ _SIZES = (
 def _without_placeholders(call: Call) -> Call:
     """Without sizes of 1 and -1, which the parser asks for where a converter or an evaluation has them elsewhere."""
     tree: Any = call.tree
-    if tree.get("hidden_size") not in (1, -1):
+    name = (call.program or OWN_PROGRAM).rpartition("/")[2]
+    if name in _OWN_PROGRAMS or tree.get("hidden_size") not in (1, -1):
         return call
     arguments = replace(call.arguments, values=_without_sizes(call.arguments.values), is_open=True)
     return replace(call, tree=_without_sizes(tree), arguments=arguments)
@@ -76,8 +77,9 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
     strange = [one for one in arguments.problems if one.kind == "unknown" and spelling(one.flag) not in program.options]
     are_together = not program.is_own and len(strange) >= _SEVERAL
     if are_together:
-        flags = ", ".join(dict.fromkeys(one.flag for one in strange))
-        message = f"{_tool(arguments.line)} has none of {flags}"
+        flags = list(dict.fromkeys(one.flag for one in strange))
+        more = f" and {len(flags) - _NAMED} more" if len(flags) > _NAMED else ""
+        message = f"{_tool(arguments.line)} has none of {', '.join(flags[:_NAMED])}{more}"
         help_ = "check how they are spelled, unless the program that is called adds them"
         yield _placed(call, Diagnostic("K001", Severity.WARNING, message, (), help=help_), strange[0].span)
     for problem in arguments.problems:
@@ -86,12 +88,12 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
             if found is not None:
                 yield _placed(call, found, problem.span)
     for name, spans in arguments.repeated.items():
-        last = arguments.values.get(name)
-        if last is not None and not isinstance(last, Unknown):
+        if name in arguments.values and not isinstance(arguments.values[name], Unknown):
             message = f"{arguments.flags[name]} is given {len(spans) + 1} times with other values; the last one counts"
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
-    # Other programs have names of their own.
-    versions = _versions(arguments) if call.is_command_line and (program.is_own or call.program is None) else ()
+    # A program with options of its own has its own history of them too.
+    is_known = call.is_command_line and (program.is_own or not any(one.kind == "unknown" for one in arguments.problems))
+    versions = _versions(arguments) if is_known else ()
     yield from (_placed(call, one, None) for one in (*versions, *_out_of_range(arguments, program)))
 
 
@@ -129,12 +131,11 @@ _OWN_PROGRAMS = frozenset(
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
-_PARSERS = ("*/arg*.py", "*/*/arg*.py", "*.py")
 _FORKS = ("*megatron*/arg*.py", "*megatron*/training/arg*.py")
 _FILES = 200
 """So many files are read: those that may hold the fork's parser, and those beside the program."""
-_SEVERAL = 3
-"""So many unknown options of another program are named together."""
+_SEVERAL, _NAMED = 3, 8
+"""From so many on, unknown options of another program are one warning, which names so many of them."""
 
 
 def _added_options(call: Call) -> frozenset[str]:
@@ -146,15 +147,22 @@ def _added_options(call: Call) -> frozenset[str]:
     tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
     program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
     found: set[str] = set()
-    places = [
-        (script.parents[above], name) for above in range(PARENTS) for name in _FORKS if above < len(script.parents)
-    ]
-    places += [] if program is None else [(program.parent, name) for name in _PARSERS]
-    for file in islice((file for folder, name in places for file in sorted(folder.glob(name))), _FILES):
+    beside = [folder.glob(name) for folder in list(script.parents)[:PARENTS] for name in _FORKS]
+    if program is not None:
+        beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
+    for file in islice((file for files in beside for file in sorted(files)), _FILES):
         with suppress(OSError):
             text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
             found |= {spelling(flag) for flag in _ADDED.findall(text)}
     return frozenset(found)
+
+
+def _packages(folder: Path) -> list[Path]:
+    """Packages beside a program, and those in them: `megatron` and `megatron/training`."""
+    with suppress(OSError):
+        outer = [one for one in islice(folder.iterdir(), _FILES) if (one / "__init__.py").is_file()]
+        return [*outer, *(file.parent for one in outer for file in one.glob("*/__init__.py"))]
+    return []
 
 
 def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnostic | None:

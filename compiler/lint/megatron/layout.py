@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.diagnostics import Severity
+from parcompile.layout.grid import divisors
 from parcompile.layout.stages import PipelineSplit
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules.arithmetic import divisors, listed, nearest_multiples
+from parcompile.rules.arithmetic import listed, nearest_multiples
 from parcompile.rules.registry import Finding
 
-from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, where_decided
+from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, trains, where_decided
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 
@@ -226,7 +227,9 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
 def experts_divide(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     ep = size(settings, _EP)
-    if ep > 1 and settings.left_out("num_experts") and not is_open(settings):
+    # Megatron-LM megatron/training/checkpointing.py, load_args_from_checkpoint: a checkpoint says it then.
+    is_elsewhere = is_open(settings) or settings.get("use_checkpoint_args") is True
+    if ep > 1 and settings.left_out("num_experts") and not is_elsewhere:
         yield Finding(f"{_EP} {ep} without num_experts", (_EP,))
     experts = size(settings, "num_experts", 0)
     if experts % ep:
@@ -262,8 +265,7 @@ def _experts_with_biases(settings: Settings, experts: int) -> Iterator[Finding]:
 
 def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
     tp = size(settings, _TP)
-    trains = not any(name.startswith("inference_") for name in settings.tree)
-    if tp > 1 and trains and is_nvidias(settings) and not flag(settings, "sequence_parallel"):
+    if tp > 1 and trains(settings) and is_nvidias(settings) and not flag(settings, "sequence_parallel"):
         message = f"num_experts {experts} with {_TP} {tp} and no sequence_parallel"
         yield Finding(message, ("num_experts",), help="add --sequence-parallel", related=also(settings, _TP))
 

@@ -27,9 +27,9 @@ class MegatronSettings(Settings):
 
     def __init__(self, call: Call) -> None:
         wrong = frozenset((one.name,) for one in call.arguments.problems if one.kind in ("type", "choice", "missing"))
-        tree: Any = call.tree
-        super().__init__(tree, wrong)
-        self.is_open = call.arguments.is_open or tree.get("use_checkpoint_args") is True  # the rest is in its files
+        super().__init__(call.tree, wrong)
+        self.is_open = call.arguments.is_open
+        self.trains = call.trains
         self.project = call.arguments.project
         self.versions = call.arguments.versions
         self.is_command_line = call.is_command_line
@@ -71,6 +71,11 @@ def flag(settings: Settings, name: str) -> bool:
 def is_open(settings: Settings) -> bool:
     """Whether there may be arguments that the file does not show."""
     return isinstance(settings, MegatronSettings) and settings.is_open
+
+
+def trains(settings: Settings) -> bool:
+    """Whether the program trains: an inference may leave out what only a training step asks for."""
+    return not isinstance(settings, MegatronSettings) or settings.trains
 
 
 def is_nvidias(settings: Settings) -> bool:

@@ -9,6 +9,7 @@ from parcompile.cost.context_time import attention_seconds, candidates, cheapest
 from parcompile.cost.workload import Workload
 from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.grid import Axis
+from parcompile.machines.accelerator import accelerators
 from parcompile.schema import default
 from parcompile.spec import Origin
 from parcompile.units import format_milliseconds
@@ -113,6 +114,8 @@ class ContextValues(ModelValues, TrainingValues):
     def _workload(self) -> Workload:
         """The layout as far as attention depends on it."""
         cluster = self.cluster
+        if cluster.preset is None and cluster.accelerator not in accelerators():
+            raise Unavailable("accelerator")
         return Workload(
             shape=self.shape,
             nodes=cluster.nodes,

@@ -181,7 +181,8 @@ class State:
         else:
             found = self.array(part.name)
         if found is None:
-            yield Hole(_text(part), (part.name,), part.start, part.end, can_be_words=True)
+            text = f"${{{part.name}[{part.index}]}}"
+            yield Hole(text, (part.name,), part.start, part.end, can_be_words=True)
             return
         if part.quoted and (part.index or part.name) == "*":
             if not found:
