@@ -37,9 +37,23 @@ def gpu_plan(**training: Any) -> Any:
     return make_plan(2, {"tp": 2}, training=chosen, extra={"cluster": {"gpus_per_node": 2, "accelerator": "h100-sxm"}})
 
 
-@functools.cache
+def skip_where_there_is_none() -> None:
+    """A torch with CUDA of its own cannot have it, and without a compiler it is not built."""
+    try:
+        library.check_torch()
+        library.find_compiler()
+    except NoCudaHostError as error:
+        pytest.skip(str(error))
+
+
 def sampled() -> list[dict[str, Any]]:
     """What a fresh process finds, in which no backward pass has run."""
+    skip_where_there_is_none()
+    return _sampled()
+
+
+@functools.cache
+def _sampled() -> list[dict[str, Any]]:
     script = Path(__file__).with_name("cuda_runs.py")
     done = subprocess.run(
         [sys.executable, str(script), *SAMPLE, "planted"], capture_output=True, text=True, timeout=900, check=False
@@ -86,6 +100,8 @@ def test_where_there_is_no_cuda_the_report_says_why_in_one_sentence(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, None)
     prepare(monkeypatch)
     with device_of_plan(gpu_plan()) as (device, why_not):
         assert device == META
@@ -95,11 +111,7 @@ def test_where_there_is_no_cuda_the_report_says_why_in_one_sentence(
 
 def test_a_process_in_which_a_backward_pass_has_run_takes_meta_and_says_so() -> None:
     torch.ones(1, requires_grad=True).sum().backward()
-    try:
-        library.check_torch()
-        library.find_compiler()
-    except NoCudaHostError as error:
-        pytest.skip(str(error))
+    skip_where_there_is_none()
     report = preflight(gpu_plan(), [0])
     assert report.agrees, report.text()
     assert report.notes[0] == "device: meta, not cuda: a backward pass has run in this process before: start a new one"
