@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -55,8 +56,10 @@ def command(
         raise click.ClickException(f"fitting needs scipy: {how_to_install('calibrate')}")
     names = ", ".join(path.name for path in runs)
     try:
-        memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
-        time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, before scipy says the same
+            memory = fit_memory(rows) if sum(one.peak_bytes is not None for one in rows) >= FEWEST else None
+            time = fit_time(rows) if sum(one.step_seconds is not None for one in rows) >= FEWEST else None
     except ValueError as error:  # of scipy: sizes beyond floats
         raise click.ClickException(f"{names} cannot be fitted: {error}") from None
     if memory is None and time is None:

@@ -46,6 +46,9 @@ class Measurement:
 PLAIN_COLUMNS = ("model", "nodes", "gpus_per_node", "accelerator", "sequence_length", "micro_batch", "micro_batches")
 
 
+_RECOMPUTE = ("none", "selective", "full")
+
+
 def read_plain(path: Path) -> list[Measurement]:
     """One's own runs: a column for each size of a layout, `peak_bytes` and `step_seconds` (empty when it crashed).
 
@@ -85,6 +88,9 @@ def _plain(row: Mapping[str, str]) -> Measurement:
         pp = changes.get("pp", 1)
         if len(words) not in (1, pp):
             raise ValueError(f"recompute has {len(words)} words for pp {pp}: {row['recompute']!r}")
+        wrong = next((word for word in words if word not in _RECOMPUTE), None)
+        if wrong is not None:
+            raise WrongValueError("recompute", wrong, f"one of {', '.join(_RECOMPUTE)}")
         changes["recompute"] = words if len(words) > 1 else words[0]
     if row.get("sequence_parallel"):
         changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")

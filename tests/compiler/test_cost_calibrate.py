@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -120,6 +121,18 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_reason(run: Run, tmp_pat
     row = dict(zip(header.split(","), first.split(","), strict=True), tp="62")
     (tmp_path / "wrong.csv").write_text(f"{header}\n{','.join(row.values())}\n", encoding="utf-8")
     assert "wrong.csv: line 2: 32 units on tp 62" in run("calibrate", "wrong.csv")[2]
+    for name, value, why in (
+        ("recompute", "slective", "line 2: recompute is 'slective'"),
+        ("step_seconds", "1e-320", "wrong.csv cannot be fitted: "),
+    ):
+        rows = list(csv.DictReader(io.StringIO(good)))
+        with (tmp_path / "wrong.csv").open("w", encoding="utf-8", newline="") as stream:
+            table = csv.DictWriter(stream, {**rows[0], name: value})
+            table.writeheader()
+            table.writerows([{**rows[0], name: value}, *rows[1:]])
+        _, _, err = run("calibrate", "wrong.csv")
+        assert why in err
+        assert "Warning" not in err
     (tmp_path / "own.json").write_text("{}", encoding="utf-8")
     (tmp_path / "spec.json").write_text("{}", encoding="utf-8")
     assert "was not written by parcompile calibrate" in run("estimate", "spec.json", "--coefficients", "own.json")[2]

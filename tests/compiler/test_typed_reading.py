@@ -176,33 +176,28 @@ def test_what_does_not_fit_is_not_searched_with_values_that_are_refused(
     assert key in done.output
 
 
-def test_a_whole_number_may_be_written_as_8_0(tmp_path: Path) -> None:
-    spec = {
-        "version": 1,
-        "model": {"preset": "llama-3-8b"},
-        "cluster": {"nodes": 1.0, "gpus_per_node": 1.0, "accelerator": "a100-40gb"},
-        "training": {"sequence_length": 8192, "global_batch_size": 64},
-    }
+@pytest.mark.parametrize(
+    ("cluster", "parallelism", "said"),
+    [
+        ({"nodes": 1.0, "gpus_per_node": 1.0, "accelerator": "a100-40gb"}, {}, "H001"),
+        (
+            {"nodes": 1, "gpus_per_node": 8, "accelerator": "mine.json"},
+            {"cp": 4, "cp_implementation": "usp"},
+            "mine.json",
+        ),
+    ],
+    ids=["whole numbers as 1.0", "a machine that is not there"],
+)
+def test_what_is_chosen_depends_on_values_as_users_write_them(
+    cluster: Any, parallelism: Any, said: str, tmp_path: Path
+) -> None:
+    training = {"sequence_length": 8192, "global_batch_size": 64}
+    spec = {"version": 1, "model": {"preset": "llama-3-8b"}, "cluster": cluster, "training": training}
     file = tmp_path / "spec.json"
-    file.write_text(json.dumps(spec))
+    file.write_text(json.dumps({**spec, "parallelism": parallelism}))
     done = CliRunner().invoke(cli, ["check", str(file)])
     assert isinstance(done.exception, SystemExit), done.exception
-    assert "H001" in done.output
-
-
-def test_a_machine_that_is_not_there_is_an_error_of_its_own_where_it_decides_a_value(tmp_path: Path) -> None:
-    spec = {
-        "version": 1,
-        "model": {"preset": "llama-3-8b"},
-        "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "mine.json"},
-        "parallelism": {"tp": 2, "cp": 4, "cp_implementation": "usp"},
-        "training": {"sequence_length": 8192, "global_batch_size": 8},
-    }
-    file = tmp_path / "spec.json"
-    file.write_text(json.dumps(spec))
-    done = CliRunner().invoke(cli, ["check", str(file)])
-    assert isinstance(done.exception, SystemExit), done.exception
-    assert "mine.json" in done.output
+    assert said in done.output
     assert "1 error" in done.output
 
 
@@ -246,6 +241,7 @@ CONFIGS = {
     "layers with experts of two types": {"model_type": "llama4_text", "moe_layers": [1, "a"]},
     "widths of two types": {"model_type": "gemma3n_text", "intermediate_size": [1, "a"]},
     "kinds of indexers lists": {"model_type": "glm_moe_dsa", "indexer_types": [["x"]] * 4},
+    "sliding_window_size a list": {"model_type": "mimo_v2_flash", "v_head_dim": 16, "sliding_window_size": [{}]},
     "moe_layer_freq a number": {"model_type": "minimax_m3_vl_text", "moe_layer_freq": 5},
 }
 
