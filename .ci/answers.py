@@ -89,8 +89,8 @@ def _of_costs(config: dict[str, Any]) -> Iterator[str]:
     from parcompile.cost.flops import matmul_parameters, mixed_matmul_parameters, model_flops_per_token
     from parcompile.cost.memory_terms import memory_terms
     from parcompile.cost.workload import Workload
+    from parcompile.model.derived_rows import parameter_table
     from parcompile.model.hf_config import shape_from_config
-    from parcompile.model.parameters import parameter_table
 
     shape = shape_from_config(config)
     rows = hashlib.sha256(repr(list(parameter_table(shape))).encode()).hexdigest()

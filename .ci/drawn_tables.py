@@ -111,8 +111,8 @@ def compare(number: int, family: str) -> Outcome:
     """One draw."""
     from test_parameters_of_families import registered
 
+    from parcompile.model.derived_rows import parameter_table
     from parcompile.model.hf_config import ModelConfigError, shape_from_config
-    from parcompile.model.parameters import parameter_table
 
     config, drawn = configuration(number, family)
     try:

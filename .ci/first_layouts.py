@@ -25,7 +25,7 @@ from parcompile.searching.first import first_spec
 from parcompile.searching.ranking import search
 from parcompile.searching.space import open_space
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 SLOWER = 1.1
 """Times the best of the search that the first offer of init may take."""

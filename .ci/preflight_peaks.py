@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from parcompile.plan import Plan
-from parcompile.plan.compile import compile_plan
+from parcompile.plan.tree import compile_plan
 from parcompile.rules import check
 from parcompile.runtime.preflight.compare import peak_bytes
 from parcompile.runtime.preflight.run import distinct_ranks

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.registry import render
-from parcompile.layout.grid import Grid
-from parcompile.layout.groups import Groups
+from parcompile.layout.groups import Grid, Groups
 from parcompile.pipeline import compile_file
 
 SHAPES = {

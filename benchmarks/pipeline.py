@@ -35,7 +35,7 @@ from meters import quartiles
 from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
 from torch import Tensor
 
-from parcompile.layout.schedule import Pass, Schedule
+from parcompile.layout.pipeline import Pass, Schedule
 from parcompile.pipeline import compile_file
 from parcompile.runtime.local import LocalWorld
 

@@ -18,7 +18,7 @@ from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.diagnostic import closest
 from .diagnostics.reporters import report
-from .diagnostics.reporters.style import Style
+from .diagnostics.reporters.dispatch import Style
 from .importing import Imported, import_document
 from .lint.files import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .backends.losses import Loss
+from .backends.artefacts import Loss
 from .backends.reading import (
     Account,
     Draft,

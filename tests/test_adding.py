@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.rules.examples import example_spec
+from parcompile.rules.registry import example_spec
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parcompile.cost.measurements import Measurement, MeasurementError, rows_of
 from parcompile.cost.workload import Workload
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.shape import ModelShape
 from parcompile.units import GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 
-from parcompile.lint.pages import GROUPS, Page, pages
+from parcompile.lint.registry import GROUPS, Page, pages
 
 _WIDTH = 120
 _START = """\

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.lint.deepspeed.usage import usage_context
-from parcompile.lint.pages import GROUPS, Page, pages
-from parcompile.lint.registry import Settings, check_settings, file_rules
-from parcompile.rules.examples import example_spec
-from parcompile.rules.registry import CONCERNED, check
+from parcompile.lint.registry import GROUPS, Page, Settings, check_settings, file_rules, pages
+from parcompile.rules.registry import CONCERNED, check, example_spec
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.text import parse
 

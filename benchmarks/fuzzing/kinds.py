@@ -407,8 +407,8 @@ def _index(folder: Path) -> str:
     import torch
     from safetensors.torch import save_file
 
+    from parcompile.model.derived_rows import parameter_table
     from parcompile.model.hf_config import shape_from_config
-    from parcompile.model.parameters import parameter_table
 
     _compiled(folder)
     file.parent.mkdir()

@@ -16,7 +16,7 @@ from parcompile.schema import type_of
 from parcompile.spec import Spec
 from parcompile.text import Document, typed
 
-from .losses import Loss
+from .artefacts import Loss
 
 # Another tool's options as they are read into a spec, and what became of each of them.
 

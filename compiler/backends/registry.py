@@ -20,17 +20,16 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.sections import process_groups
 from parcompile.spec import Origin
 
+from . import torchtitan
 from .accelerate import deepspeed as accelerate_deepspeed
 from .accelerate import transformers
 from .accelerate import write as accelerate
+from .artefacts import Loss, to_text
 from .deepspeed import facts as deepspeed
 from .deepspeed import write as deepspeed_write
-from .json_text import to_text
 from .launch import kubernetes, scripts, skypilot
-from .losses import Loss
 from .megatron import write as megatron
 from .target_names import BUILT_IN, chosen
-from .torchtitan import write as torchtitan
 
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1

@@ -15,7 +15,6 @@ from parcompile.plan.sections import process_groups
 from parcompile.user_files import parse_json, read_bytes
 
 from .deepspeed.write import ds_config
-from .json_text import to_text
 from .registry import LOCK
 
 # Whether a folder holds what a spec compiles to: CI's guard against artefacts that were edited or forgotten.
@@ -85,8 +84,6 @@ def _lock(folder: Path) -> dict[str, Any]:
 
 
 # Writes artefacts so that a reader never sees half of them.
-
-__all__ = ["artefacts", "to_text", "write"]
 
 EXECUTABLE = (".sh", ".sbatch")
 """Files that are written with permission to execute."""

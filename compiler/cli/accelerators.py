@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.machines.accelerator import Accelerator, accelerators
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 

@@ -9,7 +9,7 @@ import textwrap
 import click
 
 from parcompile.backends.deepspeed.table import UnknownVersionError, order
-from parcompile.diagnostics.reporters.style import Style
+from parcompile.diagnostics.reporters.dispatch import Style
 from parcompile.lint.advisories import Advisory, advisories
 from parcompile.lint.advisories.advisory import DEEPSPEED, MEGATRON
 

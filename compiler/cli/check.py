@@ -15,7 +15,7 @@ import click
 from parcompile.backends.kinds import CHECKED, FILLERS, MODEL, UNKNOWN
 from parcompile.diagnostics import Diagnostic, has_errors
 from parcompile.diagnostics.reporters import FORMATS, report
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.pipeline import Checked
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
@@ -154,7 +154,7 @@ def _verdict(checked: Checked) -> str | None:
     from parcompile.cost.footprint import footprint
     from parcompile.cost.step import timing
     from parcompile.cost.table import verdict
-    from parcompile.spec.workload import workload_of
+    from parcompile.spec.values import workload_of
 
     with contextlib.suppress(ValueError, Unavailable):
         work = workload_of(checked.resolution.spec())
@@ -167,7 +167,7 @@ def _print(
 ) -> None:
     titles = {}
     if format_ == "sarif" and found:
-        from parcompile.lint.pages import titles as all_titles
+        from parcompile.lint.registry import titles as all_titles
 
         titles = dict(all_titles())
     hint = "--fix" if not run.fixed else None

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from parcompile.backends.writing import to_text
-from parcompile.layout.grid import DENSE_AXES
+from parcompile.backends.artefacts import to_text
+from parcompile.layout.groups import DENSE_AXES
 from parcompile.plan import PlanError, load_plan
 from parcompile.version import how_to_install
 

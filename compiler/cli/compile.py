@@ -10,7 +10,7 @@ import click
 from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import differences, locked_targets, write
 from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.plan import Plan, load_plan
 from parcompile.plan.summary import summary

@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.backends.artefacts import to_text
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.show.markdown import as_markdown
 

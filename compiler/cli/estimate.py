@@ -20,15 +20,15 @@ from parcompile.cost.table import columns, headed, table
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.style import Style
-from parcompile.layout.grid import Axis
+from parcompile.diagnostics.reporters.dispatch import Style
+from parcompile.layout.groups import Axis
 from parcompile.pipeline import Checked, check_file, is_plan, require_lossless_spec
 from parcompile.plan import Plan, compile_plan, load_plan
 from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
 from parcompile.searching.variant import changed, variant
-from parcompile.spec.resolve.cp_implementation import AUTO
-from parcompile.spec.workload import workload_of
+from parcompile.spec.resolve.training import AUTO
+from parcompile.spec.values import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.lint.pages import Page, pages
+from parcompile.lint.registry import Page, pages
 
 from .saying import say
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import Style
+from parcompile.backends.artefacts import to_text
+from parcompile.diagnostics.reporters.dispatch import Style
 from parcompile.plan.sections import rank_groups
 
 from .options import read_plan

@@ -14,7 +14,7 @@ from parcompile.atomic import write_file
 from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.importing import ImportConflictError, Imported, import_document
 from parcompile.lint.files import recognised
 from parcompile.schema import example

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
 from parcompile.searching.first import Offer, first_spec, sequence_length_of

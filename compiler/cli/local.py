@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.version import how_to_install
 
 from .options import positive_number, read_plan

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.project import EXECUTABLE, project_files
 from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text

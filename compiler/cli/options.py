@@ -73,7 +73,7 @@ def codes_of(given: tuple[str, ...]) -> tuple[str, ...]:
     codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
     if codes:
         from parcompile.diagnostics.diagnostic import closest
-        from parcompile.lint.pages import pages
+        from parcompile.lint.registry import pages
 
         for code in codes:
             if not any(_is_among(known, (code,)) for known in pages()):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.diagnostics.reporters.style import Style, hanging
+from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.machines.accelerator import accelerators
 from parcompile.searching.first import batch_of, sequence_length_of
 

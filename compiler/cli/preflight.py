@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from parcompile.backends.writing import to_text
-from parcompile.diagnostics.reporters.style import writable
+from parcompile.backends.artefacts import to_text
+from parcompile.diagnostics.reporters.dispatch import writable
 from parcompile.version import how_to_install
 
 from .options import positive_number, read_plan

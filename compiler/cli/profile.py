@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from parcompile import schema
-from parcompile.backends.writing import to_text, write
+from parcompile.backends.artefacts import to_text
+from parcompile.backends.writing import write
 from parcompile.cost.table import columns
 from parcompile.machines.accelerator import SCHEMA, accelerators, is_preset_file
 from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds

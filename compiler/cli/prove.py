@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from parcompile.diagnostics.reporters.style import printable, writable
+from parcompile.diagnostics.reporters.dispatch import printable, writable
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:

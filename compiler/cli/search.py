@@ -15,8 +15,8 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cost.table import columns, headed, verdict
-from parcompile.diagnostics.reporters.style import Style, hanging, wrapped
-from parcompile.layout.grid import Axis
+from parcompile.diagnostics.reporters.dispatch import Style, hanging, wrapped
+from parcompile.layout.groups import Axis
 from parcompile.searching.ranking import Ranked, SearchResult, search
 from parcompile.searching.space import VIRTUAL, Candidate, open_space
 from parcompile.searching.variant import changed

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from parcompile.atomic import write_file
-from parcompile.diagnostics.reporters.style import Style
+from parcompile.diagnostics.reporters.dispatch import Style
 from parcompile.plan import Plan
 from parcompile.plan.summary import summary
+from parcompile.show.page.data import read_search
 from parcompile.show.page.render import page
-from parcompile.show.page.search_result import read_search
 from parcompile.show.pictures.named import KINDS, as_markdown, as_text, picture
 from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.subject import Subject

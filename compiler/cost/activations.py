@@ -13,10 +13,9 @@ from functools import partial
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.compressed_keys import LowRank
 from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family, Norm
-from parcompile.model.layer_kind import KeysAndValues
+from parcompile.model.family import Family, Norm, by_type, types_with
+from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
-from parcompile.model.type_traits import by_type, types_with
 
 from .blocks import mixture_bytes
 
@@ -119,7 +118,7 @@ def eager_layer_bytes(
     An RMSNorm keeps its input in fp32 and, mostly in the type of the weights, the normalised input; a LayerNorm keeps
     its input. Queries and keys are kept after the rotation only, attention also its log-sum-exp. A gated MLP keeps both
     projections, the activation's output and the product; functions that transformers writes out keep more
-    (`model/type_traits.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
+    (`model/family.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
     `parcompile preflight` compares this with what is really kept.
     """
     if shape.kinds:

@@ -27,16 +27,16 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
+from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpLayout, chunk_ids
-from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import padded_vocab_size
+from parcompile.layout.shards import padded_vocab_size
 from parcompile.model.blocks import Block, Exchange, Local
 from parcompile.model.compressed_keys import CompressedKeys
-from parcompile.model.parameters import parameter_table
+from parcompile.model.derived_rows import parameter_table
+from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import INPUTS
-from parcompile.model.type_traits import types_with
 
 from .context_exchanges import ContextExchange
 from .workload import Workload

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.model.parameters import parameter_table
+from parcompile.model.derived_rows import parameter_table
 from parcompile.units import GIB
 
 from .coefficients import KEEPING, MEMORY, Coefficient, CoefficientSet, Fit, time_bounds

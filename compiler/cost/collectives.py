@@ -41,16 +41,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA
-from parcompile.layout.schedule import RECEIVES_AHEAD
-from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, shared_tokens
-from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import repeated_ranges
+from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
+from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
+from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, repeated_ranges, shared_tokens
 from parcompile.model.blocks import Exchange
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Experts, Family
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.model.user_module import LAYER, UserModule

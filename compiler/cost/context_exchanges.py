@@ -6,10 +6,8 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_per_pass
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import CP_LEVELS
-from parcompile.layout.sequence import CpLayout, chunk_ids
+from parcompile.layout.groups import CP_LEVELS, Axis
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, chunk_ids, heads_per_pass
 from parcompile.model.families import FAMILIES
 from parcompile.model.key_types import fields_of
 from parcompile.model.shape import ModelShape

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, heads_fault, level_sizes
-from parcompile.layout.grid import Axis
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.groups import Axis
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, heads_fault, level_sizes
 
 from .blocks import handed_bytes, window_exchanges
 from .coefficients import time_values

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
-from parcompile.model.parameters import parameter_table
+from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
+from parcompile.model.derived_rows import parameter_table
 from parcompile.units import format_bytes, format_seconds
 
 from .coefficients import CoefficientSet

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.units import GIB, MIB
 
 from .coefficients import FUSED, KEEPING, Fit, default_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape

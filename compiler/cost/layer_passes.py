@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
+from parcompile.model.family import types_with
 from parcompile.model.shape import mean_over_layers
-from parcompile.model.type_traits import types_with
 
 from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes

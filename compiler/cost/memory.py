@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
-from parcompile.layout.stages import Stage
-from parcompile.model.parameters import parameter_table
+from parcompile.model.derived_rows import parameter_table
 
 from .workload import Workload
 

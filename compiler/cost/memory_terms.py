@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import tensor_layout
-from parcompile.model.parameters import parameter_table
+from parcompile.layout.pipeline import Stage
+from parcompile.layout.shards import tensor_layout
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, ParameterTable
 

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline computes what: the schedule of a step (`layout.schedule`), laid out in seconds.
+"""When each stage of a pipeline computes what: the schedule of a step (`layout.pipeline`), laid out in seconds.
 
 The order of a stage's passes is fixed; each starts when the stage is free and what it needs has arrived.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.layout.schedule import Pass, Schedule
+from parcompile.layout.pipeline import Pass, Schedule
 
 from .step import StepTime
 from .workload import Workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.blocks.delta import KimiDelta
 from parcompile.model.blocks.lightning import Lightning
 from parcompile.model.blocks.mamba1 import Mamba1

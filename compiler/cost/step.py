@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.machines.accelerator import find_accelerator
-from parcompile.model.parameters import parameter_table
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes

@@ -12,13 +12,10 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import AXES, DENSE_AXES, Axis, Grid
-from parcompile.layout.groups import expert_grid
-from parcompile.layout.schedule import Schedule
-from parcompile.layout.shards import ShardedGroups, sharded_groups
-from parcompile.layout.stages import Stage, even_stages
-from parcompile.layout.tensor import TensorLayout, padded_vocab_size, tensor_layout
+from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
+from parcompile.layout.pipeline import Schedule, Stage, even_stages
+from parcompile.layout.sequence import ContextParallel, CpImplementation
+from parcompile.layout.shards import ShardedGroups, TensorLayout, padded_vocab_size, sharded_groups, tensor_layout
 from parcompile.machines.accelerator import Accelerator, find_accelerator
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter

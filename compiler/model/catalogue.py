@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .families import BUILT_IN, FAMILIES
-from .family import Family
+from .family import Family, by_type, types_with
 from .tables import counts_of, table_of
-from .type_traits import by_type, types_with
 
 # Why the runtime refuses a model type, in words, by the key that `model_types.json` names.
 

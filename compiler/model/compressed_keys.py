@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cutting.cut import FROZEN, Cut
+from .table import FROZEN, Cut
 
 WORDS = "compressed KV, some chosen by an indexer"
 """What distinguishes a type that has them."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.model.layer_kind import LayersError
+from parcompile.model.layers import LayersError
 
-from .layer_blocks import STATE, counted
+from .layers import STATE, counted
 from .tables import OLDER_KINDS
 
 HYBRID = "hybrid"

@@ -152,3 +152,34 @@ def row(size: int, units: int | None = None) -> Split:
 def vocabulary(size: int) -> Split:
     """Cut along the padded vocabulary."""
     return Split(0, (Part(size, size),), pads_vocabulary=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The fields of the same names of `Parameter`."""
+
+    split: Split | None = None
+    expert_dim: int | None = None
+    sequence_parallel: bool = False
+    partial: bool = False
+    trained: bool = True
+
+
+STREAM = Cut(sequence_parallel=True)
+"""Whole on every rank, which works on its own tokens: norms of the stream, biases behind a sum over ranks."""
+
+FROZEN = Cut(trained=False)
+"""Whole on every rank, all of which compute the same with it; it gets no gradient."""
+
+PARTIAL = Cut(partial=True)
+"""Whole on every rank, which works on its own heads, features or experts."""
+
+
+def columns(parts: tuple[Part, ...], dims: int, *, transposed: bool) -> Cut:
+    """A linear cut by its outputs, or its bias."""
+    return Cut(Split(1 if transposed and dims > 1 else 0, parts))
+
+
+def rows(part: Part, *, transposed: bool) -> Cut:
+    """A linear's weight cut by its inputs."""
+    return Cut(Split(0 if transposed else 1, (part,)))

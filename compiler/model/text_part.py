@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
+from .family import by_type, types_with
 from .tables import alias_of, table_of
-from .type_traits import by_type, types_with
 
 Config = Mapping[str, Any]
 

@@ -1,8 +1,7 @@
 """The plan: the one artefact that the runtime reads, and what is made of it."""
 
-from .compile import compile_plan
 from .plan import Plan, PlanError, Refusal
-from .tree import load_plan, plan_from_tree, plan_tree
+from .tree import compile_plan, load_plan, plan_from_tree, plan_tree
 
 __all__ = [
     "Plan",

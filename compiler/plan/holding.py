@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_DP
-from parcompile.layout.stages import Stage
+from parcompile.layout.groups import EXPERT_DP, Axis
+from parcompile.layout.pipeline import Stage
 
 if TYPE_CHECKING:
     from .plan import Plan

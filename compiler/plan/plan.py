@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import Groups
-from parcompile.layout.tensor import TensorLayout, tensor_layout
-from parcompile.model.parameters import parameter_table
+from parcompile.layout.sequence import CpImplementation
+from parcompile.layout.shards import TensorLayout, tensor_layout
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.table import Parameter, ParameterTable
 from parcompile.spec import Spec
 from parcompile.text import SourceError
@@ -73,7 +73,7 @@ class Plan:
         """
         # Here, because the runtime reads plans and needs no estimate.
         from parcompile.cost.estimate import estimate
-        from parcompile.spec.workload import workload_of
+        from parcompile.spec.values import workload_of
 
         return estimate(workload_of(self.spec), tokens=tokens, gpu_hour_price=gpu_hour_price)
 

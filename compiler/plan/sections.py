@@ -12,19 +12,22 @@ from typing import Any
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.memory import static_memory
-from parcompile.cost.placement import alternatives, placement, step_traffic
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.grid import DENSE_AXES, Axis, Grid
-from parcompile.layout.groups import GroupFamily, reach
+from parcompile.cost.traffic import alternatives, placement, step_traffic
+from parcompile.layout.groups import DENSE_AXES, Axis, Grid, GroupFamily, reach
 from parcompile.layout.groups import Groups as PlanGroups
-from parcompile.layout.schedule import Schedule
-from parcompile.layout.sequence import KeySource, chunk_ids, source_blocks, token_ranges
-from parcompile.layout.shards import even_shard
-from parcompile.layout.stages import Stage
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.pipeline import Schedule, Stage
+from parcompile.layout.sequence import (
+    ContextParallel,
+    CpImplementation,
+    KeySource,
+    chunk_ids,
+    source_blocks,
+    token_ranges,
+)
+from parcompile.layout.shards import TensorLayout, even_shard
 from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 from .plan import Plan
 
@@ -36,7 +39,7 @@ EXPANDED_RING = 32
 """Up to this cp the plan lists the source of each step of each cp rank; beyond, they follow from the rule that stands
 beside them."""
 EXPANDED_PASSES = 1024
-"""Up to so many passes of a step, of all pp ranks, the plan lists them; beyond, they follow from `layout.schedule`."""
+"""Up to so many passes of a step, of all pp ranks, the plan lists them; beyond, they follow from `layout.pipeline`."""
 EXPERT_GRID_AXES = (Axis.TP, Axis.EP, Axis.DP, Axis.PP)
 """The axes of the expert grid; its dp is expert-dp."""
 ALTERNATIVES = 3

@@ -8,9 +8,9 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.step import timing
 from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics.reporters.style import hanging
-from parcompile.layout.grid import Axis
-from parcompile.spec.workload import workload_of
+from parcompile.diagnostics.reporters.dispatch import hanging
+from parcompile.layout.groups import Axis
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_milliseconds
 
 from .plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any, TypeVar, get_type_hints
 
 from parcompile.atomic import locate, read_set
 from parcompile.cost.memory import static_memory
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import Axis
-from parcompile.layout.sequence import CpLayout
+from parcompile.diagnostics import Diagnostic
+from parcompile.layout.groups import Axis
+from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.machines.accelerator import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.spec import (
@@ -30,7 +30,7 @@ from parcompile.spec import (
     Spec,
     Training,
 )
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.text.typed import shown
 from parcompile.user_files import parse_json, read_text
 from parcompile.version import __version__
@@ -300,3 +300,19 @@ def _machine_file(plan: Plan) -> str | None:
     given = plan.spec.provenance.get("cluster.accelerator")
     value = None if given is None or plan.spec.cluster.preset is None else given.value
     return value if isinstance(value, str) else None
+
+
+REFUSAL_PREFIX = "X"
+"""Codes of the rules that say what the runtime cannot execute."""
+
+
+def compile_plan(spec: Spec, tree: object, diagnostics: Iterable[Diagnostic]) -> Plan:
+    """The plan of a resolved spec. `tree` is the spec as it was written; `diagnostics` say what the runtime refuses."""
+    refusals = tuple(
+        Refusal(found.code, found.message) for found in diagnostics if found.code.startswith(REFUSAL_PREFIX)
+    )
+    # The model and the machine may stand in files beside the spec, so they are part of the spec's identity.
+    identity: dict[str, object] = {"spec": tree, "model": dict(spec.model.hf_config)}
+    if spec.cluster.preset is not None:
+        identity["preset"] = preset_tree(spec.cluster.preset)
+    return identified(Plan(spec, digest(identity), "", refusals))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from parcompile.diagnostics import Related, Safety
-from parcompile.layout.grid import Axis, divisors
+from parcompile.layout.groups import Axis, divisors
 from parcompile.spec.resolve import Resolution
 
 # Numbers that rules suggest.

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from parcompile.cost.context_exchanges import Heads, heads_of_rank
 from parcompile.cost.context_time import context_fault, exchange_fault
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
-from parcompile.layout.grid import AXES, Axis, divisors
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.groups import AXES, Axis, divisors
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, level_sizes
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.resolve.cp_implementation import AUTO
+from parcompile.spec.resolve.training import AUTO
 
 from .arithmetic import also, listed
 from .registry import Finding, rule

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also, listed, nearest_multiples
-from .examples import HYBRID
-from .registry import Finding, rule
+from .registry import HYBRID, Finding, rule
 
 _LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")

@@ -13,7 +13,7 @@ from parcompile.backends.deepspeed.facts import (
     wrong_scale,
 )
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also

@@ -26,7 +26,7 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
     if not spec.given(*_MEGATRON):
         return
     # Only here: the parser's options are a large table.
-    from parcompile.backends.megatron.verbatim import refusal
+    from parcompile.backends.megatron.read import refusal
 
     has_schedule = spec.given("training", "lr_scheduler")
     for name, value in spec.get(*_MEGATRON).items():

@@ -10,11 +10,11 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.layout.grid import Axis
-from parcompile.layout.tensor import SplitError
+from parcompile.layout.groups import Axis
+from parcompile.layout.shards import SplitError
 from parcompile.machines.accelerator import PresetError, accelerators, is_preset_file
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .arithmetic import also, model_path

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.grid import Axis, divisors
-from parcompile.layout.stages import PipelineSplit, stages_from_counts
+from parcompile.layout.groups import Axis, divisors
+from parcompile.layout.pipeline import PipelineSplit, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
-from .examples import HYBRID, PAIRED, SHARING
-from .registry import Finding, rule
+from .registry import HYBRID, PAIRED, SHARING, Finding, rule
 
 # The layers divide into pipeline stages.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.spec import Precision
 from parcompile.spec.resolve import Resolution
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also

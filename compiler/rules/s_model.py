@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.layout.grid import divisors
+from parcompile.layout.groups import divisors
+from parcompile.model.family import by_type
 from parcompile.model.hf_config import InjectionError, ModelConfigError
 from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.presets import near_presets, presets
-from parcompile.model.type_traits import by_type
 from parcompile.spec import LrScheduler
 from parcompile.spec.resolve import Resolution, Unavailable
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.machines.accelerator import accelerators
 from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 from .arithmetic import also, listed, model_path, nearest_divisors
 from .c_sequence import length_finding

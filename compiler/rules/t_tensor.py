@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.model.blocks import Divided
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
-from .examples import HYBRID
-from .registry import Finding, rule
+from .registry import HYBRID, Finding, rule
 
 _TP = ("parallelism", "tp")
 

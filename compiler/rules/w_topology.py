@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.cost.placement import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.cost.step import timing
+from parcompile.cost.traffic import Placement, Traffic, alternatives, placement, step_traffic
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.grid import DENSE_AXES, Axis, Grid
+from parcompile.layout.groups import DENSE_AXES, Axis, Grid
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
 from .arithmetic import axis_path

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import chain
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import AXES, Axis, divisors
+from parcompile.layout.groups import AXES, Axis, divisors
+from parcompile.layout.sequence import CpImplementation
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.resolve.cp_implementation import AUTO
+from parcompile.spec.resolve.training import AUTO
 
 from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors
 from .c_implementation import possible_sizes, resize

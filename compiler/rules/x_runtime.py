@@ -8,25 +8,22 @@ from collections.abc import Iterator
 from parcompile.cost.memory import keeps_both_gradients
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import DENSE_AXES, Axis, Grid
-from parcompile.layout.groups import expert_grid
-from parcompile.layout.shards import keeps_places
-from parcompile.layout.stages import stages_from_counts
-from parcompile.layout.tensor import repeated_ranges
+from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
+from parcompile.layout.pipeline import stages_from_counts
+from parcompile.layout.shards import keeps_places, repeated_ranges
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
-from parcompile.model.layer_kind import KeysAndValues
-from parcompile.model.parameters import parameter_table
+from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 from .arithmetic import also, model_path
-from .examples import SHARED_KEYS
 from .m_experts import MIXTRAL
-from .registry import OTHER_TOOL, Finding, rule
+from .registry import OTHER_TOOL, SHARED_KEYS, Finding, rule
 from .s_model import MODULE, RULES
 
 # What the runtime executes today. Other plans compile for other tools; the runtime refuses them.

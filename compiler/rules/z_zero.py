@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from parcompile.backends.deepspeed.facts import has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also

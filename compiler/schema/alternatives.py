@@ -10,8 +10,7 @@ from parcompile.diagnostics import Related
 from parcompile.diagnostics.diagnostic import closest
 
 from .findings import Findings, named
-from .keys import unknown_key
-from .mismatch import choice, mismatch
+from .keys import choice, mismatch, unknown_key
 from .synonyms import known_key
 from .values import as_number, describe_expected, fitting, is_type, listed, quoted, types_of
 from .view import SchemaView, Violation, about

@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING
 
 from .alternatives import alternatives, forbidden
 from .findings import Findings, named
-from .keys import missing_keys, needed_keys, unknown_keys
-from .mismatch import form, not_allowed, out_of_range, repeated, wrong_count, wrong_form, wrong_type
+from .keys import (
+    form,
+    missing_keys,
+    needed_keys,
+    not_allowed,
+    out_of_range,
+    repeated,
+    unknown_keys,
+    wrong_count,
+    wrong_form,
+    wrong_type,
+)
 from .values import quoted
 from .view import SchemaView, Violation, about
 

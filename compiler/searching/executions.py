@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from parcompile.cost.context_time import EQUAL, ContextCost, attention_seconds, candidates, costs, simplest
 from parcompile.cost.step import StepTerms, StepTime, step_terms, step_time
 from parcompile.cost.workload import Workload
-from parcompile.layout.context_parallel import ContextParallel
-from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.groups import AXES, Axis
+from parcompile.layout.sequence import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from parcompile.cost.memory import is_own_master, static_memory
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
-from parcompile.layout.grid import AXES, Axis
+from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import text_part
 from parcompile.rules.h_memory import as_fix, workload
 from parcompile.spec.resolve import Resolution, Unavailable

@@ -24,7 +24,7 @@ from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTerms, StepTime, Timing, timing_of, values_of
 from parcompile.cost.workload import Workload
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.units import format_bytes, format_seconds
 
 from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parcompile.cost.changes import fewest_stages
 from parcompile.cost.coefficients import Fit
-from parcompile.cost.recomputation import fewest_stages
 from parcompile.cost.workload import Workload
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import AXES, DENSE_AXES, Axis
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.groups import AXES, DENSE_AXES, Axis
+from parcompile.layout.pipeline import PipelineSplit
+from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
 
 from .executions import OpenChoices

@@ -10,11 +10,11 @@ from typing import Any
 
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity
-from parcompile.layout.grid import AXES, Axis
-from parcompile.plan.compile import REFUSAL_PREFIX
+from parcompile.layout.groups import AXES, Axis
+from parcompile.plan.tree import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, MEMORY_RULES, Rule, all_rules
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 CUT_KEYS = (
     "num_virtual_stages_per_pipeline_rank",

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from parcompile.cost.estimate import Estimate, estimate
-from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan import Plan
-from parcompile.plan.diff import TITLES, ChangeKind, Difference
-from parcompile.plan.resume import Resume, Resumption
+from parcompile.plan.diff import TITLES, ChangeKind, Difference, Resume, Resumption
 from parcompile.plan.sections import topology
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 # Markdown whose cells say what they were given, whatever characters it holds.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.optimizer_state import master_shards, parameter_groups, place_in_shard
 from parcompile.runtime.errors import RunError

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_DP
+from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 

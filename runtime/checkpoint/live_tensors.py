@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.groups import Axis
+from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.holding import ModelParallelPlace, model_parallel_places
 from parcompile.runtime.errors import RunError

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout
 from parcompile.plan.holding import model_parallel_places
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import matrix_of, plain_name

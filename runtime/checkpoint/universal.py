@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.atomic import write_file
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
 
 SCRIPT = "zero_to_fp32.py"

@@ -11,8 +11,7 @@ import deepspeed
 import torch
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_DP
+from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Precision

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcompile.layout.shards import Ranges
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import Ranges, TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, expert_places

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.layout.shards import padded_shard
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout, padded_shard
 from parcompile.plan import Plan
+from parcompile.plan.diff import file_layout
 from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places
-from parcompile.plan.resume import file_layout
 from parcompile.progress import tracked
 from parcompile.runtime.deepspeed_patches.norm import expert_settings
 from parcompile.runtime.errors import RunError

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh

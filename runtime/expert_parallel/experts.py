@@ -27,8 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.groups import EXPERT_DP
+from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.deepspeed_patches.engine import register_expert_groups
 from parcompile.runtime.deepspeed_patches.norm import (

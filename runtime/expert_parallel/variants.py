@@ -50,7 +50,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parcompile.layout.grid import Axis
-from parcompile.layout.schedule import Lane, Schedule
+from parcompile.layout.groups import Axis
+from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 from parcompile.runtime.errors import RunError

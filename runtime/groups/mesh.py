@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.layout.groups import KV_REPLICA
-from parcompile.layout.schedule import Lane
+from parcompile.layout.pipeline import Lane
 from parcompile.plan import Plan
 
 # This rank's place in a plan, with its live process groups.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parcompile.model.type_traits import types_with
+from parcompile.model.family import types_with
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current, follow_calls
 

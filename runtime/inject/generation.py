@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.runtime.collectives import gather_from_group
 from parcompile.runtime.data.inputs import ready_inputs
 from parcompile.runtime.errors import RunError

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.data.batches import split_rows, with_positions

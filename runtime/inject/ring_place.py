@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.sequence import token_ranges
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout
 from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding

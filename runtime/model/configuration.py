@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.model.architecture import FLOAT, architecture
 from parcompile.model.blocks import KNOWN
+from parcompile.model.shape import FLOAT, architecture
 from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError

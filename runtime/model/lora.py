@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import TensorLayout
 
 PREFIX = "base_model.model."
 """What peft's names begin with."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parcompile.model.type_traits import by_type
+from parcompile.model.family import by_type
 from parcompile.spec import Precision
 
 from .text_head import TEXT_MODELS, with_head

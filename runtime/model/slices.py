@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.shards import Ranges
-from parcompile.layout.tensor import TensorLayout, repeated_ranges
+from parcompile.layout.shards import Ranges, TensorLayout, repeated_ranges
 from parcompile.model.table import Parameter
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.model.type_traits import by_type, types_with
+from parcompile.model.family import by_type, types_with
 
 TEXT_MODELS: Mapping[str, str] = by_type("text_model")
 """Model types of text parts, and their classes, for which transformers 5.23 has no class with a head of its own."""

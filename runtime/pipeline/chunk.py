@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
 from parcompile.model.families import FAMILIES
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan

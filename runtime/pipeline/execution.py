@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcompile.layout.schedule import RECEIVES_AHEAD, Pass, Schedule
+from parcompile.layout.pipeline import RECEIVES_AHEAD, Pass, Schedule
 from parcompile.runtime.loss import own_part
 from parcompile.runtime.transport import Arrival, Lanes, Like
 

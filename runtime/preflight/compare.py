@@ -14,15 +14,14 @@ from parcompile.cost.collectives import collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.workload import Workload
-from parcompile.layout.context_parallel import CpImplementation
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
-from parcompile.layout.schedule import Schedule
+from parcompile.layout.pipeline import Schedule, Stage
+from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import padded_shard
-from parcompile.layout.stages import Stage
 from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
 from .counting import Tally, by_group

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from parcompile.cost.collectives import CONTROL_BYTES
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.runtime.transport.pending import continues
 
 _KINDS = {

@@ -17,7 +17,7 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime import errors
 from parcompile.runtime.errors import RunError
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 from .compare import (
     compare_activations,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
-from parcompile.layout.schedule import Pass
+from parcompile.layout.pipeline import Pass
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     flat_weights,
     kept_gradients,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from parcompile.atomic import write_file
 from parcompile.cost.measurements import PLAIN_COLUMNS, plain_row
 from parcompile.runtime.groups import Mesh
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.user_files import MAX_TABLE_BYTES, read_text
 
 FILE = "measurements.csv"

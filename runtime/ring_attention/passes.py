@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.context_parallel import heads_per_pass
+from parcompile.layout.sequence import heads_per_pass
 from parcompile.runtime.transport import gloo
 
 from .gather_schedule import GatherSchedule

@@ -14,8 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompile.layout.context_parallel import ring_holder, ring_source
-from parcompile.layout.sequence import CpLayout, Mask, blocks_between, chunk_ids
+from parcompile.layout.sequence import CpLayout, Mask, blocks_between, chunk_ids, ring_holder, ring_source
 
 from .document_tiles import document_tiles, some_rank_computes, some_rank_sees, windowed_tiles
 from .kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile

@@ -1,6 +1,6 @@
 """Messages between neighbours of a pipeline, under way while both compute.
 
-Each lane has a communicator of its two ranks (`parcompile.layout.schedule`), which both post their messages on in the
+Each lane has a communicator of its two ranks (`parcompile.layout.pipeline`), which both post their messages on in the
 same order. Once NCCL has connected a communicator, c10d puts all sends and receives of a rank on it into one stream,
 where each waits for its other end: what shares a communicator with another lane would wait for that lane. Sends and
 receives are posted from one thread in the order of the schedule; on CUDA the current stream waits for them, not the
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout.schedule import Lane, Schedule
+from parcompile.layout.pipeline import Lane, Schedule
 
 from .pending import wait_for
 

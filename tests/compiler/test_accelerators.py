@@ -23,7 +23,7 @@ from parcompile.machines.accelerator import accelerators, preset_from_tree, pres
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
 from parcompile.plan import compile_plan, plan_from_tree, plan_tree
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import GIB
 
 SPEC = {

@@ -28,7 +28,7 @@ from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, coefficient_sets
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import Measurement
 from parcompile.cost.step import timing
-from parcompile.model.parameters import parameter_table
+from parcompile.model.derived_rows import parameter_table
 from parcompile.units import GIB
 
 ROOT = Path(__file__).parent.parent.parent

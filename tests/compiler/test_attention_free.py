@@ -11,15 +11,15 @@ import pytest
 from parcompile.backends.registry import losses
 from parcompile.cost.collectives import hidden_bytes
 from parcompile.cost.flops import attention_flops_per_token, matmul_parameters, model_flops_per_token
-from parcompile.layout.tensor import tensor_layout
+from parcompile.layout.shards import tensor_layout
 from parcompile.model.blocks.recurrent import Recurrent
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan, compile_plan
 from parcompile.plan.summary import summary
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 MAMBA_130M: dict[str, Any] = {
     "model_type": "mamba",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from parcompile.backends.losses import effective_order
+from parcompile.backends.artefacts import effective_order
 from parcompile.backends.megatron import write as megatron
 from parcompile.cli import main
 from parcompile.pipeline import check_any, compile_file

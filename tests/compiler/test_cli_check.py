@@ -16,7 +16,7 @@ from parcompile import schema
 from parcompile.backends.registry import TARGETS
 from parcompile.cli import main
 from parcompile.diagnostics.reporters import FORMATS
-from parcompile.lint.pages import GROUPS, pages
+from parcompile.lint.registry import GROUPS, pages
 
 DOCS = Path(__file__).parents[2] / "docs" / "rules.md"
 

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 from published_runs import llama_shape
 
+from parcompile.backends import torchtitan
 from parcompile.backends.megatron import write as megatron
-from parcompile.backends.torchtitan import write as torchtitan
 from parcompile.cost.context_exchanges import context_exchanges
 from parcompile.cost.context_time import candidates, cheapest, costs
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, ring_holder, ring_source
-from parcompile.layout.sequence import CpLayout
-from parcompile.model.layer_kind import LayerShape, kinds_of_layers
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, ring_holder, ring_source
+from parcompile.model.layers import LayerShape, kinds_of_layers
 from parcompile.plan import Plan, compile_plan, plan_tree
 from parcompile.rules import check
-from parcompile.rules.examples import example_spec
+from parcompile.rules.registry import example_spec
 from parcompile.spec.resolve import Resolution
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)

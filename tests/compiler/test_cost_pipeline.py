@@ -12,7 +12,7 @@ from parcompile.cost.pipeline import MOST_PASSES, timetable
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 from parcompile.plan import load_plan
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -14,8 +14,8 @@ from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.machines.accelerator import accelerators, find_accelerator
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
 WORK = Workload(

@@ -12,7 +12,7 @@ import pytest
 from layout_cases import spec_tree
 
 from parcompile import schema
-from parcompile.layout.grid import AXES
+from parcompile.layout.groups import AXES
 from parcompile.pipeline import check_read
 from parcompile.schema.defaults import NoDefaultError, default
 from parcompile.spec import Origin

@@ -7,11 +7,10 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.cli.diff import command
 from parcompile.plan import plan_tree
-from parcompile.plan.diff import ChangeKind, Difference, difference
-from parcompile.plan.resume import Resume, layout_differences
+from parcompile.plan.diff import ChangeKind, Difference, Resume, difference, layout_differences
 
 BASE = {"parallelism": {"tp": 2, "cp": 2}, "training": {"global_batch_size": 8}}
 

@@ -9,8 +9,8 @@ import pytest
 from parcompile.cost.estimate import estimate, parameters
 from parcompile.cost.table import error_text, table
 from parcompile.cost.workload import Workload
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
 
 PRESETS = list(presets().values())

@@ -17,7 +17,7 @@ from parcompile.cli import main
 from parcompile.cost.footprint import STATIC, footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import step_terms
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 Run = Callable[..., tuple[int, str, str]]
 

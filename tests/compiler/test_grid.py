@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import AXES, divisor_tuples, enumerated, orders
 
-from parcompile.layout.grid import AXES as ALL_AXES
-from parcompile.layout.grid import Axis, Grid
-from parcompile.layout.groups import AxisGroups, hierarchical_cp_families, kv_replica_family
+from parcompile.layout.groups import AXES as ALL_AXES
+from parcompile.layout.groups import Axis, AxisGroups, Grid, hierarchical_cp_families, kv_replica_family
 
 MASKS = (
     ("tp",),

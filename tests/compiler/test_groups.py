@@ -4,10 +4,9 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import AXES, compile_tree, enumerated, orders, spec_tree
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.cli.groups import command
-from parcompile.layout.grid import Grid
-from parcompile.layout.groups import NETWORK, NODE, Groups, Reach, expert_grid, reach
+from parcompile.layout.groups import NETWORK, NODE, Grid, Groups, Reach, expert_grid, reach
 from parcompile.plan import plan_tree
 
 

@@ -7,8 +7,7 @@ import itertools
 import pytest
 from layout_cases import AXES, orders
 
-from parcompile.layout.grid import Grid
-from parcompile.layout.groups import EXPERT_AXES, GROUP_AXES, MEGATRON_AXES, expert_grid
+from parcompile.layout.groups import EXPERT_AXES, GROUP_AXES, MEGATRON_AXES, Grid, expert_grid
 
 SIZES = ((2, 2, 2, 2), (4, 1, 2, 3), (1, 3, 4, 2), (2, 4, 1, 3))
 

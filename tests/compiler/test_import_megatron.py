@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from parcompile.backends.architecture import architecture_of
-from parcompile.backends.losses import effective_order
+from parcompile.backends.artefacts import effective_order
 from parcompile.backends.megatron.arguments import Word, parsed
 from parcompile.backends.megatron.read import IMPORTER
 from parcompile.backends.megatron.write import arguments, as_list, losses

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from parcompile.cost.flops import attention_flops_per_token, forward_flops_per_token, model_flops_per_token
-from parcompile.layout.tensor import SplitError, tensor_layout
+from parcompile.layout.shards import SplitError, tensor_layout
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution

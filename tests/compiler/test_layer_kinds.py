@@ -9,10 +9,10 @@ import pytest
 from parcompile.cost.activations import eager_layer_bytes
 from parcompile.cost.flops import attention_flops_per_token, layer_matmul_parameters, matmul_parameters
 from parcompile.cost.parameters import rank_parameters
-from parcompile.layout.stages import Stage
+from parcompile.layout.pipeline import Stage
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.layer_kind import KeysAndValues, LayerShape, kinds_of_layers
-from parcompile.model.parameters import parameter_table
+from parcompile.model.layers import KeysAndValues, LayerShape, kinds_of_layers
 from parcompile.model.shape import ModelShape
 
 BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64, tie_word_embeddings=False)

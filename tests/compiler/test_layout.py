@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from layout_cases import SMALL_MODEL
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
 from parcompile.layout.sequence import (
+    ContextParallel,
+    CpImplementation,
     CpLayout,
     KeySource,
     Mask,
@@ -18,9 +19,9 @@ from parcompile.layout.sequence import (
     token_ranges,
     work,
 )
-from parcompile.layout.tensor import SplitError, part_ranges, tensor_layout
+from parcompile.layout.shards import SplitError, part_ranges, tensor_layout
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter, Part, column, row
 
 

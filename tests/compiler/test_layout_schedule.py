@@ -8,7 +8,7 @@ from typing import Any
 
 from layout_cases import compile_tree, spec_tree
 
-from parcompile.layout.schedule import Lane, Schedule
+from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.plan import plan_tree
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from parcompile.layout.stages import PipelineSplit, even_stages, rank_stages, stages_from_counts
+from parcompile.layout.pipeline import PipelineSplit, even_stages, rank_stages, stages_from_counts
 
 
 def test_even_stages_hold_equal_layers() -> None:

@@ -24,7 +24,7 @@ from parcompile.plan.tree import plan_tree
 from parcompile.show.markdown import as_markdown
 from parcompile.show.page.render import page
 from parcompile.show.pictures.subject import Subject
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 LARGE = {"preset": "llama-3-70b"}

@@ -12,12 +12,11 @@ import pytest
 from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli import main
-from parcompile.layout.grid import AXES
-from parcompile.layout.groups import AxisGroups
+from parcompile.layout.groups import AXES, AxisGroups
 from parcompile.layout.sequence import CpLayout, work
 from parcompile.plan import load_plan, plan_tree
 from parcompile.show.markdown import plain, table
-from parcompile.show.pictures import colours
+from parcompile.show.pictures import svg as colours
 from parcompile.show.pictures.named import KINDS, as_text, picture
 from parcompile.show.pictures.shapes import NARROW, WIDE, Box, Cells, Text, ticks
 from parcompile.show.pictures.subject import DENSE_AXES, Subject

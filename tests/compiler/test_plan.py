@@ -13,7 +13,8 @@ from layout_cases import compile_tree, spec_tree
 from referencing import Registry
 
 from parcompile import schema
-from parcompile.backends.writing import artefacts, to_text, write
+from parcompile.backends.artefacts import to_text
+from parcompile.backends.writing import artefacts, write
 from parcompile.layout.sequence import ring_schedule
 from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import find_preset, near_presets, presets
 from parcompile.pipeline import compile_file
 from parcompile.rules import rule_targets

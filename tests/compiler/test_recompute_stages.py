@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from layout_cases import compile_tree, spec_tree
 
+from parcompile.backends.artefacts import to_text
 from parcompile.backends.registry import render
-from parcompile.backends.writing import to_text
+from parcompile.cost.changes import fewest_stages
 from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import plain_row, read_plain
 from parcompile.cost.pipeline import timetable
-from parcompile.cost.recomputation import fewest_stages
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import parcompile
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 
 SMALL = {
     "hidden_size": 32,

@@ -10,11 +10,11 @@ import pytest
 from parcompile import schema
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Severity
-from parcompile.layout.grid import divisors
+from parcompile.layout.groups import divisors
 from parcompile.lint.registry import file_rules
 from parcompile.rules import CONCERNED, DEFAULT_TARGETS, Rule, all_rules, check, registry
 from parcompile.rules.arithmetic import nearest_divisors, nearest_multiples
-from parcompile.rules.examples import BASE, example_spec
+from parcompile.rules.registry import BASE, example_spec
 from parcompile.spec.resolve import Resolution
 
 RULES = all_rules()

@@ -13,9 +13,8 @@ from parcompile.backends.target_names import BUILT_IN, LAUNCHERS
 from parcompile.cli.main import cli
 from parcompile.rules import Rule, all_rules, rule_targets
 from parcompile.rules import check as check_rules
-from parcompile.rules.examples import example_spec
 from parcompile.rules.m_experts import MIXTRAL
-from parcompile.rules.registry import OTHER_TOOL
+from parcompile.rules.registry import OTHER_TOOL, example_spec
 from parcompile.spec.resolve import Resolution
 
 PHI3 = {

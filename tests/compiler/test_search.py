@@ -21,8 +21,8 @@ from parcompile.cost.context_time import EQUAL
 from parcompile.cost.footprint import SAFE, footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation, level_sizes
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.pipeline import PipelineSplit
+from parcompile.layout.sequence import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
 from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from parcompile.cost.flops import matmul_parameters
-from parcompile.layout.tensor import tensor_layout
+from parcompile.layout.shards import tensor_layout
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution
 

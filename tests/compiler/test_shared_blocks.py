@@ -8,8 +8,8 @@ import pytest
 
 from parcompile.cost.flops import matmul_parameters
 from parcompile.model.blocks.recurrent import Recurrent
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 
 
 def layers(count: int, hybrid: list[int]) -> list[str]:

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from parcompile.cli.main import cli
 from parcompile.text.shell import ShellLimitError, invocations
-from parcompile.text.shell.limits import MAX_WORK
-from parcompile.text.shell.values import known
+from parcompile.text.shell.syntax import MAX_WORK
+from parcompile.text.shell.words import known
 
 SCRIPTS = 120
 NAMES = ("A", "B", "C", "LR", "TP")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from parcompile.cost.flops import matmul_parameters
-from parcompile.layout.tensor import repeated_ranges, tensor_layout
+from parcompile.layout.shards import repeated_ranges, tensor_layout
 from parcompile.model.blocks.recurrent import Recurrent
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.plan import compile_plan
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution

@@ -9,8 +9,8 @@ import pytest
 
 from parcompile.cost.activations import eager_layer_bytes
 from parcompile.cost.flops import matmul_parameters
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 
 _SIZES = {

@@ -12,14 +12,14 @@ import pytest
 from parcompile.cost.collectives import collectives
 from parcompile.cost.flops import forward_flops_per_token, matmul_parameters
 from parcompile.cost.memory import untrained_bytes
-from parcompile.cost.placement import step_traffic
+from parcompile.cost.traffic import step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.layout.tensor import tensor_layout
+from parcompile.layout.shards import tensor_layout
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.ngrams import TABLE, Ngrams
 from parcompile.model.blocks.recurrent import Recurrent
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.tables.expression import MOST, is_prime, sum_of_primes
 from parcompile.model.text_part import text_part

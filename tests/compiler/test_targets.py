@@ -20,9 +20,8 @@ from layout_cases import compile_tree, spec_tree
 from spec_cases import FOLDER
 
 from parcompile import schema
-from parcompile.backends.megatron.arguments import Word, parsed
-from parcompile.backends.megatron.meaning import meaning
-from parcompile.backends.megatron.options import NVIDIA
+from parcompile.backends.megatron.arguments import NVIDIA, Word, parsed
+from parcompile.backends.megatron.read import meaning
 from parcompile.backends.megatron.write import arguments, as_list
 from parcompile.backends.registry import LOCK, TARGETS, render
 from parcompile.backends.target_names import ALL, chosen

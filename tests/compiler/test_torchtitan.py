@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from parcompile.backends.registry import render
-from parcompile.backends.torchtitan.write import FLAVORS, VERSION
+from parcompile.backends.torchtitan import FLAVORS, VERSION
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
 

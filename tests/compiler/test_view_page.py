@@ -19,9 +19,8 @@ from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import padded_shard
 from parcompile.plan import Plan, load_plan
 from parcompile.plan.tree import written
-from parcompile.show.page.data import remarks
+from parcompile.show.page.data import remarks, section
 from parcompile.show.page.render import page
-from parcompile.show.page.search_result import section
 from parcompile.show.pictures.subject import Subject
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.model import type_traits as activation
+from parcompile.model import family as activation
 
 PIECES = ("gelu", "silu", "gelu_pytorch_tanh", "relu2")
 """Functions that keep two numbers in all."""

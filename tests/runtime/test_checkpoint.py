@@ -18,7 +18,7 @@ from closeness import assert_close
 from ranks import RankError, run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.cli.main import cli
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime import RunError

@@ -23,10 +23,10 @@ from click.testing import CliRunner
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.cli.main import cli
 from parcompile.plan import Plan, plan_tree
-from parcompile.plan.resume import file_layout
+from parcompile.plan.diff import file_layout
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export, load, placing, read_note, save, verify, writing
 from parcompile.runtime.checkpoint import placing as locking

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from training_runs import make_plan
 
 from parcompile.model.blocks.recurrent import Recurrent
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export

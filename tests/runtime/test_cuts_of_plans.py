@@ -9,8 +9,8 @@ import pytest
 from drawn_configurations import draw
 from families import FAMILIES, tiny_config
 
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.table import Parameter
 from parcompile.model.tables import Derived, parameters, table_of
 from parcompile.model.tables.parameters import cut_dim

@@ -17,7 +17,8 @@ from closeness import assert_close
 from launched import run_forked
 from ranks import free_port
 
-from parcompile.backends.writing import artefacts, to_text, write
+from parcompile.backends.artefacts import to_text
+from parcompile.backends.writing import artefacts, write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 

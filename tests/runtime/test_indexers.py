@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.model.blocks.indexer import Indexer
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.plan import Plan
 from parcompile.runtime.ring_attention import (
     PackedCollator,

@@ -101,7 +101,7 @@ with report_errors():
 def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) -> None:
     from ranks import free_port
 
-    from parcompile.backends.writing import to_text
+    from parcompile.backends.artefacts import to_text
 
     file = tmp_path / "plan.json"
     file.write_text(to_text(plan_tree(make_plan(2, {"tp": 2}))), encoding="utf-8")
@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) ->
 
 def start_rank(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """One rank of two, started by hand."""
-    from parcompile.backends.writing import to_text
+    from parcompile.backends.artefacts import to_text
 
     file = tmp_path / "plan.json"
     file.write_text(to_text(plan_tree(make_plan(2, {"tp": 2}))), encoding="utf-8")
@@ -222,7 +222,7 @@ def test_the_time_of_collectives_holds_for_every_group() -> None:
 
 
 def test_a_plan_that_was_edited_by_hand_is_refused(tmp_path: Path) -> None:
-    from parcompile.backends.writing import to_text
+    from parcompile.backends.artefacts import to_text
 
     file = tmp_path / "plan.json"
     text = to_text(plan_tree(make_plan(2, {"tp": 2})))

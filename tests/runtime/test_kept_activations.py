@@ -13,14 +13,14 @@ from training_runs import make_plan
 
 from parcompile.cost.activations import FP32_ROUTERS
 from parcompile.cost.footprint import footprint
-from parcompile.layout.schedule import Schedule
+from parcompile.layout.pipeline import Schedule
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 NEAR = 0.04
 """Statistics of norms and angles are left out, and single gradients in flight."""

@@ -22,7 +22,7 @@ from parcompile.model.key_types import misspelt, mistyped
 from parcompile.model.presets import presets
 from parcompile.model.text_part import text_part
 from parcompile.rules import DEFAULT_TARGETS, check
-from parcompile.rules.examples import example_spec
+from parcompile.rules.registry import example_spec
 from parcompile.runtime.model.model_class import causal_model
 from parcompile.spec.resolve import Resolution
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import RankError, free_port, run_ranks
 from training_runs import make_plan, samples
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.machines.accelerator import Link, Measured, find_accelerator
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import identified

@@ -19,7 +19,7 @@ from launched import Ranks
 from ranks import free_port
 from training_runs import make_plan
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.plan import plan_tree
 
 pytestmark = pytest.mark.ranks

@@ -17,12 +17,13 @@ import torch
 from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
-from parcompile.backends.writing import to_text, write
+from parcompile.backends.artefacts import to_text
+from parcompile.backends.writing import write
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import read_plain
 from parcompile.plan import load_plan, plan_tree
 from parcompile.runtime.profiling.recorder import FIRST_WRITE, Recorder, peak_bytes, put_row
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 RUNS = 5
 TRAINING = {"global_batch_size": 4, "micro_batch_size": 1}

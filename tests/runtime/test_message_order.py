@@ -17,7 +17,7 @@ from message_order import Message, Program, Recorder, fake_rank, stuck
 from torch import Tensor
 from training_runs import make_plan
 
-from parcompile.layout.schedule import Lane, Schedule
+from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 from parcompile.runtime.groups.joining import create_lanes

@@ -19,8 +19,7 @@ from family_runs import drawn_model, family_plan
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.inject.mechanisms.block_choice import _choose

@@ -10,8 +10,8 @@ import torch
 from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import Preset, presets
 from parcompile.model.tables import alias_of
 from parcompile.runtime.model.model_class import causal_model

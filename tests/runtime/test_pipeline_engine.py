@@ -16,7 +16,7 @@ from closeness import assert_close
 from ranks import free_port, run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process, train_with_engine
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.holding import Holding
 

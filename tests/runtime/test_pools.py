@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.model.blocks.indexer import FULL, SHARED
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
 from parcompile.runtime.model.model_class import causal_model

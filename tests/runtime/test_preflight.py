@@ -37,7 +37,7 @@ from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 STAGES = {
     "pp2": (2, {"pp": 2}, {"micro_batch_size": 1}),

@@ -20,7 +20,7 @@ from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
 from parcompile.runtime.profiling.machine import RankProfile, measure_rank, preset, slowest
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 
 def command(*arguments: str, folder: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

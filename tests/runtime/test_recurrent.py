@@ -22,8 +22,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, selective_scan, state_space
 from parcompile.runtime.ring_attention import packing as packings
 from parcompile.runtime.ring_attention import split_sequence
-from parcompile.spec.values import Precision
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import Precision, workload_of
 
 RANKS, LENGTH = 2, 24
 TOLERANCE = 1e-5

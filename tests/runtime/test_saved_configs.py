@@ -18,7 +18,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.shape import ModelShape
 from parcompile.model.text_part import text_part
 from parcompile.pipeline import compile_file
-from parcompile.rules.examples import example_spec
+from parcompile.rules.registry import example_spec
 
 
 def same_sizes(shape: ModelShape, config: Any) -> None:

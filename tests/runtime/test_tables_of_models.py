@@ -13,8 +13,8 @@ import torch
 from drawn_configurations import draw
 from families import FAMILIES, tiny_config
 
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.tables import covered, left_out, parameters, table_of
 from parcompile.model.tables.completing import OLDER_KINDS
 from parcompile.model.tables.parameters import COLUMNS, ROWS, WHOLE, cut_dim

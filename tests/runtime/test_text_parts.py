@@ -25,8 +25,8 @@ from torch import nn
 from training_runs import plain_optimizer
 
 from parcompile.model.catalogue import TEXT_ALIKE, TEXT_PARTS, model_types
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.text_part import left_out, text_part
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified

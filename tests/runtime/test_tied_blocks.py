@@ -9,8 +9,8 @@ import pytest
 import torch
 from family_runs import drawn_model, family_plan
 
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.inject.mechanisms.shared_blocks import share_blocks
 

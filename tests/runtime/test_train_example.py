@@ -22,7 +22,8 @@ from launched import run_forked
 from ranks import free_port
 from transformers import AutoModelForCausalLM
 
-from parcompile.backends.writing import artefacts, to_text, write
+from parcompile.backends.artefacts import to_text
+from parcompile.backends.writing import artefacts, write
 from parcompile.pipeline import compile_file
 from parcompile.runtime.checkpoint import export
 

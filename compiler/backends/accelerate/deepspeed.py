@@ -9,12 +9,11 @@ from typing import Any
 
 import yaml
 
+from parcompile.backends.artefacts import Loss, header, to_text
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.deepspeed.write import losses as deepspeed_losses
-from parcompile.backends.json_text import header, to_text
-from parcompile.backends.losses import Loss
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
+from parcompile.layout.sequence import CpImplementation
 from parcompile.plan import Plan
 
 FOLDER = "accelerate"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parcompile.backends.losses import Loss, order_loss
+from parcompile.backends.artefacts import Loss, order_loss
 from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 

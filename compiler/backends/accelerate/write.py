@@ -6,10 +6,8 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.json_text import header
-from parcompile.backends.losses import Loss, order_loss
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.sequence import CpLayout
+from parcompile.backends.artefacts import Loss, header, order_loss
+from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision
 

@@ -5,8 +5,7 @@ configuration describes it by a model type and a few keys. `families` says for e
 set, so that both directions follow from one table.
 """
 
-from .choosing import config_of
-from .describing import architecture_of
-from .switches import Architecture, InexpressibleError, Rope, Router
+from .choosing import architecture_of, config_of
+from .families import Architecture, InexpressibleError, Rope, Router
 
 __all__ = ["Architecture", "InexpressibleError", "Rope", "Router", "architecture_of", "config_of"]

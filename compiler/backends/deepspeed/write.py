@@ -10,11 +10,11 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends.losses import Loss
+from parcompile.backends.artefacts import Loss
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from parcompile.backends.artefacts import header, slug
 from parcompile.backends.environment import gpu_resource, variables
-from parcompile.backends.json_text import header, slug
 from parcompile.plan import Plan
 
 IMAGE = "trainer"

@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
+from parcompile.backends.artefacts import Loss, header, slug
 from parcompile.backends.environment import gpu_resource, variables
-from parcompile.backends.json_text import header, slug
-from parcompile.backends.losses import Loss
 from parcompile.plan import Plan
 
 _NAMES = {

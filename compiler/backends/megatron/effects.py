@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from parcompile.backends.reading import Account, Effect, Outcome
 
-from .options import line
+from .arguments import line
 from .write import ROWS
 
 _GROUPS: Mapping[str, Effect] = MappingProxyType(

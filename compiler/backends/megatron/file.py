@@ -15,11 +15,10 @@ from typing import Any
 
 from parcompile.text import Document, Place, SourceError, SourceText
 from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
-from parcompile.text.shell.values import known, missing, shown, span
+from parcompile.text.shell.words import known, missing, shown, span
 from parcompile.user_files import read_bytes
 
-from .arguments import Arguments, Span, Unknown, Word, parsed
-from .options import line, spelling
+from .arguments import Arguments, Span, Unknown, Word, line, parsed, spelling
 
 MEGATRON_FORMAT = "megatron"
 
@@ -187,7 +186,7 @@ def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]
 
 
 def _split(value: Value) -> Iterator[Value]:
-    from parcompile.text.shell.values import fields, unquoted
+    from parcompile.text.shell.words import fields, unquoted
 
     return fields(unquoted(value))
 

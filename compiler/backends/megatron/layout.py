@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.losses import Loss, effective_order, order_loss, sequence_loss
+from parcompile.backends.artefacts import Loss, effective_order, order_loss, sequence_loss
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, UndecidedError, flag
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.grid import Axis
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.groups import Axis
+from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.spec import Spec
 from parcompile.text.typed import list_of, word
 

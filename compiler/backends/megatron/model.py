@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
-from parcompile.backends.losses import Loss
+from parcompile.backends.artefacts import Loss
 from parcompile.backends.reading import (
     Arguments,
     Bundle,

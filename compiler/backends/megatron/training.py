@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.losses import Loss
+from parcompile.backends.artefacts import Loss
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, SpecPath, UndecidedError
 from parcompile.spec import Precision, Spec
 from parcompile.text.typed import integer, number

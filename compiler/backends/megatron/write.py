@@ -11,14 +11,13 @@ from typing import Any
 import yaml
 
 from parcompile.backends import reading as table
+from parcompile.backends.artefacts import Loss, header
 from parcompile.backends.environment import variables
-from parcompile.backends.json_text import header
-from parcompile.backends.losses import Loss
 from parcompile.backends.reading import Arguments, Row
 from parcompile.plan import Plan
 
 from . import layout, model, training
-from .options import line
+from .arguments import line
 
 MEGATRON_VERSION = "d98e8a64"
 """Commit of NVIDIA/Megatron-LM whose parser was read (2026-08-22)."""

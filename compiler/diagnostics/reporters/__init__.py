@@ -1,6 +1,5 @@
 """Diagnostics to people and machines: one function per format, chosen by `report`."""
 
-from .dispatch import FORMATS, report
-from .style import Style
+from .dispatch import FORMATS, Style, report
 
 __all__ = ["FORMATS", "Style", "report"]

@@ -7,8 +7,7 @@ from typing import TextIO
 
 from parcompile.diagnostics import Diagnostic
 
-from .dispatch import Context
-from .style import printable, writable
+from .dispatch import Context, printable, writable
 
 
 def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:

@@ -8,8 +8,7 @@ from typing import TextIO
 
 from parcompile.diagnostics import Diagnostic, Severity
 
-from .dispatch import Context
-from .style import printable, writable
+from .dispatch import Context, printable, writable
 
 _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 

@@ -18,8 +18,7 @@ from parcompile.backends.deepspeed import table as words
 from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, as_schema, at, ended, facts, order, since, table
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Related, Safety, Severity
 from parcompile.schema.findings import Findings, named
-from parcompile.schema.keys import unknown_key
-from parcompile.schema.mismatch import choice, mismatch, out_of_range, wrong_count
+from parcompile.schema.keys import choice, mismatch, out_of_range, unknown_key, wrong_count
 from parcompile.schema.values import quoted
 from parcompile.schema.view import Violation
 from parcompile.text import Document

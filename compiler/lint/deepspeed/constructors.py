@@ -9,8 +9,7 @@ from typing import Any
 from parcompile.backends.deepspeed.table import at, classes, facts, order
 from parcompile.diagnostics import Path
 from parcompile.schema.findings import Findings
-from parcompile.schema.keys import Places, unknown_key
-from parcompile.schema.mismatch import choice
+from parcompile.schema.keys import Places, choice, unknown_key
 from parcompile.schema.values import quoted
 
 ADAM = ("adam", "adamw")

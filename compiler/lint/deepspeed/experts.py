@@ -10,7 +10,7 @@ from parcompile.backends.deepspeed.table import find
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.layout.grid import divisors
+from parcompile.layout.groups import divisors
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.arithmetic import listed
 from parcompile.rules.registry import Finding

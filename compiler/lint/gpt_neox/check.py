@@ -17,8 +17,7 @@ from parcompile.lint.deepspeed import configuration
 from parcompile.lint.deepspeed.usage import BARE, UsageContext
 from parcompile.lint.registry import Settings, check_settings
 from parcompile.schema.findings import Findings, named
-from parcompile.schema.keys import unknown_key
-from parcompile.schema.mismatch import choice, mismatch
+from parcompile.schema.keys import choice, mismatch, unknown_key
 from parcompile.text import Document, Place
 
 _MADE_BY_GPT_NEOX = ("optimizer", "scheduler")

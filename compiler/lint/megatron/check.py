@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
-from parcompile.backends.megatron.arguments import Arguments, Problem, Span, Unknown, converted
+from parcompile.backends.megatron.arguments import Arguments, Line, Option, Problem, Span, Unknown, converted, spelling
 from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM, PARENTS, Call, from_tree
-from parcompile.backends.megatron.options import Line, Option, spelling
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings

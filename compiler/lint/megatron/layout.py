@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.diagnostics import Severity
-from parcompile.layout.grid import divisors
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.groups import divisors
+from parcompile.layout.pipeline import PipelineSplit
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.arithmetic import listed, nearest_multiples
 from parcompile.rules.registry import Finding

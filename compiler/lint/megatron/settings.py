@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from parcompile.backends.megatron.arguments import Unknown
+from parcompile.backends.megatron.arguments import NVIDIA, Unknown, line
 from parcompile.backends.megatron.file import Call
-from parcompile.backends.megatron.options import NVIDIA, line
 from parcompile.diagnostics import Related
 from parcompile.lint.registry import Check, Settings
 from parcompile.rules.registry import Finding

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from parcompile.model.layer_kind import LayersError
+from parcompile.model.layers import LayersError
 from parcompile.model.table import Part
 
 from .block import Size, Small

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parcompile.model.key_types import groups_of_experts, unsaid_of_method
-from parcompile.model.layer_kind import LayersError
-from parcompile.model.layer_runs import LayerPeriod
+from parcompile.model.layers import LayerPeriod, LayersError
 from parcompile.model.tables import alias_of
 
 from .block import Exchange, Local, Small

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parcompile.model.layer_kind import Projections
+from parcompile.model.layers import Projections
 
 from .block import Size
 

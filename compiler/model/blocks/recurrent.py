@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from parcompile.model.cutting.cut import PARTIAL, STREAM, Cut, rows
-from parcompile.model.layer_kind import LayersError
-from parcompile.model.layer_runs import LayerPeriod
-from parcompile.model.table import Part, Split
+from parcompile.model.layers import LayerPeriod, LayersError
+from parcompile.model.table import PARTIAL, STREAM, Cut, Part, Split, rows
 from parcompile.model.tables import OLDER_KINDS
 
 from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits

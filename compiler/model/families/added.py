@@ -7,9 +7,8 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 
 from parcompile import entry_points
-from parcompile.model.family import Family, family_from
+from parcompile.model.family import Family, by_type, family_from
 from parcompile.model.tables.reading import add_table
-from parcompile.model.type_traits import by_type
 
 _DATA = by_type("family")
 """The families that are data alone: what of them is not Llama's."""

@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.blocks.indexer import IndexerTraits, every_fourth, scheduled_kinds
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.layer_kind import LayersError, LayerShape
+from parcompile.model.layers import LayersError, LayerShape
 
 from .traits import all_heads, by_frequency, routed
 

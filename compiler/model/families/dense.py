@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.layer_runs import LayerRuns, alternating
+from parcompile.model.layers import LayerRuns, alternating
 
 # Dense decoders in the manner of Llama: RMSNorm, rotary positions, gated or plain MLPs.
 

@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.layer_kind import LayersError, LayerShape
+from parcompile.model.layers import LayersError, LayerShape
 from parcompile.model.shape import ModelShape
 
 _INDEXED, _WINDOW, _WHOLE = "indexed_attention", "sliding_attention", "full_attention"

@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.model.blocks.altup import AltUpTraits
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.layer_kind import KeysAndValues, LayersError, LayerShape
+from parcompile.model.layers import KeysAndValues, LayersError, LayerShape
 from parcompile.model.shape import LayerInputs, ModelShape
 
 Config = Mapping[str, Any]

@@ -9,7 +9,7 @@ from parcompile.model.blocks.delta import GatedDeltaTraits, KimiDelta, KimiDelta
 from parcompile.model.blocks.lightning import LightningTraits
 from parcompile.model.blocks.short_convolution import ShortConvolutionTraits
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.layer_kind import LayersError
+from parcompile.model.layers import LayersError
 from parcompile.model.shape import ModelShape
 
 from .traits import all_heads, by_step

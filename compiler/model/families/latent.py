@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Latent, Refusal
-from parcompile.model.layer_kind import LayersError, LayerShape
-from parcompile.model.layer_runs import whole
+from parcompile.model.layers import LayersError, LayerShape, whole
 
 from .gemma import kinds_of_attention
 from .traits import all_heads, by_frequency, routed

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.layer_runs import whole
+from parcompile.model.layers import whole
 
 from .traits import by_step, routed
 

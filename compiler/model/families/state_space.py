@@ -10,8 +10,7 @@ from parcompile.model.blocks.mamba1 import Mamba1Traits
 from parcompile.model.blocks.mamba2 import Mamba2Keys, Mamba2Traits
 from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.family import Experts, Family, Refusal
-from parcompile.model.layer_blocks import STATE, nemotron_kinds
-from parcompile.model.layer_runs import LayerPeriod
+from parcompile.model.layers import STATE, LayerPeriod, nemotron_kinds
 from parcompile.model.shared_blocks import INNER, zamba2_kinds
 
 # Decoders with state-space layers (Mamba).

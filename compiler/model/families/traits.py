@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parcompile.model.family import Experts
-from parcompile.model.layer_kind import LayersError
-from parcompile.model.layer_runs import whole
+from parcompile.model.layers import LayersError, whole
 
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan.diff import TITLES, difference
 from parcompile.show.pictures.named import picture
 from parcompile.show.pictures.shapes import NARROW, Picture

@@ -8,18 +8,18 @@ from string import Template
 from typing import Any
 
 from parcompile.diagnostics import Diagnostic
-from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.searching.variant import CUT_KEYS
 from parcompile.show.pictures import front
-from parcompile.show.pictures.colours import DARK, LIGHT, rules
 from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.svg import DARK, LIGHT, rules
 from parcompile.version import __version__
 
 from . import beside
 from .data import page_data, remarks
+from .data import section as search_section
 from .html import joined, script_json, tag
-from .search_result import section as search_section
 from .sections import diagnostics, figures, launching, section, summary_line, tiles, values
 
 SCRIPTS = ("ranks.js", "grid.js", "panel.js", "values.js")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
 from parcompile.cost.table import error_text, fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
-from parcompile.layout.grid import DENSE_AXES
+from parcompile.layout.groups import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures.named import TABLES, picture
 from parcompile.show.pictures.shapes import NARROW, WIDE, Picture

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parcompile.cost.memory import static_memory
-from parcompile.layout.grid import DENSE_AXES, Axis
+from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, owned_experts
-from parcompile.layout.tensor import TensorLayout
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, TensorLayout, owned_experts
 from parcompile.model.table import Parameter
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
-from .colours import shade
 from .shapes import SMALL, Box, Picture, Shape, Sketch, Text, fitted, text_width
 from .subject import Subject
+from .svg import shade
 
 MOST_PARTS = 256
 """Pieces that are drawn one by one; of more, as many, and the words say how many there are."""

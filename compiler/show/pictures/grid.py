@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.groups import AxisGroups
+from parcompile.layout.groups import DENSE_AXES, Axis, AxisGroups
 
-from .colours import shade
 from .shapes import SMALL, Box, Cells, Picture, Sketch, Text
 from .subject import Subject
+from .svg import shade
 
 LARGEST_CELL, SMALLEST_CELL = 34, 3
 LABELLED = 22

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parcompile.layout.context_parallel import ContextParallel, CpImplementation
-from parcompile.layout.sequence import Block, CpLayout, KeySource, Mask, source_blocks
+from parcompile.layout.sequence import (
+    Block,
+    ContextParallel,
+    CpImplementation,
+    CpLayout,
+    KeySource,
+    Mask,
+    source_blocks,
+)
 
 from .shapes import SMALL, Area, Box, Cells, Picture, Sketch, Text
 from .subject import Subject

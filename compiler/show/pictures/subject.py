@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parcompile.cost.estimate import Estimate, estimate
-from parcompile.layout.grid import DENSE_AXES, Axis
-from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA
+from parcompile.layout.groups import CP_LEVELS, DENSE_AXES, EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
 from parcompile.plan import Plan
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 
 AXIS_OF_GROUP: Mapping[str, Axis] = {
     KV_REPLICA: Axis.TP,

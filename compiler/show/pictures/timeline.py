@@ -5,7 +5,7 @@ from __future__ import annotations
 from parcompile.cost import pipeline
 from parcompile.cost.pipeline import Timetable
 from parcompile.cost.table import time_bars, time_rows
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.units import format_seconds
 
 from .shapes import SMALL, Box, Picture, Sketch, Text, fitted, text_width

@@ -6,9 +6,9 @@ and the rule that asked stays quiet: each mistake is reported once, where it is.
 """
 
 from parcompile.spec import Spec
-from parcompile.spec.resolve.cp_implementation import ContextValues
 
 from .reader import Unavailable
+from .training import ContextValues
 
 __all__ = ["Resolution", "Unavailable"]
 

@@ -10,14 +10,13 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile import schema
-from parcompile.layout.grid import Axis
-from parcompile.layout.tensor import padded_vocab_size
-from parcompile.model.architecture import portable
+from parcompile.layout.groups import Axis
+from parcompile.layout.shards import padded_vocab_size
 from parcompile.model.catalogue import ALIKE
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.parameters import parameter_table
 from parcompile.model.presets import find_preset
-from parcompile.model.shape import ModelShape
+from parcompile.model.shape import ModelShape, portable
 from parcompile.model.table import ParameterTable
 from parcompile.model.text_part import left_out, text_part
 from parcompile.spec import Model, Origin

@@ -8,10 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.layout.context_parallel import ContextParallel
-from parcompile.layout.grid import AXES, Axis
-from parcompile.layout.sequence import CpLayout
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.groups import AXES, Axis
+from parcompile.layout.pipeline import PipelineSplit
+from parcompile.layout.sequence import ContextParallel, CpLayout
 from parcompile.machines.accelerator import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
 from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism

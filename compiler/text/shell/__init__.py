@@ -1,7 +1,7 @@
 """Shell scripts, read for the commands that they would run. Nothing is executed."""
 
 from .evaluate import Invocation, invocations
-from .limits import ShellLimitError
-from .values import Hole, Piece, Value
+from .syntax import ShellLimitError
+from .words import Hole, Piece, Value
 
 __all__ = ["Hole", "Invocation", "Piece", "ShellLimitError", "Value", "invocations"]

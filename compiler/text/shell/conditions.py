@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import arithmetic
 from .state import State
 from .syntax import AndOr, Block, Expansion, Simple, Word
-from .values import Piece, Value, known
+from .words import Piece, Value, known
 
 _NUMBERS = {
     "-eq": lambda left, right: left == right,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 
-from .limits import ShellLimitError
 from .syntax import (
     AndOr,
     Assignment,
@@ -21,6 +20,7 @@ from .syntax import (
     If,
     Literal,
     Node,
+    ShellLimitError,
     ShellSyntaxError,
     Simple,
     While,

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from . import arithmetic
-from .limits import MAX_MATCHED, Work, bounded
-from .syntax import Arithmetic, Assignment, Expansion, Literal, Substitution, Word
-from .values import Array, Hole, Part, Piece, Value, fields, joined, known, missing
+from .syntax import MAX_MATCHED, Arithmetic, Assignment, Expansion, Literal, Substitution, Word, Work, bounded
+from .words import Array, Hole, Part, Piece, Value, fields, joined, known, missing
 
 # What `#SBATCH` lines say of the variables that Slurm sets.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.grid import Axis
+from parcompile.layout.groups import Axis
 from parcompile.model.table import Parameter
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import mark_dealt

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.tensor import part_ranges
+from parcompile.layout.shards import part_ranges
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.pipeline import PipelineSplit
 from parcompile.model.families import FAMILIES
-from parcompile.model.layer_kind import KeysAndValues
+from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.plan import Plan
 

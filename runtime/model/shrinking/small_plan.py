@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from parcompile.layout.stages import PipelineSplit
+from parcompile.layout.pipeline import PipelineSplit
 from parcompile.model.blocks import Small
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import shape_from_config

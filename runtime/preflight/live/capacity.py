@@ -12,7 +12,7 @@ from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.findings import Finding, Verdict
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import GIB, MIB, format_bytes
 
 from .agreement import JOB, Arrived

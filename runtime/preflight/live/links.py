@@ -28,7 +28,7 @@ from parcompile.runtime.profiling.links import (
     own_link_rates,
     pair_rates,
 )
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bandwidth, format_compute, format_seconds
 
 from .agreement import JOB, Arrived

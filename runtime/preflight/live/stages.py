@@ -16,7 +16,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join, start_world
 from parcompile.runtime.groups.environment import Environment, device_of
 from parcompile.runtime.preflight.findings import Finding, Verdict
-from parcompile.spec.workload import workload_of
+from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .agreement import JOB, Arrived, compare_arrival, compare_places

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.layout import context_parallel
+from parcompile.layout import sequence as token_sequence
 from parcompile.runtime.ring_attention import UspGroups, attention, split_sequence
 from parcompile.runtime.ring_attention.kernels.kernel import Terms
 
@@ -179,7 +179,7 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
     leaves = [tensor.clone().requires_grad_() for tensor in local]
     if case.heads_at_once:
         key = leaves[1][:, : case.heads_at_once]
-        context_parallel.SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
+        token_sequence.SMALLEST_MESSAGE_BYTES = 2 * key.numel() * key.element_size()
     borders = case.borders(cp)
     terms = case.terms(cp)
     if "bias" in terms:
@@ -206,7 +206,7 @@ def ring_results(case: Case, group: dist.ProcessGroup | None, cp: int, rank: int
         **terms,
     )
     out.backward(local_part(case, grad, cp, rank))
-    context_parallel.SMALLEST_MESSAGE_BYTES = 1 << 20
+    token_sequence.SMALLEST_MESSAGE_BYTES = 1 << 20
     if case.sinks and group is not None:
         dist.all_reduce(leaves[3].grad, group=group)
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in zip(_names(case), leaves, strict=True)}}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
-from parcompile.layout import context_parallel
+from parcompile.layout import sequence as token_sequence
 from parcompile.runtime.ring_attention import ring_attention
 
 RANKS, HEADS, HEAD_DIM = 4, 8, 64
@@ -38,7 +38,7 @@ def _beyond_results(rank: int, lengths: list[int], dtype: torch.dtype) -> list[i
         grad = torch.randn_like(leaves[0])
         tensor_bytes = grad.numel() * grad.element_size()
         # One head at a time: messages of all heads are too short to be cut at these sizes.
-        context_parallel.SMALLEST_MESSAGE_BYTES = 2 * tensor_bytes // HEADS
+        token_sequence.SMALLEST_MESSAGE_BYTES = 2 * tensor_bytes // HEADS
 
         def step(leaves: list[torch.Tensor] = leaves, grad: torch.Tensor = grad) -> object:
             return torch.autograd.grad(ring_attention(*leaves, group=dist.group.WORLD), leaves, grad)

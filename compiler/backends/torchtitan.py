@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from parcompile.backends.json_text import header
-from parcompile.backends.losses import Loss, order_loss, sequence_loss
-from parcompile.layout.context_parallel import CpImplementation
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import LrScheduler, Precision, Spec
+
+from .artefacts import Loss, header, order_loss, sequence_loss
 
 VERSION = "0.3.0"
 """Version of torchtitan whose configuration classes were read and ran with what is written here."""

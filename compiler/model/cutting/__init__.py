@@ -1,1 +1,0 @@
-"""How tensor parallelism cuts the parameters that a derived table names."""
