@@ -69,7 +69,6 @@ def compared(model: str, nodes: int, length: int) -> Outcome:
         "model": {"preset": model},
         "cluster": cluster,
         "training": {"sequence_length": length, "global_batch_size": batch, "precision": "bf16"},
-        "zero": {"stage": 1},
     }
     experts = shape.moe.num_experts if shape.moe else 0
     space = open_space(tree, Path(), executable=True, layers=shape.num_hidden_layers, experts=experts)

@@ -13,7 +13,7 @@ from .backends.kinds import CHECKED, SPEC, Certainty
 from .diagnostics import Diagnostic, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
 from .lint.files import check_sections, checker, recognised
-from .rules import DEFAULT_TARGETS, MEMORY_RULES, check
+from .rules import DEFAULT_TARGETS, EXPERTS_RULE, MEMORY_RULES, check
 from .spec import Origin
 from .spec.resolve import Resolution
 from .text import STDIN, Document, Result, SourceText, parse, read_file
@@ -205,10 +205,10 @@ def _in_spec(
 
 
 def _with_advice(one: Diagnostic, resolution: Resolution) -> Diagnostic:
-    """A finding; of what is too large, with the layout that a search chooses."""
-    if one.code not in MEMORY_RULES or resolution.is_trial:
+    """A finding; of what is too large, and of experts between nodes, with what a search chooses."""
+    if one.code not in (*MEMORY_RULES, EXPERTS_RULE) or resolution.is_trial:
         return one
-    from .searching.first import advised  # only here: most specs fit
+    from .searching.advice import advised  # only here: most specs need none
 
     return advised(one, resolution)
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,11 @@ def command(
 ) -> None:
     """Find the fastest layouts that fit.
 
-    Searches the values that SPEC leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, order, cp_implementation.
-    Values that it gives stay. Ranks the layouts that fit with a probability of 90 % by predicted time. All layouts are
-    enumerated; docs/accuracy.md lists the errors of the predictions. SPEC is a spec, a plan.json, or the folder that
-    holds one.
+    Searches the values that SPEC leaves out: tp, cp, dp, pp, ep, micro-batch, recomputation, ZeRO stage, order,
+    cp_implementation. Values that it gives stay. Ranks the layouts that fit with a probability of 90 % by predicted
+    time. All layouts are enumerated; another ZeRO stage than 1, which is never faster, is tried where a layout does not
+    fit at stage 1. docs/accuracy.md lists the errors of the predictions. SPEC is a spec, a plan.json, or the folder
+    that holds one.
     """
     checked = checked_spec(spec, ignore_memory=True, ignore_open=True, whole=True)
     assert checked.document is not None
@@ -204,13 +205,18 @@ def _losers(found: SearchResult) -> list[str]:
 
 
 def _settings(changes: Any) -> str:
-    return " ".join(f"{name}{value}" for name, value in changes.items() if not isinstance(value, bool))
+    return " ".join(f"{name}{value}" for name, value in _named(changes).items() if not isinstance(value, bool))
+
+
+def _named(changes: Mapping[str, object]) -> dict[str, object]:
+    """The values of a layout under names that need no section beside them."""
+    return {"zero_stage" if name == "stage" else name: value for name, value in changes.items()}
 
 
 def _layout(one: Candidate) -> dict[str, Any]:
     """What it sets, and what follows from that or stands in the spec."""
     virtual = {VIRTUAL: one.work.virtual_stages} if one.work.virtual_stages > 1 else {}
-    return {**one.changes, **virtual, Axis.DP.value: one.work.dp}
+    return {**_named(one.changes), **virtual, Axis.DP.value: one.work.dp}
 
 
 def _json(found: SearchResult, chosen: Any) -> dict[str, Any]:
@@ -253,6 +259,6 @@ def _json(found: SearchResult, chosen: Any) -> dict[str, Any]:
             for each in found.remedies
         ],
         "refused": [
-            {"layout": dict(each.changes), "code": each.code, "message": each.message} for each in found.refused
+            {"layout": _named(each.changes), "code": each.code, "message": each.message} for each in found.refused
         ],
     }

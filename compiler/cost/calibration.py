@@ -315,10 +315,10 @@ def expected_seconds(work: Workload, seconds: float, probability: float | None) 
 
 
 def simplicity(work: Workload) -> tuple[int, ...]:
-    """What to prefer among equals: fewer stages, sharded state, tp on its node, smaller cp and tp, even stages."""
+    """What to prefer among equals: fewer stages, ZeRO stage 1, tp on its node, smaller cp and tp, even stages."""
     uneven = len({len(stage.layers) for stage in work.stages}) > 1
     far = work.tp > work.gpus_per_node
-    return work.pp, int(work.zero_stage == 0), int(far), work.cp, work.tp, work.virtual_stages, int(uneven)
+    return work.pp, int(work.zero_stage != 1), int(far), work.cp, work.tp, work.virtual_stages, int(uneven)
 
 
 def regret(rows: Sequence[Measurement], fitted: CoefficientSet) -> dict[Group, float]:

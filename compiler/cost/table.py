@@ -56,8 +56,11 @@ def verdict(work: Workload, memory: Footprint, time: Timing) -> str:
     needed, room, largest = (_gib(one, close=close) for one in (size, limit, memory.peak.components[part]))
     if is_safe(memory):
         return f"FITS · {needed} of {room} GiB · {speed}"
-    word = "MAY NOT FIT" if memory.fits else "DOES NOT FIT"
-    chance = f" · fits with {memory.probability:.0%}" if memory.probability >= HOPELESS else ""
+    if memory.probability < HOPELESS:
+        word, chance = "DOES NOT FIT", ""
+    else:
+        word = "MAY NOT FIT" if memory.fits else "PROBABLY DOES NOT FIT"
+        chance = f" · {memory.probability:.0%} likely to fit"
     return f"{word} · needs {needed} of {room} GiB{chance} · largest: {part} {largest}"
 
 

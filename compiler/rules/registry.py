@@ -35,6 +35,8 @@ PEAK_RULE = "H004"
 """Code of the rule that judges by the estimated peak."""
 MEMORY_RULES = ("H001", PEAK_RULE)
 """Codes that say that a layout does not fit: who asks for an estimate learns it there."""
+EXPERTS_RULE = "W013"
+"""Code of the rule that warns of experts which are exchanged between nodes."""
 
 
 def rule_targets(targets: Collection[str], *, estimate: bool = True) -> tuple[str, ...]:

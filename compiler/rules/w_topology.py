@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from parcompile.cost.step import timing
-from parcompile.cost.traffic import Placement, Traffic, alternatives, placement, step_traffic
+from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
-from parcompile.units import format_bytes
+from parcompile.units import format_bytes, format_seconds
 
 from .arithmetic import axis_path
 from .m_experts import MIXTRAL
-from .registry import Finding, rule
+from .registry import EXPERTS_RULE, Finding, rule
+
+if TYPE_CHECKING:
+    from parcompile.cost.executions import Execution
 
 _ORDER = ("parallelism", "order")
 
@@ -35,8 +39,8 @@ def _traffic(spec: Resolution) -> Traffic:
         raise Unavailable("model") from None
 
 
-def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Placement | None]]:
-    """Each of tp and cp whose groups leave the node, with the best order in which none of both does."""
+def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | None]]:
+    """Each of tp and cp whose groups leave the node, with the order of a search where that is faster and keeps it."""
     per_node = spec.cluster.gpus_per_node
     if spec.cluster.nodes == 1:
         return
@@ -45,15 +49,15 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Placement | No
     leaving = [axis for axis in (Axis.TP, Axis.CP) if not here.keeps(axis)]
     if not leaving:
         return
-    # A better order takes no axis off the node that is on it now.
-    others = [
-        other
-        for other in alternatives(grid, per_node, traffic)
-        if other.leaving_bytes < here.leaving_bytes
-        and all(other.keeps(axis) or axis in leaving for axis in (Axis.TP, Axis.CP))
-    ]
+    # Only here: groups of most specs stay on a node.
+    from parcompile.cost.executions import EQUAL, best_order
+
+    work = workload_of(spec.spec())
+    best = best_order(work)
+    faster = best.step.seconds * EQUAL < timing(work).step.seconds
+    there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, traffic)
     for axis in leaving:
-        yield axis, here, next((other for other in others if other.keeps(axis)), None)
+        yield axis, here, best if faster and there.keeps(axis) else None
 
 
 @rule(
@@ -61,22 +65,25 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Placement | No
     "an order of the axes keeps tp or cp off its node",
     """Tensor and context parallelism communicate in every
     layer, data parallelism once in a step. Inner axes get neighbouring ranks: when groups of tp or cp lie on several
-    nodes although another order would keep them on one, every layer waits for the network.""",
+    nodes although another order would keep them on one, every layer waits for the network. The order that is offered is
+    the one that `parcompile search` gives this layout.""",
     wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "dp-tp-cp-pp"}},
     right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "tp-cp-dp-pp"}},
     severity=Severity.WARNING,
     sources=("Megatron-LM, arXiv 2104.04473, section 3.2: tensor parallelism inside a node",),
 )
 def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires when a different order keeps groups of tp or cp on a node and sends less between nodes."""
+    """Fires when the order that a search gives this layout keeps groups of tp or cp on a node and is faster."""
     for axis, here, better in _leaving(spec):
         if better is None:
             continue
-        found, order = here.reaches[axis], "-".join(better.order)
+        found, order = here.reaches[axis], "-".join(better.work.order)
+        seconds = timing(workload_of(spec.spec())).step.seconds
         yield Finding(
             f"{found.leaving_node} of {found.count} {axis} groups span {found.nodes[1]} nodes: with "
             f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
-            f"leave it, with order {order} {format_bytes(better.leaving_bytes)}",
+            f"leave it, and a step takes about {format_seconds(seconds)}; with order {order} "
+            f"{format_seconds(better.step.seconds)}",
             _place(spec, axis),
             help=f"write order {order}",
             fixes=(Fix(f"set order to {order}", Safety.CHANGES_COST, (Edit(_ORDER, order),)),),
@@ -85,9 +92,9 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "W011",
-    "cp leaves the node in every order",
-    """A ring that is larger than what tp leaves of a node crosses nodes in
-    any order of the axes. The ring hides its exchange behind attention when the local sequence is long enough for the
+    "the ring of cp leaves the node",
+    """A ring that is larger than what tp leaves of a node crosses nodes, and no order of the axes makes it faster. The
+    ring hides its exchange behind attention when the local sequence is long enough for the
     network.""",
     wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 4}},
     right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 2}},
@@ -108,11 +115,12 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
 
 
 @rule(
-    "W013",
+    EXPERTS_RULE,
     "experts are exchanged between nodes",
     """Tokens travel to their experts and back in every layer, forward and backward, and each layer waits for them. When
     the ranks that share experts lie on several nodes, all of that goes over the network. ep is laid over cp first and
-    then over dp, next to tp: tp · ep ranks that fit on a node keep it there.""",
+    then over dp, next to tp: tp · ep ranks that fit on a node keep it there. The ep that is offered is the one that a
+    search gives this layout; where no other ep is faster, this is a remark.""",
     wrong={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 4}},
     right={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 2}},
     severity=Severity.WARNING,

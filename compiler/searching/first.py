@@ -18,25 +18,21 @@ from typing import Any
 
 from parcompile import schema
 from parcompile.cost.calibration import TIE
-from parcompile.cost.changes import Change
 from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import is_own_master, static_memory
-from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.text_part import text_part
-from parcompile.rules.h_memory import as_fix, workload
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .ranking import Predictor, Progress, Ranked, SearchResult, far_too_large, search
 from .remedies import ZERO_STAGES_TRIED
-from .space import Refused, Setting, Space, expand, open_space
-from .variant import SECTIONS, changed
+from .space import ZERO_STAGES, Refused, Setting, Space, expand, open_space
+from .variant import changed
 
 LONGEST = 8192
 """Tokens of a first spec's sequences, where the model does not have fewer positions."""
@@ -51,6 +47,8 @@ LARGE_BUBBLE, LOW_UTILISATION = 0.2, 0.2
 LARGE_PART = 0.1
 """The share of a step from which on a part of it is named as what makes it slow."""
 
+_CERTAIN = 0.995
+"""A chance to fit that is shown as 100 %, and need not be."""
 _UNKNOWN = 1024
 _DEEPEST, _WIDEST = 128, 64
 """Stages, and ranks over which experts are dealt or tp goes, that are tried at most."""
@@ -158,32 +156,31 @@ def first_spec(
             "precision": precision,
             **(training or {}),
         },
-        "zero": {"stage": 1},
     }
     validation = schema.validate(base, "spec")
     if not validation.valid:
         raise ValueError(validation.diagnostics[0].message)
     try:
-        space = _space(base, folder)
+        space = narrow_space(base, folder)
     except Unavailable as error:
         return FirstSpec(reason=f"the model's {error} cannot be read")
     if not estimate:
         return _exact_only(space)
     found = search(space, progress)
-    for result in (found, search(_wider(base, space), progress)) if found.best is None else (found,):
+    for result in (found, search(wider_space(base, space), progress)) if found.best is None else (found,):
         if result.best is not None:
             return FirstSpec(tuple(_offers(space, result)))
     return _nothing(space, found)
 
 
-def _wider(tree: Mapping[str, Any], space: Space) -> Space:
+def wider_space(tree: Mapping[str, Any], space: Space) -> Space:
     """Spread tp over several nodes, which is slow: what is left where nothing else fits."""
-    whole = _space(tree, space.folder, widest=_WIDEST)
+    whole = narrow_space(tree, space.folder, widest=_WIDEST)
     wide = tuple(size for size in whole.axes[Axis.TP] if size not in space.axes[Axis.TP])
     return replace(space, axes={**space.axes, Axis.TP: wide})
 
 
-def _space(tree: Mapping[str, Any], folder: Path, *, widest: int | None = None) -> Space:
+def narrow_space(tree: Mapping[str, Any], folder: Path, *, widest: int | None = None) -> Space:
     """What is worth trying: tp on a node, pieces of a sequence that are not short, no more stages than may win.
 
     With `widest`, so much tp.
@@ -226,7 +223,13 @@ def _parts(one: Ranked) -> int:
     """How much there is to understand of a layout."""
     work = one.candidate.work
     axes = sum(work.size(axis) > 1 for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP))
-    further = (work.virtual_stages > 1, work.recompute != "none", work.order != AXES, work.expert_tp is not None)
+    further = (
+        work.virtual_stages > 1,
+        work.recompute != "none",
+        work.order != AXES,
+        work.expert_tp is not None,
+        work.zero_stage != ZERO_STAGES[0],
+    )
     return axes + sum(further)
 
 
@@ -258,7 +261,7 @@ _ALWAYS = ("tp", "cp", "pp", "dp", "sequence_parallel")
 def _figures(one: Ranked) -> str:
     limit, chance = one.memory.limit_bytes, one.memory.probability
     room = "" if limit is None else f" of {format_bytes(limit)}"
-    likely = "" if chance is None else f" (fits with {chance:.0%})"
+    likely = "" if chance is None or chance >= _CERTAIN else f" ({chance:.0%} likely to fit)"
     rate = f"{one.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {one.time.utilisation:.0%}"
     return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}"
 
@@ -320,10 +323,16 @@ def _exact(one: Ranked, size: float) -> str:
 
 
 def _settings(space: Space) -> Iterator[Setting | Refused]:
+    """Every setting of the axes, at each ZeRO stage that holds less than the ones before it where these do not fit."""
     for changes in space.combinations:
         found = expand(space, changes)
-        if isinstance(found, Refused) or found.micro_batches:
-            yield found
+        if isinstance(found, Setting) and not found.micro_batches:
+            continue
+        yield found
+        for stage in space.zero_stages[1:] if isinstance(found, Setting) and far_too_large(found.work) else ():
+            other = expand(space, {**changes, "stage": stage})
+            if isinstance(other, Setting):
+                yield other
 
 
 def _nothing(space: Space, found: SearchResult) -> FirstSpec:
@@ -362,6 +371,8 @@ def _remedies(space: Space, least: Ranked) -> Iterator[str]:
             break
         length //= 2
     for stage in ZERO_STAGES_TRIED if work.pp == 1 else ():
+        if stage in space.zero_stages:
+            continue
         other = Predictor(space.choices).footprint(replace(work, zero_stage=stage))
         if is_safe(other):
             run = ", which parcompile.runtime does not run" if stage == 3 else ""
@@ -381,7 +392,7 @@ def _size(one: Ranked) -> str:
 
 def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
     """A layout that fits, the simplest settings first, with full recomputation only where it has to be."""
-    other = _space(tree, space.folder)
+    other = narrow_space(tree, space.folder)
     predictor = Predictor(other.choices)
     for setting in _settings(other):
         if isinstance(setting, Refused) or far_too_large(setting.work):
@@ -391,65 +402,3 @@ def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
             if one.is_safe:
                 return one
     return None
-
-
-# What a spec that does not fit should say instead.
-
-_OPENED = (
-    ("parallelism", "tp"),
-    ("parallelism", "cp"),
-    ("parallelism", "ep"),
-    ("parallelism", "pp"),
-    ("parallelism", "dp"),
-    ("parallelism", "sequence_parallel"),
-    ("training", "micro_batch_size"),
-    ("training", "gradient_accumulation_steps"),
-    ("training", "activation_checkpointing"),
-)
-"""What another layout may set otherwise; everything else stays as the spec has it."""
-MOST_SETTINGS = 120
-"""Of the axes, up to which a check looks at every layout: a quarter of a second."""
-
-
-def advised(one: Diagnostic, spec: Resolution) -> Diagnostic:
-    """What is too large, with the layout that a search chooses too, or the statement that none of those tried fits.
-
-    A finding of a spec with too many layouts for a check, or with values that its schema refuses, stays as it is.
-    """
-    try:
-        result = None if spec.invalid else _all_layouts(spec)
-        before = timing(workload(spec)).step.seconds
-    except (Unavailable, ValueError):
-        return one
-    if result is None:
-        return one
-    if result.best is None:
-        if not result.too_large or one.fixes:
-            return one
-        least = result.too_large[0]
-        said = f"none of the {result.enumerated} layouts of these GPUs that were tried fits; {least.layout_name} "
-        said += f"needs least, {format_bytes(least.peak_bytes)}"
-        return replace(one, help=said + "".join(f"; with {remedy}" for remedy in result.remedies[:1]))
-    layout = result.best.candidate
-    settings: dict[str, Any] = {
-        name: value for name, value in layout.changes.items() if value != spec.get(SECTIONS[name], name)
-    }
-    fix = as_fix(spec, Change(settings, layout.work, result.best.memory, result.best.seconds, before))
-    fix = replace(fix, title=f"{fix.title}: the choice of `parcompile search`")
-    others = tuple(other for other in one.fixes if any(edit not in fix.edits for edit in other.edits))
-    # A reader is offered three.
-    return replace(one, help=one.help if one.fixes else None, fixes=(*others[:2], fix, *others[2:]))
-
-
-def _all_layouts(spec: Resolution) -> SearchResult | None:
-    """Every layout that the spec's GPUs may have; None where these are too many for a check."""
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in spec.tree.items()}
-    for section, name in _OPENED:
-        tree.setdefault(section, {}).pop(name, None)
-    tree["training"]["global_batch_size"] = spec.spec().training.global_batch_size
-    space = _space(tree, spec.folder)
-    if len(space.combinations) > MOST_SETTINGS:
-        return None
-    result = search(space)
-    wider = search(_wider(tree, space)) if result.best is None else result
-    return result if wider.best is None else wider

@@ -15,11 +15,12 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from parcompile.cost.calibration import TIE, expected_seconds, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
+from parcompile.cost.executions import Execution, Known, OpenChoices, all_executions, fastest, settings
 from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTerms, StepTime, Timing, timing_of, values_of
@@ -27,9 +28,8 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
 from parcompile.units import format_bytes, format_seconds
 
-from .executions import Execution, Known, OpenChoices, all_executions, fastest, settings
 from .remedies import Remedy, remedies
-from .space import Candidate, Refused, Setting, Space, between, expand, is_open
+from .space import ZERO_STAGES, Candidate, Refused, Setting, Space, between, expand, is_open
 
 FAR = 1.15
 """Times the limit: more than what a larger micro-batch may save by having fewer logits wait."""
@@ -96,7 +96,8 @@ class Ranked:
         recomputed = {"none": "", "full": ", full recomputation"}
         more = recomputed.get(work.recompute_text, f", recomputation {work.recompute_text}")
         virtual = f", {work.virtual_stages} virtual stages" if work.virtual_stages > 1 else ""
-        return f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}{virtual}{more}"
+        stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage != ZERO_STAGES[0] else ""
+        return f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}{virtual}{more}{stage}"
 
     @functools.cached_property
     def time(self) -> Timing:
@@ -200,24 +201,30 @@ def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | No
         if isinstance(found, Refused):
             refused.append(found)
             continue
-        judged = list(_judged(found, predictor))
-        larger += [one for one, known in judged if not known]
-        layouts = [one for one, known in judged if known]
-        if space.recompute is not None and space.executable:
-            # Only the runtime recomputes some stages and not others.
-            # Some stages recomputed take no less than none: where that is too long already, the fewest do not matter.
-            pairs = [(one.base, known and one.is_safe) for one, known in judged]
-            slow = [one for one, _ in judged if one.base.work.recompute == "none" and is_open(one.base, pairs)]
-            late = {id(one.base) for one in slow if not _may_win(one, shortest)}
-            pairs = [(one, fits) for one, fits in pairs if id(one) not in late]
-            layouts += [
-                Ranked(functools.partial(Candidate, one.changes, one.work), predictor) for one in between(pairs, memory)
-            ]
-        for one in layouts:
-            placed = _reordered(one, shortest) if one.is_safe else one
-            ranked.append(placed)
-            if placed.is_safe:
-                shortest = min(shortest, placed.seconds)
+        fitting: list[Ranked] = []
+        for setting in _at_each_stage(space, found, predictor, fitting):
+            judged = list(_judged(setting, predictor, fitting))
+            larger += [one for one, known in judged if not known]
+            layouts = [one for one, known in judged if known]
+            if space.recompute is not None and space.executable:
+                # Only the runtime recomputes some stages and not others.
+                # Some stages recomputed take no less than none: where that is too long already, the fewest do not
+                # matter.
+                pairs = [(one.base, known and one.is_safe) for one, known in judged]
+                pairs += [(one.base, True) for one in fitting]
+                slow = [one for one, _ in judged if one.base.work.recompute == "none" and is_open(one.base, pairs)]
+                late = {id(one.base) for one in slow if not _may_win(one, shortest)}
+                pairs = [(one, fits) for one, fits in pairs if id(one) not in late]
+                layouts += [
+                    Ranked(functools.partial(Candidate, one.changes, one.work), predictor)
+                    for one in between(pairs, memory)
+                ]
+            for one in layouts:
+                placed = _reordered(one, shortest) if one.is_safe else one
+                ranked.append(placed)
+                if placed.is_safe:
+                    fitting.append(placed)
+                    shortest = min(shortest, placed.seconds)
     sorted_out = outcome(ranked, refused)
     sorted_out = replace(sorted_out, too_large=(*sorted_out.too_large, *larger))
     if sorted_out.best is None:
@@ -226,14 +233,41 @@ def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | No
     return replace(sorted_out, other_executions=_other_executions(sorted_out.best, space.choices, time))
 
 
-def _judged(setting: Setting, predictor: Predictor) -> Iterator[tuple[Ranked, bool]]:
-    """The layouts of a setting, and whether the memory of each is known: else one that needs less is far too large."""
+def _at_each_stage(
+    space: Space, setting: Setting, predictor: Predictor, fitting: Collection[Ranked]
+) -> Iterator[Setting]:
+    """A setting at the first ZeRO stage, and at others that hold less while some of its layouts are not `fitting`."""
+    yield setting
+    words = [word for word in ("full",) if word in setting.recompute] or [*setting.recompute]
+    for stage in space.zero_stages[1:]:
+        fit = {(one.base.work.micro_batch, one.base.work.recompute) for one in fitting}
+        if all((micro, word) in fit for micro in setting.micro_batches for word in setting.recompute):
+            return
+        # The rules, which take longer, are asked of what may fit.
+        least = setting.work.having(zero_stage=stage, recompute=words[0])
+        held = static_memory(least).total_bytes
+        if held >= static_memory(setting.work).total_bytes or far_too_large(least):
+            continue
+        if not _is_far(predictor.footprint(least)):
+            other = expand(space, {**setting.changes, "stage": stage})
+            if isinstance(other, Setting):
+                yield other
+
+
+def _judged(setting: Setting, predictor: Predictor, fitting: Iterable[Ranked]) -> Iterator[tuple[Ranked, bool]]:
+    """The layouts of a setting, and whether the memory of each is known: else one that needs less is far too large.
+
+    Those that are `fitting` at another ZeRO stage are left out.
+    """
+    fit = {(one.base.work.micro_batch, one.base.work.recompute) for one in fitting}
     hopeless = far_too_large(setting.work)
     # What needs least comes first: each of them may make those behind it hopeless.
     words = sorted(setting.recompute, key=lambda word: word != "full")
     beyond = dict.fromkeys(words, hopeless)
     for micro in setting.micro_batches:
         for word in words:
+            if (micro, word) in fit:
+                continue
             one = Ranked(functools.partial(setting.candidate, micro, word), predictor)
             known = not beyond[word] or (micro == setting.micro_batches[0] and word == words[0])
             yield one, known

@@ -1,9 +1,9 @@
 """The layouts of a spec whose axes are open, and which of them the rules allow.
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp with the cut of the layers into stages and virtual stages
-(`cuts`), ep (of models with experts) and whether experts are cut over tp, the micro-batch, recomputation and sequence
-parallelism; and of each layout its execution, the order of the axes and the implementation of cp. dp follows from the
-world unless it is given. What the spec gives stays.
+(`cuts`), ep (of models with experts) and whether experts are cut over tp, the micro-batch, recomputation, sequence
+parallelism and the ZeRO stage; and of each layout its execution, the order of the axes and the implementation of cp. dp
+follows from the world unless it is given. What the spec gives stays.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from parcompile.cost.changes import fewest_stages
 from parcompile.cost.coefficients import Fit
+from parcompile.cost.executions import OpenChoices
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
 
-from .executions import OpenChoices
 from .variant import CUT_KEYS, Variant, variant
 
 # How the layers of a model are cut into stages where a spec leaves it open: evenly if they divide, else nearly so.
@@ -80,6 +80,9 @@ def _divides(layers: int, pp: int, virtual: int, plain: dict[str, object]) -> bo
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
 LARGEST_MICRO_BATCH = 64
+ZERO_STAGES = (1, 0, 2)
+"""Of ZeRO. No layout is faster at another stage than at the first: another one is tried where it holds less, and the
+layout does not fit at the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Candidate:
         counts = [len(stage.layers) for stage in work.stages]
         marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
         marks += [f"etp{work.expert_tp}"] * (work.expert_tp not in (None, work.tp))
+        marks += [f"zero{work.zero_stage}"] * (work.zero_stage != ZERO_STAGES[0])
         marks += ["sp"] * work.sequence_parallel + [work.recompute_text] * ("full" in work.recompute)
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
@@ -140,6 +144,8 @@ class Space:
     micro_batches: tuple[int, ...]
     recompute: tuple[str, ...] | None
     """What may be recomputed; None where the spec says it."""
+    zero_stages: tuple[int, ...]
+    """As `ZERO_STAGES`; the one that the spec gives."""
     choices: OpenChoices
     executable: bool
     document_length: int | None = None
@@ -225,6 +231,7 @@ def open_space(
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
+        zero_stages=ZERO_STAGES if (stage := (tree.get("zero") or {}).get("stage")) is None else (stage,),
         choices=OpenChoices(
             orders=parallelism.get("order") is None,
             implementations=parallelism.get("cp_implementation", "auto") == "auto",
@@ -277,7 +284,7 @@ def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
     The rules are asked once, with the smallest micro-batch; a larger one has to divide what the batch leaves to a copy
     of the model, which is arithmetic.
     """
-    changes = dict(changes)
+    changes = {**changes, "stage": changes.get("stage", space.zero_stages[0])}
     if space.accumulation_steps is None:
         batch: dict[str, object] = {"micro_batch_size": space.micro_batches[0]}
     else:

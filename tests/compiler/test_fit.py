@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -319,11 +320,13 @@ def test_that_no_layout_fits_is_said_where_every_layout_was_tried() -> None:
     assert "nodes 16: peak" in error.help
 
 
-def test_a_spec_with_more_layouts_than_a_check_has_time_for_is_sent_to_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("parcompile.searching.first.MOST_SETTINGS", 3)
+def test_of_more_layouts_than_a_check_has_time_for_the_best_of_some_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parcompile.searching.advice.MOST_SETTINGS", 40)
     training = {"sequence_length": 2**20, "micro_batch_size": 1, "global_batch_size": 32}
-    (error,) = parcompile.check(spec("llama-3.1-8b", nodes=4, parallelism={"tp": 1}, training=training)).errors
-    assert not error.fixes
-    assert "`parcompile search` looks at every layout" in (error.help or "")
+    tree = spec("llama-3.1-8b", nodes=4, parallelism={"tp": 1}, training=training)
+    (error,) = parcompile.check(tree).errors
+    (fix,) = error.fixes
+    assert re.search(r": the best of \d+ layouts$", fix.title)
+    for edit in fix.edits:
+        tree.setdefault(str(edit.path[0]), {})[str(edit.path[1])] = edit.value
+    assert not parcompile.check(tree).errors

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from parcompile.cli import main
 from parcompile.cli.main import cli
 from parcompile.cost.calibration import TIE
 from parcompile.cost.context_time import EQUAL
+from parcompile.cost.executions import OpenChoices, all_executions, fastest, orders
 from parcompile.cost.footprint import SAFE, footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
@@ -25,10 +27,9 @@ from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
-from parcompile.searching.executions import OpenChoices, all_executions, fastest, orders
 from parcompile.searching.first import first_spec
 from parcompile.searching.ranking import SearchResult, search
-from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, Space, cuts, open_space
+from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, ZERO_STAGES, Space, cuts, open_space
 from parcompile.searching.variant import changed, variant
 from parcompile.show.pictures.front import draw
 from parcompile.show.pictures.shapes import WIDE, Box
@@ -424,8 +425,35 @@ def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
 
 
 def test_init_takes_tp_over_nodes_where_nothing_else_fits_and_warns_of_it() -> None:
-    cluster = {"nodes": 4, "gpus_per_node": 8, "accelerator": "h100-sxm"}
-    (offer,) = first_spec("long", {"preset": "llama-3-70b"}, cluster, 131072, Path()).offers
-    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["cp"]) == (16, 2)
-    assert any("tp 16 leaves the node of 8 GPUs" in warning for warning in offer.warnings)
+    cluster = {"nodes": 8, "gpus_per_node": 4, "accelerator": "h100-sxm"}
+    offer, *_ = first_spec("long", {"preset": "llama-3-70b"}, cluster, 131072, Path()).offers
+    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["cp"]) == (8, 4)
+    assert offer.spec["zero"] == {"stage": 2}
+    assert any("tp 8 leaves the node of 4 GPUs" in warning for warning in offer.warnings)
     assert offer.spec["training"]["activation_checkpointing"] == "full"
+
+
+def _of_stages(found: SearchResult) -> dict[Workload, int]:
+    """The ZeRO stage at which each layout fits; without those that recompute some stages only."""
+    works = [one.base.work for one in found.fitting if isinstance(one.base.work.recompute, str)]
+    return {replace(work, zero_stage=1): work.zero_stage for work in works}
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("bf16", {1, 2}), ("fp32", {0, 1, 2})])
+def test_a_search_tries_each_zero_stage_where_a_layout_does_not_fit_at_the_first(
+    precision: str, stages: set[int]
+) -> None:
+    tree = llama(nodes=1, batch=64)
+    tree["training"] |= {"sequence_length": 32768 if precision == "bf16" else 8192, "precision": precision}
+    alone = {stage: search(space({**tree, "zero": {"stage": stage}})) for stage in ZERO_STAGES}
+    found = search(space(tree))
+    fits = {stage: set(_of_stages(one)) for stage, one in alone.items()}
+    assert _of_stages(found).keys() == set().union(*fits.values())
+    assert set(_of_stages(found).values()) == stages
+    assert all(stage == 1 for work, stage in _of_stages(found).items() if work in fits[1])
+    # No layout is faster at another stage: where it fits at the first, the others need not be tried.
+    for one in found.fitting:
+        seconds = [timing(replace(one.candidate.work, zero_stage=stage)).step.seconds for stage in ZERO_STAGES]
+        assert min(seconds) >= seconds[0] * (1 - 1e-12)
+    fastest_alone = min(one.fitting[0].seconds for one in alone.values() if one.fitting)
+    assert min(one.seconds for one in found.fitting) <= fastest_alone

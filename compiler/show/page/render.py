@@ -110,6 +110,7 @@ def _layout(subject: Subject) -> dict[str, object]:
         "micro_batch_size": spec.training.micro_batch_size,
         "activation_checkpointing": spec.training.activation_checkpointing,
         "gradient_accumulation_dtype": spec.training.gradient_accumulation_dtype.value,
+        "zero_stage": spec.zero_stage,
     }
 
 

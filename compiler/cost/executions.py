@@ -8,15 +8,18 @@ that.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.cost.context_time import EQUAL, ContextCost, attention_seconds, candidates, costs, simplest
-from parcompile.cost.step import StepTerms, StepTime, step_terms, step_time
-from parcompile.cost.workload import Workload
-from parcompile.layout.groups import AXES, Axis
+from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.sequence import ContextParallel
+from parcompile.layout.shards import keeps_places
+
+from .context_time import EQUAL, ContextCost, attention_seconds, candidates, costs, simplest
+from .step import StepTerms, StepTime, step_terms, step_time, time_values
+from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,10 @@ class Execution:
 
 
 def orders(work: Workload) -> list[tuple[Axis, ...]]:
-    """The orders of a layout that put ranks elsewhere, the default first: on one node no order does."""
+    """The orders of a layout that put ranks elsewhere, the default first: on one node no order does.
+
+    Where experts are dealt over ep, each rank has those of its own place on tp and pp in all of them.
+    """
     if work.nodes == 1:
         return [AXES]
     large = [axis for axis in (Axis.CP, Axis.DP, Axis.PP) if work.size(axis) > 1]
@@ -56,7 +62,21 @@ def orders(work: Workload) -> list[tuple[Axis, ...]]:
         placed = iter(permuted)
         # Axes of size 1, and that of the experts, stay where they are.
         found.append(tuple(next(placed) if axis in large else axis for axis in AXES))
-    return found
+    if work.ep == 1:
+        return found
+    sizes = tuple(work.size(axis) for axis in DENSE_AXES)
+    return [order for order in found if order == AXES or _keeps_experts(order, sizes, work.ep, work.expert_tp)]
+
+
+@functools.lru_cache(maxsize=65536)
+def _keeps_experts(order: tuple[Axis, ...], sizes: tuple[int, ...], ep: int, expert_tp: int | None) -> bool:
+    dense = Grid.of(order, dict(zip(DENSE_AXES, sizes, strict=True)))
+    return keeps_places(dense, expert_grid(dense, ep, expert_tp))
+
+
+def best_order(work: Workload) -> Execution:
+    """A layout in the order that a search gives it, with the implementation of cp that it has."""
+    return fastest(work, OpenChoices(orders=True, implementations=False), time_values(work))
 
 
 Known = dict[tuple[object, ...], ContextCost]
