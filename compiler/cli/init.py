@@ -60,10 +60,10 @@ def command(
 
     MODEL is a preset, as in `parcompile init llama-3-70b`, the name of such a model on the Hugging Face Hub, or the
     path of a Hugging Face config.json or of its folder. The command searches tp, cp, ep, pp, the micro-batch,
-    recomputation and the ZeRO stage, as `parcompile search` does, and offers the fastest layout that fits, the one that needs least
-    memory, and the simplest one. In a terminal it asks which to write; with --yes, and elsewhere, it writes the
-    fastest. If none fits, it says what would. In a terminal, without a model, it lists the presets and asks for the
-    values.
+    recomputation and the ZeRO stage, as `parcompile search` does, and offers the fastest layout that fits, the one
+    that needs least memory, and the simplest one. In a terminal it asks which to write; with --yes, and elsewhere,
+    it writes the fastest. If none fits, it says what would. In a terminal, without a model, it lists the presets
+    and asks for the values.
     """
     if name is not None:
         if model is not None or hf_config is not None:

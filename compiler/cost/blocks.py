@@ -23,9 +23,9 @@ of its own, forward only. Full recomputation repeats forward, without the choice
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Stage
@@ -37,6 +37,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import INPUTS
+from parcompile.model.table import Parameter
 
 from .context_exchanges import ContextExchange
 from .workload import Workload
@@ -65,9 +66,18 @@ def kept_by_blocks(work: Workload, layers: range) -> float:
 
 def kept_by_one(work: Workload, layers: range) -> float:
     """The same of the layer that keeps most."""
-    if not work.shape.parts:
+    if not work.shape.parts or not layers:
         return 0.0
-    return max(kept_by_blocks(work, range(layer, layer + 1)) for layer in layers) if layers else 0.0
+    here = local(work)
+    kept = [one.kept_bytes(here) for one in work.shape.parts]
+    every = _counts_of_layers(work.shape, layers)
+    return max(sum((count * size for count, size in zip(counts, kept, strict=True)), 0.0) for counts in every)
+
+
+@lru_cache(maxsize=1024)
+def _counts_of_layers(shape: ModelShape, layers: range) -> frozenset[tuple[int, ...]]:
+    """How often each part stands in a layer, of all layers that differ in that."""
+    return frozenset(tuple(one.count(range(layer, layer + 1)) for one in shape.parts) for layer in layers)
 
 
 def exchanges(work: Workload, layers: range, axis: str) -> Iterator[tuple[Exchange, int]]:
@@ -121,13 +131,22 @@ def sent_over_cp(work: Workload, layers: range, cp_rank: int | None = None) -> t
 def late_gradient(work: Workload, stage: Stage) -> tuple[float, int]:
     """The largest gradient of a stage that comes late (`Block.is_late`), and how many layers stand before it."""
     found = (0.0, 0)
-    for row in parameter_table(work.shape).layer if work.shape.parts else ():
-        own = row.name.partition(".{layer}.")[2]
-        here = sorted(set(row.layers or ()) & set(stage.layers))
-        if here and any(one.is_late(own) for one in work.shape.parts):
-            size = float(work.layout(row).local_numel * work.element_bytes)
-            found = max(found, (size, here[-1] - stage.layers[0]))
+    for row, before in _late_rows(work.shape, stage.layers) if work.shape.parts else ():
+        found = max(found, (float(work.layout(row).local_numel * work.element_bytes), before))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _late_rows(shape: ModelShape, layers: range) -> tuple[tuple[Parameter, int], ...]:
+    """Parameters whose gradients come late, and the layers of these that stand before the last which has one."""
+    late = (row for row in parameter_table(shape).layer if _is_late(shape, row))
+    here = ((row, max(set(row.layers or ()) & set(layers), default=None)) for row in late)
+    return tuple((row, last - layers[0]) for row, last in here if last is not None)
+
+
+def _is_late(shape: ModelShape, row: Parameter) -> bool:
+    own = row.name.partition(".{layer}.")[2]
+    return any(one.is_late(own) for one in shape.parts)
 
 
 # What a second embedding costs in memory, of which every layer gets a part (Gemma 3n, Gemma 4).
@@ -302,7 +321,7 @@ def _of_rank(work: Workload, layers: range, rank: int) -> tuple[ContextExchange,
     )
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def window_tokens(
     rate: int, series: int, length: int, cp: int, layout: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:

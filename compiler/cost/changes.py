@@ -194,9 +194,12 @@ def _values(work: Workload, name: str) -> list[Value]:
     if name == "ep":
         experts = work.shape.moe.num_experts if work.shape.moe else 1
         return [size for size in range(work.ep + 1, experts + 1) if experts % size == 0 and size % work.ep == 0]
-    limit = {"tp": work.gpus_per_node, "pp": work.shape.num_hidden_layers}.get(name, LARGEST_SIZE)
-    size = int(getattr(work, name))
-    factors = range(2, limit // size + 1) if name in ("tp", "pp") else _POWERS
+    if name == "pp":
+        layers, size = work.shape.num_hidden_layers, work.pp
+        modules = layers // work.shape.layers_per_module
+        return [size * factor for factor in range(2, modules // size + 1) if modules % (size * factor) == 0]
+    limit, size = work.gpus_per_node if name == "tp" else LARGEST_SIZE, int(getattr(work, name))
+    factors = range(2, limit // size + 1) if name == "tp" else _POWERS
     return [size * factor for factor in factors if size * factor <= limit]
 
 

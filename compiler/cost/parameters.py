@@ -7,7 +7,7 @@ import functools
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import tensor_layout
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.shape import ModelShape
+from parcompile.model.shape import ModelShape, count_in
 from parcompile.model.table import Parameter, ParameterTable
 
 
@@ -37,7 +37,7 @@ def stage_numel(
         assert parameter.layers is not None
         if not parameter.trained:
             continue
-        total += local(parameter) * len(set(parameter.layers) & set(stage.layers))
+        total += local(parameter) * count_in(parameter.layers, stage.layers)
     if stage.has_head:
         total += sum(local(parameter) for parameter in table.after)
         if tied and not stage.has_embedding:
@@ -52,7 +52,7 @@ def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: i
     for parameter in parameter_table(shape).layer:
         assert parameter.layers is not None
         if parameter.expert_dim is not None:
-            held = len(set(parameter.layers) & set(stage.layers))
+            held = count_in(parameter.layers, stage.layers)
             found += tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp).local_numel * held
     return found
 

@@ -80,8 +80,6 @@ def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) 
 
 def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family: Family) -> list[Parameter]:
     """The rows of all stacks of layers, and those outside of them, in the order in which they are registered."""
-    table = table_of(shape.model_type)
-    assert table is not None, shape.model_type
     runs, one_stack = shape.runs, shape
     if runs is not None:
         one_stack = replace(shape, runs=None, num_hidden_layers=runs.layers)
@@ -89,7 +87,7 @@ def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family
     places, found = places_of(one_stack), list[Parameter]()
     for number, (name, first) in enumerate(firsts.items()):
         stack = f"{family.base}.{name}"
-        every = [_of_layers(one, stack, family) for one in repeated(table, stack, values)]
+        every = [_of_layers(one, stack, family) for one in _repeated(shape.model_type, stack, values)]
         # A linear of width 0 is not built, nor is its bias: there is no shared expert where their number is 0.
         empty = {_module(one) for one in every if 0 in one.shape}
         every = [one for one in every if _module(one) not in empty]
@@ -104,6 +102,14 @@ def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family
             after = [_parameter(one, _outside(one, family), None, shape, family) for one in outside[len(before) :]]
         found += rows
     return [*found, *after]
+
+
+@functools.lru_cache(maxsize=16)
+def _repeated(model_type: str, stack: str, values: tuple[tuple[str, Hashable], ...]) -> tuple[Repeated, ...]:
+    # A shape is made of its rows, and has them again: they are counted once.
+    table = table_of(model_type)
+    assert table is not None, model_type
+    return tuple(repeated(table, stack, values))
 
 
 def _by_kind(stack: str, rows: Iterable[Parameter]) -> tuple[Parameter, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from .blocks import Block
@@ -143,16 +145,12 @@ class ModelShape:
     @property
     def attention_layers(self) -> range | tuple[int, ...]:
         """The layers that attend."""
-        every = range(self.num_hidden_layers)
-        if self.blocks is not None:
-            return self.blocks.attention
-        others = {layer for one in self.parts if one.replaces_attention for layer in one.layers}
-        return tuple(layer for layer in every if layer not in others) if others else every
+        return _attention_layers(self)
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
         if self.blocks is not None:
-            return _count(self.blocks.attention, layers)
+            return count_in(self.blocks.attention, layers)
         return len(layers) - sum(one.count(layers) for one in self.parts if one.replaces_attention)
 
     @property
@@ -167,14 +165,14 @@ class ModelShape:
         if self.moe is None:
             return 0
         if self.blocks is not None:
-            return _count(self.blocks.experts, layers)
+            return count_in(self.blocks.experts, layers)
         if self.moe.layers is not None:
-            return _count(self.moe.layers, layers)
+            return count_in(self.moe.layers, layers)
         return len(range(max(self.moe.first_moe_layer, layers.start), layers.stop))
 
     def dense(self, layers: range) -> int:
         """How many of these layers have an MLP that is no mixture of experts."""
-        return len(layers) - self.routed(layers) if self.blocks is None else _count(self.blocks.mlp, layers)
+        return len(layers) - self.routed(layers) if self.blocks is None else count_in(self.blocks.mlp, layers)
 
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
@@ -241,8 +239,18 @@ class ModelShape:
         return self.moe is not None
 
 
-def _count(numbers: tuple[int, ...], layers: range) -> int:
-    return sum(number in layers for number in numbers)
+def count_in(numbers: Sequence[int], layers: range) -> int:
+    """How many of these ascending numbers of layers are within `layers`."""
+    return bisect_left(numbers, layers.stop) - bisect_left(numbers, layers.start)
+
+
+@lru_cache(maxsize=256)
+def _attention_layers(shape: ModelShape) -> range | tuple[int, ...]:
+    every = range(shape.num_hidden_layers)
+    if shape.blocks is not None:
+        return shape.blocks.attention
+    others = {layer for one in shape.parts if one.replaces_attention for layer in one.layers}
+    return tuple(layer for layer in every if layer not in others) if others else every
 
 
 # Means over layers of different shapes.
