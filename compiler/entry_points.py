@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ IMPORT_SECONDS = 60.0
 """How long its import may take, with all that it imports itself."""
 MOST_BYTES = 64 * 2**20
 """What one call may return."""
+MOST_MEMORY = 4 * 2**30
+"""What a call or an import may take beside what this process has, on Linux, where a process can be forked."""
+_WATCHED = ("builtins", "click", "hashlib", "io", "json", "os", "parcompile", "pathlib", "posixpath", "re")
+"""Packages whose functions and methods an import may not replace: every command works with them."""
 _NOUNS = {RULES: "rules", TARGETS: "target", IMPORTERS: "importer", FAMILIES: "family"}
 
 Loaded = TypeVar("Loaded")
@@ -101,14 +105,14 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
         raise PluginError(f"{offer.title} is offered by {' and '.join(offer.rivals)} too: uninstall one of them")
 
     def tried() -> None:
-        offer.point.load()
+        _loaded(offer)
 
     # An import that ends its process, or never ends, is found out by a process that may be lost.
     (outcome,) = apart([tried], IMPORT_SECONDS)
     before = set(threading.enumerate())
     try:
         with _aside():
-            found = None if isinstance(outcome, Failure) else offer.point.load()
+            found = None if isinstance(outcome, Failure) else _loaded(offer)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the code of others may fail in any way
@@ -120,6 +124,36 @@ def load(group: str, name: str, judge: Callable[[object], Loaded]) -> Loaded:
         return judge(found)
     except (TypeError, ValueError) as error:
         raise PluginError(f"{offer.title} cannot be used: {error}") from error
+
+
+def _loaded(offer: Offer) -> object:
+    """The object behind an entry point, whose import replaces nothing that commands work with.
+
+    Raises:
+        RuntimeError: it did; what it replaced is as it was.
+    """
+    before = _held()
+    found = offer.point.load()
+    replaced = [one for one, (owner, value) in before.items() if vars(owner).get(one[1]) is not value]
+    for one in replaced:
+        with contextlib.suppress(Exception):
+            setattr(before[one][0], one[1], before[one][1])
+    if replaced:
+        named = ", ".join(".".join(one) for one in sorted(replaced)[:3])
+        raise RuntimeError(f"its import replaces {named}, which every command works with")
+    return found
+
+
+def _held() -> dict[tuple[str, str], tuple[ModuleType | type, object]]:
+    """The functions of modules in `_WATCHED` and of their classes, by the names of both."""
+    modules = [(name, one) for name, one in sys.modules.items() if name.partition(".")[0] in _WATCHED]
+    owners: list[tuple[str, ModuleType | type]] = [(name, one) for name, one in modules if one is not None]
+    for name, module in modules:
+        classes = (one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name)
+        owners += [(f"{name}.{one.__name__}", one) for one in classes]
+    return {
+        (name, key): (owner, value) for name, owner in owners for key, value in vars(owner).items() if callable(value)
+    }
 
 
 def end(code: int) -> NoReturn:
@@ -247,9 +281,21 @@ def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loa
     return found
 
 
+def _bound_memory() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
+        import resource  # Windows has none
+        from pathlib import Path
+
+        held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = held + MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
 def _serve(works: Sequence[Callable[[], object]], writing: int) -> NoReturn:
     try:
         os.dup2(2, 1)
+        _bound_memory()
         for work in works:
             outcome = _outcome(work)
             try:

@@ -346,6 +346,7 @@ for name, files in FILES.items():
     globals()[name] = Target(name, lambda plan, files=files: files)
 exits, loops = Target("exits", ends), Target("loops", lambda plan: {}, turns)
 junk = Target("junk", lambda plan: {}, lambda plan: [7])
+greedy = Target("greedy", lambda plan: {"greedy/a": str(len(bytearray(1 << 33)))})
 prints = Target("prints", lambda plan: print("printed by a target") or {"prints/a": "b"})
 importer = Importer("X", dict, dict, lambda source, draft: ends(), lambda plan: {}, recognises=lambda tree: "x" in tree)
 family = Family(table=table_like("llama"), refusals=(Refusal("x", ends, "no"),))
@@ -372,14 +373,20 @@ def test_nothing_that_a_plug_in_does_ends_a_command_or_reaches_its_output(tmp_pa
         "exits": "it ended its process",
         "loops": "it took longer than 0.5 s",
         "junk": "its losses hold int, not a Loss",
+        "greedy": "MemoryError",
         "dies": "cannot be loaded: it ended its process",
+        "patches": "its import replaces json.dumps, json.encoder.JSONEncoder.encode, which every",
         "hangs": "cannot be loaded: it took longer than 2 s",
     }
-    points = [f"{name} = {name if name in ('dies', 'hangs') else f'rude:{name}'}" for name in (*targets, "prints")]
+    own = ("dies", "hangs", "patches")
+    points = [f"{name} = {name if name in own else f'rude:{name}'}" for name in (*targets, "prints")]
     points += ["[parcompile.importers]", "x = rude:importer", "[parcompile.families]", "f = rude:family"]
     points = ["[parcompile.targets]", *points, "wrong = rude:wrong"]
     site = install(tmp_path / "site", "rude", "\n".join(points), MODULE)
     (site / "dies.py").write_text("import os; os._exit(0)")
+    (site / "patches.py").write_text(
+        "import json\njson.dumps = lambda *_, **__: 'broken'\njson.JSONEncoder.encode = lambda *_: 'broken'\n"
+    )
     (site / "hangs.py").write_text("while True: pass")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model = {**sizes, "vocab_size": 256, "max_position_embeddings": 4096}
