@@ -10,6 +10,9 @@
   nobody touched.
 - pair: two compilations start at once into a folder that holds another file. It then holds one of the two plans, whole,
   and the other file.
+- readers: two compilations take turns in one folder, alone or beside another file, while readers ask for the plan and
+  its files. All that a reader gets is of one of the two plans.
+- editor: a program appends lines to a spec, quickly or slowly, while `check --fix` mends it. No line is lost.
 - planted: a folder comes with a pending set that names files outside, or is a link. They stay as they are.
 - double: a job starts into the output and another on the port of a running one. Both are refused, and the running one
   goes on to the metrics of the run that nobody touched.
@@ -35,6 +38,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from parcompile.atomic import read_set
+from parcompile.plan import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -208,6 +214,46 @@ class Torture:
         if codes != [0, 0] or sum(fits) != 1 or (out / "mine.txt").read_text(encoding="utf-8") != "mine":
             raise Broken(f"{out} holds no whole set of one of two compilations (exit codes {codes})")
 
+    def readers(self) -> None:
+        """Readers of a folder into which two compilations go by turns."""
+        out = self.folder / "read"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        if self.chance.random() < 0.5:
+            (out / "mine.txt").write_text("mine", encoding="utf-8")
+        names = ["ds_config.json", "process_groups.json", "plan.json"]
+        wanted = [{name: (plan / name).read_bytes() for name in names} for plan in self.plans]
+        self._finish(parcompile(self.specs[0], "-o", out))
+        writers = [subprocess.Popen(parcompile(spec, "-o", out), stdout=subprocess.DEVNULL) for spec in self.specs * 2]
+        while any(one.poll() is None for one in writers):
+            found = read_set(out, names)
+            self.kills["readers"] += 1
+            if found not in wanted:
+                raise Broken(f"a reader of {out} has files of two plans")
+            load_plan(out)
+        if any(one.returncode for one in writers):
+            raise Broken(f"exit codes {[one.returncode for one in writers]} of compilations into {out}")
+
+    def editor(self) -> None:
+        """A program that appends lines to a spec while its fixes are saved."""
+        file = self.folder / "edited.yaml"
+        tree = json.loads(self.specs[0].read_text(encoding="utf-8"))
+        file.write_text(
+            "\n".join(f"{key}: {json.dumps(value)}" for key, value in {**tree, "version": "1"}.items()) + "\n"
+        )
+        pause, written = self.chance.choice((0.0005, 0.02, 0.3)), list[str]()
+        fixing = subprocess.Popen(
+            parcompile("check", "--fix", file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while fixing.poll() is None:
+            written.append(f"# {len(written)}")
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(f"{written[-1]}\n")
+            time.sleep(pause)
+        self.kills["editor"] += 1
+        if [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# ")] != written:
+            raise Broken(f"{file} has lost lines that were appended while it was fixed")
+
     def planted(self) -> None:
         """A folder with a pending set that somebody else has made."""
         out, outside = self.folder / "planted", self.folder / "outside"
@@ -279,7 +325,17 @@ class Torture:
             time.sleep(0.05)
 
 
-ATTACKS = {"compile": 3, "pair": 2, "planted": 2, "stopped": 1, "double": 1, "convert": 1, "training": 1}
+ATTACKS = {
+    "compile": 3,
+    "pair": 2,
+    "readers": 1,
+    "editor": 2,
+    "planted": 2,
+    "stopped": 1,
+    "double": 1,
+    "convert": 1,
+    "training": 1,
+}
 """How often each comes in a round."""
 
 

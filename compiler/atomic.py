@@ -30,6 +30,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
 import time
@@ -53,15 +54,18 @@ _BESIDE = ".parcompile-"
 _AT_FDCWD, _EXCHANGE = -100, 2
 WAIT_SECONDS = 60.0
 """How long a writer waits for another one."""
+_CLOSING_SECONDS = 1.0
+"""How long a program that has a file open gets to close it."""
 _TRIES = 200
 """How often a reader begins again because a writer was faster."""
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
 
-def write_file(path: Path, content: str | bytes) -> None:
+def write_file(path: Path, content: str | bytes, *, expected: bytes | None = None) -> None:
     """Writes one file: beside its destination first, then renamed over it. Links are followed, permissions kept.
 
-    A byte of a file's name that is not UTF-8 is written as its escape.
+    A byte of a file's name that is not UTF-8 is written as its escape. Where the file has to hold `expected`, the two
+    change places, and change back if it turns out that another program wrote to it meanwhile.
 
     Raises:
         OSError: it cannot be written, the file that is there may not be, or it is a folder, a pipe or a device, which a
@@ -81,10 +85,63 @@ def write_file(path: Path, content: str | bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if expected is None:
+            temporary.replace(path)
+        else:
+            _replace(path, temporary, expected, data)
+            temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        if not isinstance(error, _KeptError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+class _KeptError(OSError):
+    """Both files were written to by others: none is removed."""
+
+
+def _replace(path: Path, new: Path, expected: bytes, data: bytes) -> None:
+    """Puts `new`, which holds `data`, into the place of a file that holds `expected`; `new` is then what was there."""
+    if read_bytes(path) != expected:
+        raise _changed(path)
+    if not _exchange(new, path):
+        new.replace(path)
+        return
+    # Who opened the file before may write to it still.
+    if _settled(new) == expected:
+        return
+    _exchange(new, path)
+    if _settled(new) != data:
+        said = f"it was changed while it was checked; what was written to it then is in {new}"
+        raise _KeptError(errno.EBUSY, said, str(path))
+    raise _changed(path)
+
+
+def _changed(path: Path) -> OSError:
+    return OSError(errno.EBUSY, "it was changed while it was checked; check it again", str(path))
+
+
+def _settled(path: Path) -> bytes | None:
+    """The content of a file that nobody has open to write, which a lease tells on Linux; None if somebody still has."""
+    with path.open("rb") as stream:
+        end = time.monotonic() + _CLOSING_SECONDS
+        while _is_open_elsewhere(stream.fileno()):
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.005)
+        return read_bytes(path)
+
+
+def _is_open_elsewhere(handle: int) -> bool:
+    try:
+        # Who opens the file now is told to us by a signal, which ends a process unless it is another one.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BlockingIOError:
+        return True
+    except (OSError, AttributeError):
+        return False  # no leases here
+    return False
 
 
 def write_set(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path as FilePath
 
 from parcompile.atomic import write_file
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Replacement, Safety
-from parcompile.user_files import read_bytes
 
 from . import Document
 from .edits import EditError, apply_edit
@@ -92,9 +90,7 @@ def save(document: Document, before: Document) -> None:
     Raises:
         OSError: the file cannot be written, or was changed since it was read.
     """
-    if read_bytes(before.file) != _content(before):
-        raise OSError(errno.EBUSY, "it was changed while it was checked; check it again", before.file)
-    write_file(FilePath(document.file), _content(document))
+    write_file(FilePath(document.file), _content(document), expected=_content(before))
 
 
 def _content(document: Document) -> bytes:

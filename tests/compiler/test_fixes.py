@@ -2,6 +2,10 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +226,49 @@ def test_a_file_is_saved_whole_with_its_mark_and_permissions(tmp_path: Path):
     assert file.read_bytes() == b'\xef\xbb\xbf{"a": 8}\r\n'
     assert file.stat().st_mode & 0o777 == 0o640
     assert [entry.name for entry in tmp_path.iterdir()] == ["spec.json"]
+
+
+def test_what_an_editor_appends_while_a_fix_is_saved_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Between the comparison and the rename, and through a handle that was opened before both."""
+    file = tmp_path / "spec.yaml"
+    file.write_text("a: '8'\n")
+    found = read_file(file).document
+    assert found is not None
+    changed = apply_edit(found, Edit(("a",), 8))
+    flushed = os.fsync
+
+    def appended(handle: int) -> None:
+        flushed(handle)
+        with file.open("a") as stream:
+            stream.write("# appended\n")
+
+    monkeypatch.setattr(os, "fsync", appended)
+    with pytest.raises(OSError, match="changed while it was checked"):
+        save(changed, found)
+    monkeypatch.undo()
+    assert file.read_text() == "a: '8'\n# appended\n"
+    file.write_text("a: '8'\n")
+    editor = subprocess.Popen(
+        [sys.executable, "-c", EDITOR, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert editor.stdin is not None
+    assert editor.stdout is not None
+    editor.stdout.readline()
+    threading.Timer(0.3, lambda: editor.communicate("\n")).start()
+    with pytest.raises(OSError, match="changed while it was checked"):
+        save(changed, found)
+    editor.wait(60)
+    assert file.read_text() == "a: '8'\n# late\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["spec.yaml"]
+
+
+EDITOR = """
+import sys
+with open(sys.argv[1], "a") as stream:
+    print(flush=True)
+    sys.stdin.readline()
+    stream.write("# late\\n")
+"""
 
 
 def test_what_an_editor_wrote_meanwhile_is_not_lost_and_a_read_only_file_stays(tmp_path: Path):
