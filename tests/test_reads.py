@@ -13,13 +13,14 @@ from parcompile.user_files import read_bytes, read_start
 
 ROOT = Path(__file__).parents[1]
 OWN = {
-    "compiler/atomic.py": 3,
+    "compiler/atomic.py": 4,
     "compiler/backends/deepspeed/table.py": 1,
     "compiler/backends/gpt_neox/fields.py": 1,
     "compiler/backends/megatron/arguments.py": 1,
     "compiler/cli/init.py": 1,
     "compiler/cli/main.py": 1,
     "compiler/cost/coefficients.py": 1,
+    "compiler/entry_points.py": 1,
     "compiler/lint/advisories/advisory.py": 1,
     "compiler/lint/deepspeed/usage.py": 1,
     "compiler/lint/gpt_neox/rules.py": 1,

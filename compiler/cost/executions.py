@@ -17,8 +17,9 @@ from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.sequence import ContextParallel
 from parcompile.layout.shards import keeps_places
 
+from .coefficients import time_values
 from .context_time import EQUAL, ContextCost, attention_seconds, candidates, costs, simplest
-from .step import StepTerms, StepTime, step_terms, step_time, time_values
+from .step import StepTerms, StepTime, step_terms, step_time
 from .workload import Workload
 
 

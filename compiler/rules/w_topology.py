@@ -50,7 +50,8 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
     if not leaving:
         return
     # Only here: groups of most specs stay on a node.
-    from parcompile.cost.executions import EQUAL, best_order
+    from parcompile.cost.context_time import EQUAL
+    from parcompile.cost.executions import best_order
 
     work = workload_of(spec.spec())
     best = best_order(work)

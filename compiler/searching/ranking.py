@@ -238,13 +238,13 @@ def _at_each_stage(
 ) -> Iterator[Setting]:
     """A setting at the first ZeRO stage, and at others that hold less while some of its layouts are not `fitting`."""
     yield setting
-    words = [word for word in ("full",) if word in setting.recompute] or [*setting.recompute]
+    word = "full" if "full" in setting.recompute else setting.recompute[0]
     for stage in space.zero_stages[1:]:
         fit = {(one.base.work.micro_batch, one.base.work.recompute) for one in fitting}
         if all((micro, word) in fit for micro in setting.micro_batches for word in setting.recompute):
             return
         # The rules, which take longer, are asked of what may fit.
-        least = setting.work.having(zero_stage=stage, recompute=words[0])
+        least = setting.work.having(zero_stage=stage, recompute=word)
         held = static_memory(least).total_bytes
         if held >= static_memory(setting.work).total_bytes or far_too_large(least):
             continue
