@@ -293,8 +293,10 @@ class Monitor:
             more.append(f"rank {self.rank} itself was stopped for {pause[1]:.0f} s before")
         text = "; ".join([*lines[:NAMED], *more])
         if self._channel.call_off_first(text):
+            self._mark_said()
             say(f"error: {text}")
-            self._wait_for_others("heard", without=len(lost))
+            if self._wait_for_others("heard", without=len(lost)):
+                self._unmark()
         else:
             self._channel.count("heard", 1)
         _end(FAILED)
@@ -346,30 +348,44 @@ class Monitor:
         _, activity, heard = self._last[0]
         return f"; {time.monotonic() - heard:.1f} s before, it was {activity}"
 
-    def _say_once(self, text: str) -> None:
-        """On this machine: the others find the mark of the first."""
+    def _mark_said(self) -> bool:
+        """Whether no other rank of this machine has said why the job ends; from now on the others find the mark.
+
+        A rank that runs so rarely that the store ends before it has read the reason there stays silent by that mark.
+        """
         with contextlib.suppress(OSError):
             if time.time() - self._mark.stat().st_mtime > MARK_SECONDS:
                 self._mark.unlink()  # of a process that was killed before it could
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return
+            return False
         except OSError:
-            say(text)
+            pass
+        return True
+
+    def _say_once(self, text: str) -> None:
+        """On this machine."""
+        if not self._mark_said():
             return
         say(text)
         # The others notice it within that time.
         time.sleep(2 * self._period + 1)
+        self._unmark()
+
+    def _unmark(self) -> None:
         with contextlib.suppress(OSError):
             self._mark.unlink()
 
-    def _wait_for_others(self, name: str, *, without: int = 0) -> None:
-        """Until all other ranks have counted up `name`, or some seconds have passed."""
+    def _wait_for_others(self, name: str, *, without: int = 0) -> bool:
+        """Waits until all other ranks have counted up `name`, or some seconds have passed; whether they have."""
         wanted = self.world_size - without - (0 if name == "ended" else 1)
         end = time.monotonic() + max(PARTING_SECONDS, 4 * self._period)
-        while self._channel.count(name) < wanted and time.monotonic() < end:
+        while self._channel.count(name) < wanted:
+            if time.monotonic() > end:
+                return False
             time.sleep(0.02)
+        return True
 
     def _beat(self) -> None:
         self._beats += 1

@@ -130,7 +130,9 @@ def train_on_ranks(rank: int, engine: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from parcompile.runtime import register_ring
+    from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 
+    forbid_jit_builds()
     deepspeed.init_distributed("gloo")
     pairs = [[first, first + 1] for first in range(0, dist.get_world_size(), 2)]
     groups = [dist.new_group(pair) for pair in pairs]

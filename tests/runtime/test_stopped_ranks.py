@@ -81,11 +81,12 @@ def others_end(job: Ranks, rank: int) -> str:
     """The one line that the others say when a rank is stopped; then it is continued, ends too, and adds nothing."""
     others = [one for one in range(job.size) if one != rank]
     assert job.end(*others, within=BOUND) == [1] * len(others)
-    (line,) = job.said
+    said = job.said
     job.signal(rank, signal.SIGCONT)
     assert job.end(rank, within=BOUND) == [1]
-    assert job.said == [line]
-    return line
+    assert job.said == said
+    assert len(said) == 1, "\n".join(said)
+    return said[0]
 
 
 @pytest.mark.parametrize(("rank", "saves"), [(0, False), (1, False), (0, True)])
