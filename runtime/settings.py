@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from parcompile.runtime.errors import RunError
 
@@ -57,6 +58,15 @@ VARIABLES = (HANDSHAKE_TIMEOUT, COLLECTIVE_TIMEOUT, SILENT_TIMEOUT)
 
 HEARTBEAT = "PARCOMPILE_HEARTBEAT"
 """`0` switches heartbeats off: a lost rank is then noticed when a collective fails or its time is over."""
+
+RECORDS = "PARCOMPILE_RECORDS"
+"""The folder for what `parcompile doctor` reads of a run, in place of that of the run."""
+
+
+def records_folder() -> Path | None:
+    """Where the user wants records; None: beside the run's measurements."""
+    text = os.environ.get(RECORDS)
+    return Path(text) if text else None
 
 
 def heartbeats_wanted() -> bool:

@@ -25,6 +25,7 @@ _COMMANDS = (
     "checkpoint",
     "compile",
     "diff",
+    "doctor",
     "estimate",
     "explain",
     "groups",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.liveness import records
 from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.loss import own_part
 from parcompile.spec import Precision
@@ -139,6 +140,7 @@ class FiniteWatch:
 
     def _count(self, step: int, what: str, *, everywhere: bool) -> None:
         """One more step of those that end the run."""
+        records.look_for_nonfinite()
         if not self._in_a_row:
             self._first = step
         self._in_a_row += 1

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
+from parcompile.doctor.records import FOLDER as RECORDS_FOLDER
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
@@ -33,7 +34,7 @@ from parcompile.runtime.inject.heads import count_once
 from parcompile.runtime.inject.recomputation import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
-from parcompile.runtime.liveness import doing, follow, share_errors, share_errors_of
+from parcompile.runtime.liveness import doing, follow, records, share_errors, share_errors_of
 from parcompile.runtime.loss import SequenceLoss, without_waiting
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
@@ -169,6 +170,8 @@ def initialize(
 
     file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    if file is not None:
+        records.folder = file.parent / RECORDS_FOLDER
     mesh = join(plan)
     with doing("building the model"), share_errors():
         model = prepare(plan, mesh, model, self_check)
@@ -251,6 +254,7 @@ def take_over(engine: Any, mesh: Mesh, stop_on_nonfinite: int | None = STOP_AFTE
     attach_biases(engine)
     _leave_loss_on_its_way(engine)
     follow(engine)
+    records.follow_layers(engine.module, mesh.plan.parameters.layer[0].name.partition(".{layer}")[0])
     guard_backward(engine)
     attach_loop(engine, mesh)
     FiniteWatch(engine, mesh, stop_on_nonfinite)

@@ -23,6 +23,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import end_watch, set_stage, watch
+from parcompile.runtime.liveness.recording import name_groups, start
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT, check_variables
 
@@ -163,10 +164,12 @@ def join(plan: Plan, *, watched: bool = True) -> Mesh:
     _check_world(plan, environment)
     forbid_jit_builds()
     device = device_of(environment)
+    start(environment.rank, environment.world_size, statement(plan.plan_hash))
     _connect(plan, environment, device, watched)
     mesh = create_groups(plan, environment.rank, device)
     for name, live, planned in mesh.differing_groups():
         raise RunError(f"group {name} of rank {mesh.rank} is {list(live)}, the plan says {list(planned)}")
+    name_groups({**{f"pp lane {one.sender}-{one.receiver}": group for one, group in mesh.lanes.items()}, **mesh.groups})
     set_stage(mesh.index("pp") if mesh.size("pp") > 1 else None)
     _mesh = mesh
     return mesh

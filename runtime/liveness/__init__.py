@@ -2,6 +2,7 @@
 
 from .activity import doing, follow, set_stage
 from .job import current, end_watch, has_failed, watch
+from .recording import records
 from .reporting import report_errors, share_errors, share_errors_of
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals
 
@@ -14,6 +15,7 @@ __all__ = [
     "end_watch",
     "follow",
     "has_failed",
+    "records",
     "report_errors",
     "set_stage",
     "share_errors",

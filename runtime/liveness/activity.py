@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .recording import records
+
 _engine: Any = None
 _place = ""
 _phase = "starting"
@@ -43,22 +45,33 @@ def follow(engine: Any) -> None:
     """From here on the phases of an engine's steps are known. Its `backward` and `step` are wrapped."""
     global _engine, _phase
     _engine, _phase = engine, "before the forward pass"
-    engine.register_forward_pre_hook(lambda *_: _enter("in the forward pass"))
+    engine.register_forward_pre_hook(lambda *_: _enter_forward())
     engine.backward = _entering("in the backward pass", engine.backward)
     engine.step = _entering("in the optimizer step", engine.step, "between two passes")
+    records.at(step=engine.global_steps + 1)
+
+
+def _enter_forward() -> None:
+    _enter("in the forward pass")
+    if not _place:  # stages say which micro-batch they work on
+        records.at(micro_batch=_engine.micro_steps % _engine.gradient_accumulation_steps())
 
 
 def _enter(phase: str) -> None:
     global _phase
     _phase = phase
+    records.enter(phase)
 
 
 def _entering(phase: str, call: Callable[..., Any], after: str | None = None) -> Callable[..., Any]:
     def wrapped(*args: Any, **options: Any) -> Any:
         _enter(phase)
+        before = _engine.global_steps
         result = call(*args, **options)
         if after is not None:
             _enter(after)
+        if _engine.global_steps != before:
+            records.end_step(_engine.global_steps)
         return result
 
     return wrapped

@@ -11,6 +11,7 @@ from parcompile.runtime.settings import SILENT_TIMEOUT, heartbeats_wanted
 
 from .activity import now_doing
 from .monitor import Monitor
+from .recording import records
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -53,6 +54,7 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Tra
     if _monitor is None or issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif lost_peer(error):
+        records.write(f"{kind.__name__}: {error}")
         _monitor.wait_for_end()
         sys.__excepthook__(kind, error, trace)
     else:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parcompile.runtime.liveness.activity import is_training
+from parcompile.runtime.liveness.recording import records
 from parcompile.runtime.liveness.watchdog import LOST, Requests, StoreChannel, Watchdog, is_running
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Monitor:
             signal.signal(signal.SIGTERM, _do_nothing)
             signal.set_wakeup_fd(self._tells, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_forget_signals)
+            if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+                signal.signal(signal.SIGUSR1, _do_nothing)
         self._thread.start()
 
     def stop(self) -> None:
@@ -112,6 +115,7 @@ class Monitor:
         """
         self._is_over.set()
         self.has_failed = True
+        records.write(why)
         where = f"rank {self.rank} on host {socket.gethostname()}, {self.activity()}"
         trace = "" if error is None else "".join(traceback.format_exception(error))
         self._unsaid = f"error ({where}): {why}", trace
@@ -176,8 +180,11 @@ class Monitor:
             while True:
                 ready, _, _ = select.select([self._hears], [], [], self._period)
                 signals = os.read(self._hears, 64) if ready else b""
+                for one in {signal.SIGTERM, signal.SIGUSR1} & set(signals):
+                    records.write(signal.Signals(one).name)
                 if self._is_over.is_set():
                     return
+                records.look_for_standstill(self._silent / 2)
                 pause = self._watchdog.last_pause()
                 if pause is not None and pause != known_pause:
                     # While this rank was stopped it heard nobody: the others have their full time again.
@@ -188,6 +195,7 @@ class Monitor:
                     return
                 self._beat()
                 if self._channel.is_off():
+                    records.write(str(self._channel.posted("off")[1]))
                     self._channel.count("heard", 1)
                     if self.rank == 0:
                         self._wait_for_others("heard")
@@ -292,6 +300,7 @@ class Monitor:
         if pause is not None and time.monotonic() - pause[0] < 2 * self._silent:
             more.append(f"rank {self.rank} itself was stopped for {pause[1]:.0f} s before")
         text = "; ".join([*lines[:NAMED], *more])
+        records.write(text)
         if self._channel.call_off_first(text):
             self._mark_said()
             say(f"error: {text}")
@@ -366,6 +375,7 @@ class Monitor:
 
     def _say_once(self, text: str) -> None:
         """On this machine."""
+        records.write(text)
         if not self._mark_said():
             return
         say(text)
@@ -428,3 +438,5 @@ def _forget_signals() -> None:
     """Also in processes that this one forks, such as a loader's workers: they end on SIGTERM, and tell nobody."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGUSR1) == _do_nothing:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

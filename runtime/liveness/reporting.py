@@ -23,6 +23,7 @@ from parcompile.runtime.errors import RunError, lost_peer
 
 from .job import current
 from .monitor import say
+from .recording import records
 from .stopping import STOPPED_EXIT_CODE, Stopped
 
 # An error of one rank, for the ranks whose collectives it breaks: each ends with the first cause, whoever catches it.
@@ -104,6 +105,7 @@ def report_errors() -> Iterator[None]:
             say(str(stopped))
         sys.exit(STOPPED_EXIT_CODE)
     except (RunError, PlanError) as error:
+        records.write(str(error))
         if not getattr(error, "everywhere", isinstance(error, PlanError)):
             _fail(str(error), rank, None)
         elif rank in ("0", "") or not rank.isdigit():
@@ -114,6 +116,7 @@ def report_errors() -> Iterator[None]:
             monitor = current()
             if monitor is not None:
                 monitor.wait_for_end()
+            records.write(f"{type(error).__name__}: {error}")
             say(f"rank {rank} lost its connection to a rank that ended")
         else:
             text = f"{type(error).__name__}: {error}"
@@ -126,6 +129,7 @@ def _fail(why: str, rank: str, error: Exception | None) -> None:
     if monitor is not None:
         monitor.fail(why, error)
         return
+    records.write(why)
     if error is not None:
         traceback.print_exception(error)
     say(f"error (rank {rank}): {why}")

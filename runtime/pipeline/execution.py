@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Pass, Schedule
+from parcompile.runtime.liveness import records
 from parcompile.runtime.loss import own_part
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
@@ -68,6 +69,7 @@ class Step:
         self._lanes.finish()
 
     def _pass(self, one: Pass) -> None:
+        records.at(micro_batch=one.micro_batch)
         received: Outputs = ()
         if self._schedule.source(self._rank, one) is not None:
             received = self._asked.pop(one).wait()

@@ -1,0 +1,559 @@
+"""Whether `parcompile doctor` finds faults that are put into runs of gloo ranks on this machine.
+
+    python benchmarks/doctor.py faults [--draws 2] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-z3] [--healthy 8]
+    python benchmarks/doctor.py synthetic [--ranks 1024]
+    python benchmarks/doctor.py overhead
+
+`faults` prints the table of docs/doctor.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+LAYOUTS = {
+    "tp2-dp2": {"tp": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+    "pp2-dp2": {"pp": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "dp4": {},
+}
+CLASSES = {
+    "skip": ("skipped", "skipped or swapped"),
+    "swap": ("swapped order", "skipped or swapped"),
+    "size": ("wrong size",),
+    "end": ("ended early",),
+    "dead": ("dead",),
+    "stopped": ("stopped",),
+    "slow": ("straggler",),
+    "group": ("wrong group",),
+    "growth": ("growth",),
+    "nan": ("not finite",),
+    "versions": ("versions",),
+    "network": ("network",),
+}
+"""Faults, and the causes that are right for each."""
+PLACED = ("skip", "swap", "size", "group")
+"""Faults of one message: its axis, layer and step are asked for too."""
+STEPS, FAULTY_STEP = 8, 6
+PATIENCE = 60.0
+"""Seconds for a run."""
+
+
+def spec(layout: str) -> dict[str, Any]:
+    """A small model in that layout on 4 ranks."""
+    return {
+        "version": 1,
+        "name": f"faults-{layout}",
+        "model": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "vocab_size": 64,
+            "max_position_embeddings": 64,
+        },
+        "cluster": {"nodes": 1, "gpus_per_node": 4, "accelerator": "cpu"},
+        "parallelism": {**LAYOUTS[layout], "dp": "auto"},
+        "training": {"sequence_length": 32, "global_batch_size": 16, "micro_batch_size": 2, "precision": "fp32"},
+        "zero": {"stage": 1},
+    }
+
+
+# What one rank does.
+
+
+def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
+    """Trains on this rank; its output goes to a file."""
+    log = os.open(f"{folder}/rank-{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1), os.dup2(log, 2)
+    import torch
+
+    from parcompile.runtime import report_errors
+    from parcompile.runtime.local.world import launcher_environment
+
+    os.environ |= launcher_environment(rank, 4, port)
+    os.environ |= {"PARCOMPILE_HEARTBEAT": "1", "PARCOMPILE_SILENT_TIMEOUT": "8", "PARCOMPILE_COLLECTIVE_TIMEOUT": "12"}
+    os.environ["PARCOMPILE_RECORDS"] = f"{folder}/records"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    mine = fault["class"] if rank == fault["rank"] else ""
+    if "zero" in fault:
+        _train_plainly(rank, folder, fault, mine)
+        return
+    with report_errors():
+        _train(folder, fault, mine)
+
+
+def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> None:
+    """Plain DeepSpeed without anything of this project; Flight Recorder's dump is written when all is over."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    import deepspeed
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=6))
+
+    def dump() -> None:
+        # A run of NCCL writes it at the time-out of a collective.
+        Path(folder, f"trace_{rank}").write_bytes(c10d._dump_fr_trace())
+
+    def watch() -> None:
+        while not Path(folder, "over").exists():
+            time.sleep(0.1)
+        dump()
+
+    threading.Thread(target=watch, daemon=True).start()
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+    zero = {"stage": fault["zero"], "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": zero}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    model = torch.nn.Sequential(*layers)
+    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    injected = Injected({}, folder, fault) if mine in (*PLACED, "dead") else None
+    for step in range(1, STEPS + 1):
+        if injected is not None:
+            injected.begin(step)
+        if step == FAULTY_STEP and mine == "end":
+            _tell(folder, {})
+            break
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 32)).square().mean())
+            engine.step()
+    while not Path(folder, "over").exists():
+        time.sleep(0.1)
+
+
+def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
+    import torch
+
+    from parcompile.plan import load_plan
+    from parcompile.runtime import initialize
+    from parcompile.runtime.groups import joining
+    from parcompile.runtime.run_log import RunLog
+
+    if mine == "versions":
+        right = joining.statement
+        joining.statement = lambda plan: {**right(plan), "torch": "2.9.1"}
+        _tell(folder, {})
+    plan = load_plan(f"{folder}/plan")
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 64, (32,), generator=generator) for _ in range(512)]
+    engine, _, loader, _ = initialize(plan=plan, training_data=samples, measurements=False, self_check=False)
+    batches, kept = iter(loader), []
+    injected = Injected(engine.mesh.groups, folder, fault) if mine in (*PLACED, "dead", "stopped", "network") else None
+    with RunLog(folder, writes=engine.mesh.rank == 0) as run:
+        for step in range(1, STEPS + 1):
+            if injected is not None:
+                injected.begin(step)
+            if step == FAULTY_STEP and mine == "end":
+                _tell(folder, {"step": step})
+                return
+            if mine == "nan" and step == FAULTY_STEP:
+                _spoil(engine, folder, fault)
+            if mine == "growth":
+                kept.append(torch.ones(fault["megabytes"] * 2**18))
+            if mine == "slow":
+                time.sleep(fault["seconds"])
+            loss = float(engine.train_batch(batches))
+            run.add(step, loss=loss, gradient_norm=float(engine.get_global_grad_norm()))
+    if mine in ("slow", "growth"):
+        _tell(folder, {})
+
+
+def _tell(folder: str, truth: dict[str, Any]) -> None:
+    """What the fault was, and that it has happened."""
+    Path(folder, "truth.new").write_text(json.dumps(truth), encoding="utf-8")
+    Path(folder, "truth.new").rename(Path(folder, "truth"))
+
+
+def _spoil(engine: Any, folder: str, fault: dict[str, Any]) -> None:
+    """A weight of one layer of this rank is no number."""
+    import torch
+
+    names = [name for name, _ in engine.module.named_parameters() if ".layers." in name and "mlp" in name]
+    name = names[fault["draw"] % len(names)]
+    layer = int(name.split(".layers.")[1].split(".")[0])
+    with torch.no_grad():
+        dict(engine.module.named_parameters())[name].view(-1)[0] = float("nan")
+    _tell(folder, {"step": FAULTY_STEP, "layer": layer})
+
+
+class _Done:
+    """In place of a message that was not posted."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Injected:
+    """Counts the messages of a step, and spoils one of the faulty step."""
+
+    def __init__(self, groups: dict[str, Any], folder: str, fault: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        from parcompile.runtime.liveness.recording import _METHODS
+
+        self.groups, self.folder, self.fault = groups, folder, fault
+        self.step, self.place, self.fits, self.last = 0, 0, list[int](), None
+        self.key: Any = None
+        self.late: Callable[[], Any] | None = None
+        for name in _METHODS:
+            if hasattr(dist.ProcessGroup, name):
+                setattr(dist.ProcessGroup, name, self._wrapped(name, getattr(dist.ProcessGroup, name)))
+
+    def begin(self, step: int) -> None:
+        self.step, self.place = step, 0
+
+    def _wrapped(self, op: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def post(group: Any, *args: Any, **options: Any) -> Any:
+            if group.size() == 1:
+                return method(group, *args, **options)
+            self.place += 1
+            if self.step == FAULTY_STEP - 1:
+                x = _first(args) if args and op != "barrier" else None
+                key = (op, group.group_name, None if x is None else x.numel())
+                if self.fault["class"] == "swap" and self.fits and self.fits[-1] == self.place - 1 and key == self.key:
+                    self.fits.pop()  # nobody can see that like messages were swapped
+                self.key = key
+                if self._fits(op, group, args):
+                    self.fits.append(self.place)
+            due = (
+                self.step == FAULTY_STEP and self.fits and self.place == self.fits[self.fault["draw"] % len(self.fits)]
+            )
+            if due:
+                return self._spoilt(method, group, args, options)
+            work = method(group, *args, **options)
+            if self.late is not None:
+                late, self.late = self.late, None
+                self.last = late()
+            return work
+
+        return post
+
+    def _fits(self, op: str, group: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a message can have this fault."""
+        kind = self.fault["class"]
+        if kind == "size":
+            return op in ("allreduce", "broadcast") and _first(args).numel() > 1
+        if kind == "group":
+            return op == "allreduce" and self._other(group) is not None
+        return kind not in ("skip", "swap") or op not in ("recv", "send")
+
+    def _other(self, group: Any) -> Any:
+        """Another group of this rank with other ranks."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(group)
+        for other in self.groups.values():
+            if other.size() > 1 and dist.get_process_group_ranks(other) != ranks:
+                return other
+        return None
+
+    def _spoilt(self, method: Callable[..., Any], group: Any, args: tuple[Any, ...], options: Any) -> Any:
+        from parcompile.runtime.liveness import records
+
+        axis = records._axes.get(group.group_name, "world")
+        place = records.place
+        _tell(self.folder, {"step": place.step, "axis": axis, "layer": place.layer, "micro_batch": place.micro_batch})
+        kind = self.fault["class"]
+        if kind == "skip":
+            return _Done()
+        if kind == "swap":
+            self.late = lambda: method(group, *args, **options)
+            return _Done()
+        if kind == "size":
+            x = _first(args)
+            return method(group, [x.new_zeros(x.numel() + 8)], *args[1:], **options)
+        if kind == "group":
+            return method(self._other(group), *args, **options)
+        if kind in ("dead", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if kind == "dead" else signal.SIGSTOP)
+        if kind == "network":
+            _drop(int(os.environ["MASTER_PORT"]))
+        return method(group, *args, **options)
+
+
+def _first(args: tuple[Any, ...]) -> Any:
+    return args[0][0] if isinstance(args[0], list | tuple) else args[0]
+
+
+def _drop(store: int) -> None:
+    """Closes this rank's connections to other ranks, and keeps those to the store."""
+    for name in list(os.listdir("/proc/self/fd")):  # noqa: PTH208
+        with contextlib.suppress(OSError):
+            one = socket.socket(fileno=os.dup(int(name)))
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] != store:
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+# What is done to all of them.
+
+
+def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> None:
+    """One run with one fault, until it ends or stands still."""
+    import torch.distributed as dist
+
+    if "zero" not in fault:
+        shutil.copytree(folder.parent / f"plan-{layout}", folder / "plan")
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    ranks = [context.Process(target=rank_main, args=(rank, store.port, str(folder), fault)) for rank in range(4)]
+    for one in ranks:
+        one.start()
+    end = time.monotonic() + PATIENCE
+    while any(one.is_alive() for one in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+        if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
+            end = min(end, time.monotonic() + (9 if "zero" in fault else 18))
+    (folder / "over").touch()
+    if "zero" in fault:
+        time.sleep(1)
+    for one in ranks:
+        if one.is_alive():
+            os.kill(one.pid, signal.SIGUSR1)
+    time.sleep(0.7 if any(one.is_alive() for one in ranks) else 0)
+    for one in ranks:
+        one.kill()
+        one.join()
+
+
+def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[str, bool]:
+    """What of a verdict is right."""
+    kind = fault["class"]
+    found = {"cause": verdict.cause in CLASSES[kind]}
+    # Which rank's layer it was cannot be seen where all of a group get the sum.
+    found["rank"] = (kind in ("nan", "network") and fault["rank"] in verdict.ranks) or verdict.ranks == (fault["rank"],)
+    for name in ("axis", "layer", "step") if "zero" not in fault else ():
+        if name in truth and (kind in PLACED or kind == "nan"):
+            found[name] = getattr(verdict, name) == truth[name]
+    return found
+
+
+def _left(folder: Path) -> list[Path]:
+    """What a run has left, without the output of its ranks."""
+    return [one for one in (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*")) if one.exists()]
+
+
+def faults(options: argparse.Namespace) -> None:
+    """All classes in all layouts."""
+    from parcompile.doctor import judge, read_all
+
+    root = Path(options.keep or tempfile.mkdtemp(prefix="doctor-"))
+    root.mkdir(parents=True, exist_ok=True)
+    from parcompile.cli.main import run
+
+    layouts = options.layouts.split(",")
+    for layout in filter(LAYOUTS.__contains__, layouts):
+        (root / f"{layout}.json").write_text(json.dumps(spec(layout)), encoding="utf-8")
+        sys.argv = ["parcompile", str(root / f"{layout}.json"), "-o", str(root / f"plan-{layout}"), "--quiet"]
+        assert run() == 0, layout
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parcompile.runtime", "transformers.models.llama.modeling_llama", "deepspeed"])
+    drawn = random.Random(options.seed)
+    cases = [
+        (kind, layout, draw)
+        for draw in range(options.draws)
+        for layout in layouts
+        for kind in options.classes.split(",")
+    ]
+    cases += [("healthy", layouts[one % len(layouts)], one) for one in range(options.healthy)]
+    jobs = []
+    for number, (kind, layout, draw) in enumerate(cases):
+        fault = {
+            "class": kind,
+            "rank": drawn.randrange(4),
+            "draw": drawn.randrange(1000),
+            "seconds": drawn.uniform(0.2, 0.4),
+        }
+        if layout.startswith("deepspeed-"):
+            fault["zero"] = int(layout[-1])
+        jobs.append(
+            (layout, {**fault, "megabytes": drawn.choice((8, 16))}, root / f"{number:04d}-{kind}-{layout}-{draw}")
+        )
+
+    def one(job: tuple[str, dict[str, Any], Path]) -> tuple[str, dict[str, bool], Any, dict[str, Any]]:
+        layout, fault, folder = job
+        folder.mkdir()
+        run_once(context, layout, fault, folder)
+        truth = json.loads((folder / "truth").read_text()) if (folder / "truth").exists() else {}
+        verdict = judge(read_all(_left(folder) if not options.logs else [folder]))
+        found = {} if fault["class"] == "healthy" else right(fault, truth, verdict)
+        (folder / "case.json").write_text(
+            json.dumps({"fault": fault, "truth": truth, "right": found}), encoding="utf-8"
+        )
+        return fault["class"], found, verdict, {**fault, **truth}
+
+    table: dict[str, list[bool]] = defaultdict(list)
+    parts: dict[str, list[bool]] = defaultdict(list)
+    accused = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (_, _, folder), (kind, found, verdict, truth) in zip(jobs, pool.map(one, jobs), strict=True):
+            if kind in PLACED and "step" not in truth:
+                continue  # this layout sends no message that can have the fault
+            if kind == "healthy":
+                accused += verdict.kind not in ("nothing", "unknown")
+            else:
+                table[kind].append(all(found.values()))
+                for name, is_right in found.items():
+                    parts[name].append(is_right)
+            if not all(found.values()) or (kind == "healthy" and verdict.kind != "nothing"):
+                wrong = [name for name, is_right in found.items() if not is_right]
+                print(
+                    f"{folder.name}: {', '.join(wrong)}; true {truth}; said {verdict.cause} {verdict.summary}",
+                    flush=True,
+                )
+    print("| fault | runs | all right |\n|---|---|---|")
+    for kind, results in table.items():
+        print(f"| {kind} | {len(results)} | {sum(results)} |")
+    every = [one for results in table.values() for one in results]
+    print(f"| all | {len(every)} | {sum(every)} ({sum(every) / max(len(every), 1):.0%}) |")
+    print(", ".join(f"{name} {sum(results)} of {len(results)}" for name, results in parts.items()))
+    print(f"healthy runs: {options.healthy}, accused: {accused}")
+    if not options.keep:
+        shutil.rmtree(root)
+
+
+# Many ranks, and what recording costs.
+
+
+def synthetic(options: argparse.Namespace) -> None:
+    """Seconds for the records of many ranks in groups of 8, one of which has skipped a collective."""
+    from parcompile.doctor import judge, read_all
+    from parcompile.doctor.records import FOLDER, FORMAT, KEPT, file_name
+
+    layers, culprit = 32, options.ranks // 3
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, FOLDER)
+        folder.mkdir()
+        for rank in range(options.ranks):
+            messages, last = [], KEPT - (KEPT // 3 if rank // 8 == culprit // 8 else 0)
+            for place in range(KEPT):
+                if rank == culprit and place == KEPT // 2:
+                    continue
+                number = len(messages) + 1
+                step, layer = divmod(place, layers)
+                row = {"number": number, "group": f"tp{rank // 8}", "op": "allreduce", "peer": None, "shape": [4096]}
+                at = {"step": step, "micro_batch": 0, "phase": "in the forward pass", "layer": layer}
+                state = "open" if number >= last else "done"
+                messages.append({**row, "dtype": "torch.bfloat16", "time": 1e9 + place, **at, "state": state})
+            members = list(range(rank // 8 * 8, rank // 8 * 8 + 8))
+            head = {"format": FORMAT, "rank": rank, "world_size": options.ranks, "time": 1e9 + 2 * KEPT, "events": []}
+            groups = {f"tp{rank // 8}": {"axis": "tp", "ranks": members}}
+            tree = {**head, "groups": groups, "messages": messages, "steps": []}
+            (folder / file_name(rank)).write_text(json.dumps(tree), encoding="utf-8")
+        started = time.perf_counter()
+        verdict = judge(read_all([folder]))
+        print(f"{options.ranks} ranks: {time.perf_counter() - started:.1f} s: {verdict.summary}")
+        assert verdict.ranks == (culprit,), verdict
+
+
+def overhead(_: argparse.Namespace) -> None:
+    """What is recorded of a step, as a share of the step, in one run of one rank beside a second one."""
+    from parcompile.runtime.local import run_local
+
+    for rank, (step, messages, recording) in enumerate(run_local(2, _measure, timeout=600)):
+        print(
+            f"rank {rank}: {step * 1e3:.1f} ms a step, {messages:.0f} messages, recording {recording / step:.2%} of it"
+        )
+
+
+def _measure(_: int) -> tuple[float, float, float]:
+    """Seconds of a step, messages of it, and seconds of a step that recording them and their places takes."""
+    import torch
+
+    from parcompile.runtime import initialize
+    from parcompile.runtime.liveness import records
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "spec.json")
+        wide = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+        tree = spec("dp4")
+        tree["model"] |= {**wide, "max_position_embeddings": 512}
+        tree["cluster"]["gpus_per_node"], tree["parallelism"] = 2, {"tp": 2, "dp": 1}
+        tree["training"] |= {"sequence_length": 512, "global_batch_size": 2}
+        path.write_text(json.dumps(tree), encoding="utf-8")
+        from parcompile.pipeline import compile_file
+
+        plan = compile_file(path, must_fit=False)[0]
+        assert plan is not None
+        records.folder = Path(folder)
+        samples = [torch.randint(0, 64, (512,)) for _ in range(64)]
+        engine, _, loader, _ = initialize(plan=plan, training_data=samples, measurements=False, self_check=False)
+        batches, spent, seconds, messages = iter(loader), [0.0], [], 0
+        for name in ("post", "waited", "enter", "at", "end_step", "_leave", "_sum"):
+            setattr(records, name, _timed(getattr(records, name), spent))
+        for step in range(12):
+            if step == 2:
+                spent[0], messages = 0.0, len(records.messages)
+            started = time.perf_counter()
+            engine.train_batch(batches)
+            seconds.append(time.perf_counter() - started)
+        sent = (len(records.messages) - messages) / 10
+        return sum(seconds[2:]) / 10, sent, spent[0] / 10
+
+
+def _timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    depth = [0]
+
+    def call(*args: Any, **options: Any) -> Any:
+        depth[0] += 1
+        started = time.perf_counter()
+        try:
+            return method(*args, **options)
+        finally:
+            depth[0] -= 1
+            if not depth[0]:
+                spent[0] += time.perf_counter() - started
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("faults")
+    one.add_argument("--draws", type=int, default=2)
+    one.add_argument("--classes", default=",".join(CLASSES))
+    one.add_argument("--layouts", default=",".join(LAYOUTS))
+    one.add_argument("--healthy", type=int, default=8)
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--jobs", type=int, default=2)
+    one.add_argument("--keep", help="a folder for what the runs leave")
+    one.add_argument("--logs", action="store_true", help="read the output of ranks too")
+    one.set_defaults(does=faults)
+    one = commands.add_parser("synthetic")
+    one.add_argument("--ranks", type=int, default=1024)
+    one.set_defaults(does=synthetic)
+    commands.add_parser("overhead").set_defaults(does=overhead)
+    options = parser.parse_args()
+    options.does(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Which rank diverged first, from the messages that ranks have posted and wait for.
+
+The steps of a rank are alike: what follows on a few messages is what followed on them before, on this rank or another.
+The rank whose next message nobody has posted there has diverged. Where none has, the ranks that wait lead to one that
+does not: it is dead, has ended, or is busy elsewhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import eq
+from typing import Any
+
+from .records import SAME_SIZE, Item, Message, Rank, describe
+from .verdict import Verdict, some
+
+CONTEXT = 3
+"""Messages that tell which one is next."""
+AHEAD = 12
+"""How far to look for a message that is missing or too early."""
+QUIET_SECONDS = 1.0
+"""A message that was posted less long before the file was written is on its way."""
+UNDONE = ("open", "failed")
+STARTING = "starting"
+"""What is sent before the first step is sent once."""
+BOUNDARY = "between two passes"
+_ADVICE = {
+    "dead": "look for the end of its process: dmesg and the scheduler's log say whether the system killed it",
+    "stopped": "look at the process and its machine: a debugger, SIGSTOP, a frozen disk or a dead link",
+    "ended early": "give every rank the same number of batches, or drop the last ones of the ranks that have more",
+    "network": "look at the links between these hosts; NCCL_DEBUG=INFO names the interfaces",
+    "store": "compare MASTER_ADDR, MASTER_PORT and the world size of all ranks",
+}
+_DIVERGED = "look at what this rank does differently there: a branch on its data, its rank or its environment"
+DIVERGED = {
+    "skipped": "it skipped the collective",
+    "swapped order": "it posted them in another order",
+    "skipped or swapped": "it skipped the collective, or posts it later than the others",
+    "wrong size": "the sizes differ",
+    "wrong group": "it used another group",
+    "other message": "no rank posted that there before",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A message that has not come to its end, and the ranks that have not posted theirs."""
+
+    rank: int
+    message: Message
+    missing: tuple[int, ...]
+
+    def __str__(self) -> str:
+        which = f", which {some(self.missing)} has not posted" if self.missing else ", which all its ranks have posted"
+        step = "" if self.message.step is None else f"step {self.message.step}: "
+        return f"{step}rank {self.rank} waits in {self.message}{which}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A message other than the one that was due; `due` and `posted` are what follows, elsewhere and on this rank."""
+
+    rank: int
+    due: Sequence[Item]
+    posted: Sequence[Message]
+    step: int | None
+    """Of the message that was due."""
+
+    def cause(self) -> str:
+        """Skipped, swapped, of another size or group, or another message."""
+        due, mine = self.due, [one.item for one in self.posted]
+        first = mine[0]
+        if first._replace(numel=None) == due[0]._replace(numel=None):
+            return "wrong size"
+        if first._replace(axis="") == due[0]._replace(axis=""):
+            return "wrong group"
+        if first in due[1:]:
+            place = due[1:].index(first) + 1
+            ahead, late = due[place:], [*due[1 : place + 1], due[0], *due[place + 1 :]]
+            skipped, swapped = (sum(map(eq, mine, order)) for order in (ahead, late[: len(ahead)]))
+            if skipped == swapped:
+                return "skipped or swapped"
+            return "skipped" if skipped > swapped else "swapped order"
+        if first.phase == BOUNDARY and due[0].phase != BOUNDARY:
+            return "ended early"
+        return "other message"
+
+
+class Messages:
+    """The messages of all ranks, by group and number."""
+
+    def __init__(self, ranks: Mapping[int, Rank]) -> None:
+        self.ranks = ranks
+        self.members: dict[str, set[int]] = defaultdict(set)
+        self.posted: dict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
+        self._last: Counter[Any] = Counter()
+        for rank, one in ranks.items():
+            for name, (_, members) in one.groups.items():
+                self.members[name].update(members)
+            for message in one.messages:
+                self.members[message.group].add(rank)
+                if message.op not in ("send", "recv"):
+                    self.posted[message.group, message.number][rank] = message
+                key = (message.group, rank, *self._ends(rank, message))
+                self._last[key] = max(self._last[key], message.number)
+
+    def _ends(self, rank: int, message: Message) -> tuple[str, int] | tuple[()]:
+        """Of a message between two ranks its way and the rank at the other end."""
+        if message.op not in ("send", "recv"):
+            return ()
+        members, place = self.ranks[rank].groups.get(message.group, ("", ()))[1], message.peer or 0
+        return message.op, members[place] if place < len(members) else place
+
+    def waits(self) -> list[Wait]:
+        """The first message of each rank that has not come to its end though all was quiet."""
+        found = []
+        for rank, one in self.ranks.items():
+            quiet = QUIET_SECONDS + 3 * typical_seconds(one)
+            limit = float("inf") if one.seconds is None or one.error else one.seconds - quiet
+            opened = [m for m in one.messages if m.state in UNDONE and m.seconds <= limit and not one.has_ended]
+            if opened:
+                first = min(opened, key=lambda m: m.seconds)
+                found.append(Wait(rank, first, tuple(sorted(self._missing(rank, first)))))
+        return found
+
+    def _missing(self, rank: int, message: Message) -> Iterator[int]:
+        if ends := self._ends(rank, message):
+            way = "recv" if ends[0] == "send" else "send"
+            if self._last[message.group, ends[1], way, rank] < message.number:
+                yield ends[1]
+            return
+        for member in self.members[message.group]:
+            if self._last[message.group, member] < message.number:
+                yield member
+
+    def disagreement(self) -> dict[int, Message]:
+        """The first collective that members of its group have posted differently."""
+        found = [(min(m.seconds for m in one.values()), key) for key, one in self.posted.items() if _differs(one)]
+        return self.posted[min(found)[1]] if found else {}
+
+
+def _differs(posted: Mapping[int, Message]) -> bool:
+    if len({(m.op, m.item.numel if m.op in SAME_SIZE else None, m.peer) for m in posted.values()}) > 1:
+        return True
+    # Stages of a pipeline are at other layers and micro-batches when they meet.
+    mixes = any("pp" in m.item.axis or m.item.axis in ("world", "embedding") for m in posted.values())
+    return len({(m.step, *(() if mixes else m.item[3:6])) for m in posted.values()}) > 1
+
+
+def typical_seconds(rank: Rank) -> float:
+    """Of its steps; 0 where none is known."""
+    return statistics.median([float(one.get("seconds") or 0.0) for one in rank.steps] or [0.0])
+
+
+def deviations(ranks: Mapping[int, Rank]) -> list[Deviation]:
+    """The first deviation of each rank that has one, the earliest first."""
+    items = {rank: [m.item for m in one.messages] for rank, one in ranks.items()}
+    followers: dict[tuple[Item, ...], dict[Item, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, row in items.items():
+        for place in range(CONTEXT, len(row)):
+            followers[tuple(row[place - CONTEXT : place])][row[place]].append((rank, place))
+    found = []
+    for rank, row in items.items():
+        for place in range(CONTEXT, len(row)):
+            if row[place].phase == STARTING:
+                continue
+            known = followers[tuple(row[place - CONTEXT : place])]
+            if len(known) > 1 and known[row[place]] == [(rank, place)]:
+                other, start = max((seen for item, seen in known.items() if item != row[place]), key=len)[0]
+                due, last = items[other][start : start + AHEAD], ranks[other].messages[start - 1]
+                later = (ranks[other].messages[start].step or 0) - (last.step or 0)
+                before = ranks[rank].messages[place - 1].step
+                step = None if before is None else before + later
+                found.append(Deviation(rank, due, ranks[rank].messages[place : place + AHEAD], step))
+                break
+    return sorted(found, key=lambda one: one.posted[0].seconds)
+
+
+def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -> Verdict | None:
+    """The verdict on a hang; None where nothing hangs.
+
+    Args:
+        ranks: what they have left.
+        lost: ranks that others or logs say have gone, with the words.
+        world_size: ranks of the job; 0: as many as are known.
+    """
+    every = Messages(ranks)
+    waits, first = every.waits(), every.disagreement()
+    if not waits and not lost and not first:
+        return None
+    evidence = [str(one) for one in waits[:4]] + [f"and {len(waits) - 4} more ranks wait"] * (len(waits) > 4)
+    involved = {rank for one in waits for rank in (one.rank, *one.missing)} | set(first)
+    strayed = [one for one in deviations(ranks) if one.rank in involved or one.rank in lost]
+    if strayed:
+        found = _strayed(strayed[0], ranks, evidence)
+        return found if waits or lost or any(one.error for one in ranks.values()) else replace(found, kind="wrong")
+    if first and not lost and waits:
+        return _differing(first, ranks, evidence)
+    missing = {rank for one in waits for rank in one.missing}
+    if not waits and not lost:
+        return None
+    roots = sorted(lost) or sorted(
+        missing - {one.rank for one in waits}, key=lambda rank: (_is_busy(ranks, rank), rank)
+    )
+    if roots:
+        wait = next((one for one in waits if set(roots) & set(one.missing)), waits[0] if waits else None)
+        return _absent(roots, wait, ranks, lost, evidence, world_size)
+    stuck = [one for one in waits if not one.missing]
+    one = min(stuck or waits, key=lambda wait: wait.message.seconds)
+    if not stuck:
+        cause, said = "circle", f"{some([wait.rank for wait in waits])} wait for each other in different collectives"
+    else:
+        cause = "network"
+        said = f"all ranks have posted {one.message}, and it does not end: the network between them drops messages"
+    return _hang(cause, said, [wait.rank for wait in stuck or waits], one.message, evidence)
+
+
+def _is_busy(ranks: Mapping[int, Rank], rank: int) -> bool:
+    """Whether a rank has left records and has not ended: those that have are blamed before it."""
+    return rank in ranks and not ranks[rank].has_ended
+
+
+def _hang(
+    cause: str,
+    said: str,
+    ranks: Sequence[int],
+    message: Message | None,
+    evidence: Sequence[str],
+    due: Item | None = None,
+) -> Verdict:
+    advice = [_ADVICE.get(cause, _DIVERGED if due else "look at what these ranks do there")]
+    where = {} if message is None else message.where(due)
+    return Verdict("hang", cause, said, tuple(ranks), **where, evidence=evidence, advice=advice)
+
+
+def _strayed(one: Deviation, ranks: Mapping[int, Rank], evidence: list[str]) -> Verdict:
+    cause, due, posted = one.cause(), one.due[0], one.posted[0]
+    if cause == "ended early":
+        said = f"rank {one.rank} left the training loop before step {one.step}: its data ended early"
+    else:
+        said = f"rank {one.rank} posted {posted} where {describe(due)} was due: {DIVERGED[cause]}"
+    shown = f"{ranks[one.rank].source}: message {posted.number} of its group, {posted}"
+    return replace(_hang(cause, said, [one.rank], posted, [shown, *evidence], due), step=one.step)
+
+
+def _differing(posted: Mapping[int, Message], ranks: Mapping[int, Rank], evidence: list[str]) -> Verdict:
+    (most, count), *_ = Counter((m.op, m.item) for m in posted.values()).most_common()
+    few = sorted(rank for rank, m in posted.items() if (m.op, m.item) != most) or sorted(posted)[1:]
+    one, other = posted[few[0]], next(m for rank, m in posted.items() if rank not in few)
+    alike = one.item._replace(numel=None) == other.item._replace(numel=None)
+    cause = "wrong size" if alike and one.shape != other.shape else "other message"
+    said = f"message {one.number} on {one.item.axis} is {one} on {some(few)}, and {other} on others"
+    if count <= len(few):
+        few, said = sorted(posted), f"{said}; the records do not say which of them is right"
+    shown = [f"{ranks[rank].source}: {m}" for rank, m in sorted(posted.items())[:4]]
+    return _hang(cause, said, few, one, [*shown, *evidence], other.item)
+
+
+def _absent(
+    blamed: Sequence[int],
+    wait: Wait | None,
+    ranks: Mapping[int, Rank],
+    lost: Mapping[int, str],
+    evidence: list[str],
+    world_size: int,
+) -> Verdict:
+    """Ranks wait for one that waits for nobody."""
+    one, who = ranks.get(blamed[0]), some(blamed)
+    if (told := lost.get(blamed[0])) is not None:
+        stopped = "no sign of life" in told or "answered nothing" in told
+        cause, said = ("stopped", f"{who} is stopped") if stopped else ("dead", f"{who} has died")
+        evidence = [told, *evidence]
+    elif one is None:
+        of = f" of {world_size}" if world_size else ""
+        cause, said = "dead", f"{who}{of} has left nothing: its process is dead or stopped"
+    elif one.has_ended:
+        cause, said = "ended early", f"{who} has ended without an error while others go on: its data ended early"
+    elif one.error:
+        cause, said = "error", f"{who} failed: {one.error}"
+    else:
+        at = next((line for line in reversed(one.stack) if "/torch/" not in line), None)
+        store = any("store" in line.lower() for line in one.stack[-3:])
+        cause, said = ("store", f"{who} waits for the store") if store else ("busy", f"{who} is elsewhere")
+        said += f": {at}" if at else ""
+    return _hang(cause, said, blamed, wait.message if wait else None, evidence)

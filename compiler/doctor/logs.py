@@ -1,0 +1,181 @@
+"""What the output of ranks, launchers, schedulers and tools says, line by line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+MOST_FACTS = 200
+"""Of one kind and one file: a loop that logs an error would otherwise fill the memory."""
+LINE = 2000
+"""Characters of a line that are looked at."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What one line says. `rank` is None where it does not say whose it is."""
+
+    kind: str
+    text: str
+    place: str
+    rank: int | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+_PATTERNS = (
+    ("versions", r"the ranks do not run the same: .*"),
+    ("stopped", r"rank (?P<who>\d+)\b[^;]*?(has given no sign of life|has answered nothing)[^;]*"),
+    ("dead", r"rank (?P<who>\d+)\b[^;]*?ended without a message[^;]*"),
+    ("dead", r"(srun: error: .*\btask (?P<who>\d+): (Killed|Segmentation fault|Bus error).*)"),
+    ("dead", r"local_rank: (?P<who>\d+)\).*(exitcode: -9|Signal 9).*"),
+    ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
+    ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
+    ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
+    (
+        "watchdog",
+        r".*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+).*",
+    ),
+    ("store", r".*(DistStoreError|wait timeout after \d+ ?ms|Timed out after \d+ seconds waiting for clients).*"),
+    ("network", r".*(NCCL WARN NET|ibv_\w+ failed|Connection timed out|No route to host|unhandled system error).*"),
+    ("lost", r".*(Connection closed by peer|Connection reset by peer|remote process exited).*"),
+    (
+        "nonfinite",
+        r".*(is not a finite number|loss is (nan|inf)|grad(ient)?[ _]norm\S* (is )?(nan|inf)\b|overflow! Skipping).*",
+    ),
+    ("time limit", r".*(DUE TO TIME LIMIT|CANCELLED AT .*).*"),
+    ("data", r"^(\S*: )?(StopIteration\b.*|.*the batches ended after .*)"),
+    ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*"),
+)
+_FINDERS = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in _PATTERNS
+)
+_SIGNS = re.compile(
+    r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|inf|Iter|batches"
+    r"|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|MiB"
+)
+"""What a line has that a finder may find something in: looking for all of them takes longer."""
+_RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
+_SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
+_SMI = re.compile(r"(\d+)MiB */ *(\d+)MiB *\| *(\d+)%")
+_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^ *File "(.+)", line (\d+),? in (\S+)')
+
+
+def read_log(text: str, source: str) -> list[Fact]:
+    """What the lines say that a verdict can use."""
+    found: list[Fact] = []
+    counts: dict[str, int] = {}
+    frames: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line[:LINE]
+        if _FRAME.match(line):
+            frames = [*frames[-60:], line.strip()]
+            continue
+        if not _SIGNS.search(line):
+            continue
+        for fact in _facts(line, f"{source}:{number}", frames):
+            counts[fact.kind] = counts.get(fact.kind, 0) + 1
+            if counts[fact.kind] <= MOST_FACTS:
+                found.append(fact)
+        frames = []
+    return found
+
+
+def _facts(line: str, place: str, frames: Sequence[str]) -> Iterator[Fact]:
+    if (row := _SMI.search(line)) is not None:
+        used, total, busy = map(float, row.groups())
+        yield Fact("gpu", line.strip(), place, None, {"used": used * MIB, "total": total * MIB, "busy": busy})
+        return
+    for kind, finder in _FINDERS:
+        for match in finder.finditer(line):
+            named = match.groupdict()
+            whose = _RANK.search(line)
+            rank = named.get("who") or (next((one for one in whose.groups() if one), None) if whose else None)
+            numbers = {"seq": float(named["seq"])} if named.get("seq") else {}
+            if kind == "device memory":
+                numbers = _sizes(line) | {"phase": _phase(frames)}
+            yield Fact(kind, match[0].strip()[:400], place, None if rank is None else int(rank[:7]), numbers)
+        if finder.search(line) and kind not in ("stopped", "dead"):
+            return
+
+
+def _sizes(line: str) -> dict[str, float]:
+    """Of torch's message: what was asked for, what the device has, and what was free."""
+    scale = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+    names = ("asked", "total", "free")
+    return {name: float(size) * scale[unit] for name, (size, unit) in zip(names, _SIZES.findall(line), strict=False)}
+
+
+def _phase(frames: Sequence[str]) -> float:
+    """0, 1 or 2: the traceback before it was in the forward pass, the backward pass or the optimizer step; else -1."""
+    for frame in reversed(frames):
+        if "backward" in frame:
+            return 1.0
+        if re.search(r"optim\w*[/.]|in step\b|_take_model_step", frame):
+            return 2.0
+        if re.search(r"in forward\b|modeling_", frame):
+            return 0.0
+    return -1.0
+
+
+PHASES = ("forward pass", "backward pass", "optimizer step")
+
+
+def read_stack(text: str) -> list[str]:
+    """The main thread's frames of a `py-spy dump`, or of faulthandler, the outermost first; empty: it is neither."""
+    main = re.search(r"^Thread .*MainThread.*\n((?: {4}.*\n?)+)", text, re.MULTILINE)
+    main = main or re.search(
+        r"^(?:Current thread|Thread 0x).*most recent call first.*\n((?: +File .*\n?)+)", text, re.MULTILINE
+    )
+    if main is None:
+        return []
+    frames = []
+    for line in main[1].splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            name, where, file, number, function = frame.groups()
+            frames.append(f"{where} {name}" if where else f"{file}:{number} {function}")
+    return frames[::-1]
+
+
+def read_metrics(text: str) -> list[dict[str, float]]:
+    """Rows of a metrics file, one JSON object in each line; what is null is no number. Other lines are left out."""
+    rows = []
+    for line in text.splitlines():
+        try:
+            one = json.loads(line)
+            row = {
+                name: math.nan if value is None else float(value)
+                for name, value in one.items()
+                if value is None or isinstance(value, int | float)
+            }
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError):  # noqa: PERF203
+            continue
+    return rows
+
+
+def read_gpu_table(text: str, source: str) -> list[Fact]:
+    """`nvidia-smi --query-gpu=…,utilization.gpu,memory.used,memory.total --format=csv`; empty: it is none."""
+    lines = text.splitlines()
+    if not lines or "memory.used" not in lines[0]:
+        return []
+    names = [name.split("[")[0].strip() for name in lines[0].split(",")]
+    found = []
+    for number, row in enumerate(csv.reader(lines[1:]), 2):
+        values = {name: re.match(r" *([\d.]+)", value) for name, value in zip(names, row, strict=False)}
+        known = {name: float(value[1]) for name, value in values.items() if value is not None}
+        numbers = {
+            "used": known.get("memory.used", 0.0) * MIB,
+            "total": known.get("memory.total", 0.0) * MIB,
+            "busy": known.get("utilization.gpu", -1.0),
+            "index": known.get("index", -1.0),
+        }
+        found.append(Fact("gpu", ",".join(row)[:200], f"{source}:{number}", None, numbers))
+    return found[-MOST_FACTS:]

@@ -1,0 +1,116 @@
+"""Reads what a run has left: files of any kind, in any state. What cannot be read is listed, and the rest is used."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from parcompile.user_files import read_start
+
+from .flight import read_dump
+from .logs import Fact, read_gpu_table, read_log, read_metrics, read_stack
+from .records import DamagedError, Rank, read_records, read_ring
+
+MOST_FILES = 20_000
+MOST_BYTES = 32 * 2**20
+"""Of one file. 512 messages have 0.2 MB; of a longer log its beginning is read."""
+_KNOWN = (".json", ".jsonl", ".log", ".out", ".err", ".txt", ".csv", ".pickle", ".pkl", ".ring", "")
+"""How files that are looked at in folders end; a number, as of Flight Recorder's dumps, is an end too."""
+_OTHER = ("plan.json", "ds_config.json", "process_groups.json", "parcompile.lock")
+
+
+@dataclass
+class Evidence:
+    """All that was read."""
+
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+    facts: list[Fact] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    metrics_file: str = ""
+    files: int = 0
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job; 0 where nothing says it."""
+        return max([one.world_size for one in self.ranks.values()] or [0])
+
+
+def read_all(paths: Iterable[str | os.PathLike[str]]) -> Evidence:
+    """Files, and those of folders."""
+    found = Evidence()
+    paths = list(paths)
+    for path, name in _files(paths):
+        if found.files >= MOST_FILES:
+            found.unreadable[name] = f"only {MOST_FILES:,} files are read"
+            break
+        found.files += 1
+        try:
+            if not _read(path, name, found) and path in map(Path, paths):
+                found.unreadable[name] = "it is of no kind that is known"
+        except OSError as error:
+            found.unreadable[name] = error.strerror or str(error)
+        except DamagedError as error:
+            found.unreadable[name] = str(error)
+    for rank, stack in found.stacks.items():
+        one = found.ranks.get(rank)
+        if one is not None and not one.stack:
+            found.ranks[rank] = replace(one, stack=stack)
+    newest = max((one.seconds or 0.0 for one in found.ranks.values()), default=0.0)
+    hashes = {one.plan_hash for one in found.ranks.values() if one.seconds == newest}
+    for rank in [rank for rank, one in found.ranks.items() if one.plan_hash not in hashes and one.seconds is not None]:
+        if not any("do not run the same" in event for event in found.ranks[rank].events):
+            found.unreadable[found.ranks.pop(rank).source] = "it is of another plan than the newest records"
+    return found
+
+
+def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, str]]:
+    for given in map(Path, paths):
+        if not given.is_dir():
+            yield given, str(given)
+            continue
+        for folder, inner, names in os.walk(given):
+            inner.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                if (path.suffix.lower() in _KNOWN or re.search(r"\d$", name)) and name not in _OTHER:
+                    yield path, str(path.relative_to(given))
+
+
+def _read(path: Path, name: str, found: Evidence) -> bool:
+    """Whether it is of a kind that is known."""
+    content, size = read_start(path, MOST_BYTES)
+    if content[:1] == b"\x80" or (content[:1] == b"{" and b'"pg_config"' in content[:4096]):
+        one = read_dump(content, name)
+        found.ranks.setdefault(one.rank, one)
+        return True
+    text = content.decode("utf-8", errors="replace")
+    if text.startswith('{"format"'):
+        one = read_ring(content, name) if path.suffix == ".ring" else read_records(text, name)
+        known = found.ranks.get(one.rank)
+        # A process that was killed after its records were written goes on in the other file.
+        if known is None or known.world_size == 0 or _last(one) > _last(known):
+            found.ranks[one.rank] = one
+    elif path.suffix == ".jsonl":
+        found.metrics, found.metrics_file = read_metrics(text) or found.metrics, name
+    elif stack := read_stack(text):
+        number = re.search(r"(\d+)\D*$", path.name)
+        if number is None:
+            raise DamagedError("a stack, whose file's name does not say of which rank: write rank-N.txt")
+        found.stacks[int(number[1])] = stack
+    elif "\0" in text[:1000] or (text.startswith("{") and path.suffix == ".json"):
+        return False
+    else:
+        found.facts += read_gpu_table(text, name) or read_log(text, name)
+    if size > MOST_BYTES:
+        found.unreadable[name] = f"the first {MOST_BYTES:,} of its {size:,} bytes were read"
+    return True
+
+
+def _last(one: Rank) -> float:
+    """When it posted its last message."""
+    return one.messages[-1].seconds if one.messages else 0.0

@@ -1,0 +1,217 @@
+"""What is known of a rank: its last messages with their places in the step, and its last steps.
+
+The runtime writes it as JSON (`FORMAT`); Flight Recorder dumps are read into the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+FORMAT = 1
+FOLDER = "records"
+KEPT = 512
+"""Messages, and steps: the last ones."""
+HEAD_BYTES, SLOT_BYTES = 2**15, 256
+"""Of the mapped file: what is known of the rank as JSON, then messages as Python tuples, one in each slot."""
+MESSAGE = ("number", "group", "op", "peer", "shape", "dtype", "time", "step", "micro_batch", "phase", "layer", "state")
+STEP = ("step", "seconds", "waiting_seconds", "bytes", "phases")
+MOST_RANKS = 2**20
+"""A number of a rank above this is damage."""
+
+
+def file_name(rank: int) -> str:
+    """Of a rank's records."""
+    return f"rank-{rank:05d}.json"
+
+
+def ring_name(rank: int) -> str:
+    """Of the file that holds a rank's messages until its records are written."""
+    return f"rank-{rank:05d}.ring"
+
+
+class DamagedError(ValueError):
+    """A file is not what its name or beginning says; the message is for the user."""
+
+
+class Item(NamedTuple):
+    """What of a message is the same in each step."""
+
+    axis: str
+    op: str
+    numel: int | None
+    micro_batch: int | None
+    phase: str | None
+    layer: int | None
+    frame: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One collective, or one end of a message between two ranks."""
+
+    number: int
+    """Counts those of its group; of a send or receive, those to or from the same rank."""
+    group: str
+    op: str
+    peer: int | None
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    seconds: float
+    step: int | None
+    item: Item
+    state: str
+
+    def __str__(self) -> str:
+        return describe(self.item, self.shape)
+
+    def where(self, due: Item | None = None) -> dict[str, Any]:
+        """Its place in a verdict, or that of the one that was due."""
+        one = due or self.item
+        place = {"axis": one.axis, "micro_batch": one.micro_batch, "layer": one.layer, "phase": one.phase}
+        return {**place, "step": self.step, "collective": describe(one, None if due else self.shape)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank has left."""
+
+    rank: int
+    source: str
+    world_size: int
+    groups: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Axis and ranks of each."""
+    messages: Sequence[Message]
+    steps: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[str] = ()
+    stack: Sequence[str] = ()
+    place: Mapping[str, Any] = field(default_factory=dict)
+    nonfinite: Mapping[str, Any] | None = None
+    seconds: float | None = None
+    """When it was written; None: only when it was stuck."""
+    plan_hash: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process came to its end without an error."""
+        return bool(self.events) and self.events[-1] == "ended" and self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """What it ended of, where that is its own."""
+        own = [one for one in self.events if one != "ended" and not one.startswith(("SIG", "no message for"))]
+        return own[0] if own else None
+
+
+_OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recv_anysource": "recv"}
+SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "send", "recv")
+"""What has the same size on all its ranks."""
+
+
+def op_of(name: str) -> str:
+    """One name for what torch's methods and Flight Recorder call differently."""
+    name = name.rpartition(":")[2].split(" ")[0].lower().strip("_")
+    for long in ("_base", "_single", "_coalesced", "_into_tensor", "_tensor", "_v", "_oop", "_barrier"):
+        name = name.replace(long, "")
+    return _OPS.get(name, name)
+
+
+def describe(item: Item, shape: Sequence[int] | None = None) -> str:
+    """Such as "all_reduce [4, 128] on tp, layer 3, micro-batch 0, in the forward pass"."""
+    size = f" {list(shape)}" if shape is not None else "" if item.numel is None else f" of {item.numel:,}"
+    parts = [f"{item.op}{size} on {item.axis}"]
+    parts += [f"layer {item.layer}"] if item.layer is not None else []
+    parts += [f"micro-batch {item.micro_batch}"] if item.micro_batch is not None else []
+    return ", ".join([*parts, *(one for one in (item.phase, item.frame) if one)])
+
+
+def item_of(axis: str, op: str, shape: Sequence[int] | None, *place: Any, frame: str | None = None) -> Item:
+    """What a message is in each step. Of collectives whose sizes may differ between ranks the size is left out."""
+    numel = math.prod(shape) if shape is not None and op in SAME_SIZE else None
+    micro_batch, phase, layer = place or (None, None, None)
+    return Item(axis, op, numel, micro_batch, phase, layer, frame)
+
+
+def read_records(text: str, source: str) -> Rank:
+    """What the runtime wrote; of a file that ends too early, what is there.
+
+    Raises:
+        DamagedError: nothing of it can be used.
+    """
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        tree = _salvaged(text)
+    try:
+        groups = {
+            str(name): (str(one["axis"] or "world"), tuple(map(int, one["ranks"])))
+            for name, one in tree["groups"].items()
+        }
+        rank, size = int(tree["rank"]), int(tree["world_size"])
+        if tree["format"] != FORMAT or not 0 <= rank < size <= MOST_RANKS:
+            said = f"format {tree['format']}, rank {rank} of {size}: this version reads format {FORMAT}"
+            raise DamagedError(said)  # noqa: TRY301
+        messages = [_message(one, groups) for one in tree["messages"]]
+        steps = [one for one in tree.get("steps", []) if isinstance(one.get("step"), int)]
+        return Rank(
+            *(rank, source, size, groups, messages, steps, [str(one) for one in tree.get("events", [])]),
+            *([str(one) for one in tree.get("stack", [])], dict(tree.get("place") or {}), tree.get("nonfinite")),
+            *(float(tree["time"]), tree.get("plan")),
+        )
+    except DamagedError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DamagedError(f"no records of a rank: {type(error).__name__} {error}") from None
+
+
+def read_ring(content: bytes, source: str) -> Rank:
+    """What a process that was killed has left. Which messages had come to their ends is not known.
+
+    Raises:
+        DamagedError: nothing of it can be used.
+    """
+    messages = []
+    for start in range(HEAD_BYTES, len(content), SLOT_BYTES):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            row = ast.literal_eval(content[start : start + SLOT_BYTES].decode("utf-8", "replace").strip())
+            messages.append(dict(zip(MESSAGE, (*row, "unknown"), strict=True)))
+    messages.sort(key=lambda one: float(one["time"]))
+    head = content[:HEAD_BYTES].decode("utf-8", "replace").strip()
+    return read_records(f'{head[:-1]}, "time": 0, "messages": {json.dumps(messages)}}}', source)
+
+
+def _message(one: Mapping[str, Any], groups: Mapping[str, tuple[str, tuple[int, ...]]]) -> Message:
+    shape = None if one["shape"] is None else tuple(map(int, one["shape"]))
+    op, axis = op_of(one["op"]), groups.get(one["group"], ("unknown", ()))[0]
+    layer = None if one["layer"] is None else int(one["layer"])
+    item = item_of(axis, op, shape, int(one["micro_batch"]), str(one["phase"]), layer)
+    peer = None if one["peer"] is None else int(one["peer"])
+    return Message(
+        *(int(one["number"]), str(one["group"]), op, peer, shape, one["dtype"]),
+        *(float(one["time"]), int(one["step"]), item, str(one["state"])),
+    )
+
+
+def _salvaged(text: str) -> dict[str, Any]:
+    """The head of a damaged file and the messages that are whole."""
+    head, found, rest = text.partition('"messages": [')
+    try:
+        tree = json.loads(head.rstrip().rstrip(",") + "}") if found else None
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise DamagedError("it is damaged before the first message")
+    messages, decoder = [], json.JSONDecoder()
+    while rest.lstrip(", ").startswith("{"):
+        try:
+            one, end = decoder.raw_decode(rest := rest.lstrip(", "))
+        except (ValueError, RecursionError):
+            break
+        messages.append(one)
+        rest = rest[end:]
+    return {**tree, "messages": messages}

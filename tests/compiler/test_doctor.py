@@ -1,0 +1,225 @@
+"""`parcompile doctor`: verdicts on records, dumps and logs, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from parcompile.cli.main import cli
+from parcompile.doctor import Verdict, judge, read_all
+from parcompile.doctor.records import FORMAT, HEAD_BYTES, MESSAGE, SLOT_BYTES, file_name
+from parcompile.schema import validate
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "tests" / "doctor"
+PAGE = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+Row = tuple[str, str, int, int]
+"""Axis, operator, size and layer of a message."""
+STEP: list[Row] = [
+    (axis, op, size + layer, layer)
+    for layer in range(4)
+    for axis, op, size in (("tp", "allreduce", 64), ("dp", "broadcast", 32))
+]
+GROUPS = {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
+
+
+def write(
+    folder: Path, rank: int, rows: list[tuple[int, Row]], *, events: tuple[str, ...] = (), open_last: bool = True
+) -> None:
+    """Records of a rank that posted these messages, each with its step."""
+    mine = {axis: next(one for one in lists if rank in one) for axis, lists in GROUPS.items()}
+    counts: dict[str, int] = {}
+    messages = []
+    for place, (step, (axis, op, size, layer)) in enumerate(rows):
+        counts[axis] = counts.get(axis, 0) + 1
+        name = f"{axis}{mine[axis][0]}"
+        state = "open" if open_last and place == len(rows) - 1 else "done"
+        root = 0 if op == "broadcast" else None
+        row = (
+            counts[axis],
+            name,
+            op,
+            root,
+            [size],
+            "torch.float32",
+            1000.0 + place,
+            step,
+            0,
+            "in the forward pass",
+            layer,
+            state,
+        )
+        messages.append(dict(zip(MESSAGE, row, strict=True)))
+    groups = {f"{axis}{ranks[0]}": {"axis": axis, "ranks": ranks} for axis, ranks in mine.items()}
+    head = {
+        "format": FORMAT,
+        "rank": rank,
+        "world_size": 4,
+        "time": 2000.0,
+        "events": list(events),
+        "place": {},
+        "groups": groups,
+    }
+    (folder / file_name(rank)).write_text(json.dumps({**head, "messages": messages, "steps": []}), encoding="utf-8")
+
+
+def run_of(changed: list[Row], rank: int, folder: Path) -> Verdict:
+    """Three steps of four ranks, one of which posts other messages in the third. All wait for the last one."""
+    for one in range(4):
+        steps = [STEP, STEP, changed if one == rank else STEP]
+        write(folder, one, [(number, row) for number, step in enumerate(steps, 1) for row in step])
+    return judge(read_all([folder]))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    ("cause", "changed"),
+    [
+        ("skipped", [*STEP[:4], *STEP[5:]]),
+        ("swapped order", [*STEP[:4], STEP[5], STEP[4], *STEP[6:]]),
+        ("wrong size", [*STEP[:4], ("tp", "allreduce", 9, 2), *STEP[5:]]),
+        ("wrong group", [*STEP[:4], ("dp", "allreduce", 66, 2), *STEP[5:]]),
+        ("skipped or swapped", [*STEP[:4], STEP[5]]),
+    ],
+)
+def test_the_rank_that_posted_another_message_is_named(
+    cause: str, changed: list[Row], rank: int, tmp_path: Path
+) -> None:
+    found = run_of(changed, rank, tmp_path)
+    assert (found.kind, found.cause, found.ranks) == ("hang", cause, (rank,))
+    assert (found.axis, found.step, found.layer) == ("tp", 3, 2)
+
+
+def test_a_rank_that_left_nothing_is_the_one_that_others_wait_for(tmp_path: Path) -> None:
+    run_of(STEP, 0, tmp_path)
+    (tmp_path / file_name(2)).unlink()
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == ("hang", "dead", (2,))
+
+
+def test_a_rank_whose_data_ended_is_named(tmp_path: Path) -> None:
+    run_of(STEP, 0, tmp_path)
+    write(tmp_path, 1, [(number, row) for number in (1, 2) for row in STEP], events=("ended",), open_last=False)
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == ("hang", "ended early", (1,))
+
+
+def test_a_running_job_is_not_accused(tmp_path: Path) -> None:
+    for rank in range(4):  # each was asked a moment later than the one before
+        write(tmp_path, rank, [(number, row) for number in (1, 2, 3) for row in STEP][: 20 + rank])
+        tree = json.loads((tmp_path / file_name(rank)).read_text())
+        (tmp_path / file_name(rank)).write_text(json.dumps({**tree, "time": 1000.3 + 19 + rank}))
+    assert judge(read_all([tmp_path])).kind == "nothing"
+
+
+def entry(number: int, op: str, size: int, line: int, *, retired: bool) -> dict[str, Any]:
+    frame = {"name": "step", "filename": "train.py", "line": line}
+    at = {
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "time_created_ns": number * 10**9,
+    }
+    sizes = {"input_sizes": [[size]], "output_sizes": [[size]], "input_dtypes": ["Float"], "state": "scheduled"}
+    return {**at, **sizes, "frames": [frame], "profiling_name": f"nccl:{op}", "retired": retired, "is_p2p": False}
+
+
+def dumped(folder: Path, skipping: int) -> None:
+    for rank in range(4):
+        rows = [
+            (op, size, line)
+            for _ in range(4)
+            for op, size, line in (("all_reduce", 8, 1), ("broadcast", 8, 2), ("all_gather", 16, 3))
+        ]
+        if rank == skipping:
+            del rows[7]
+        entries = [entry(number, *row, retired=number < 8) for number, row in enumerate(rows[:8], 1)]
+        tree = {
+            "version": "2.10",
+            "pg_config": {"0": {"desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
+            "entries": entries,
+        }
+        (folder / f"trace_{rank}").write_bytes(pickle.dumps(tree, 2))
+
+
+def test_dumps_of_flight_recorder_name_the_rank_and_its_line(tmp_path: Path) -> None:
+    dumped(tmp_path, 2)
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.ranks, found.axis) == ("hang", (2,), "world")
+    assert found.collective is not None
+    assert "train.py:2 step" in found.collective
+
+
+def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Evil()}, 2))
+    assert "nothing of it was run" in read_all([tmp_path]).unreadable["trace_0"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_files_give_partial_answers_and_no_traceback(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run_of([*STEP[:4], *STEP[5:]], 1, whole)
+    dumped(whole, 2)
+    head = json.dumps(
+        {"format": FORMAT, "rank": 3, "world_size": 4, "groups": {"tp2": {"axis": "tp", "ranks": [2, 3]}}}
+    )
+    row = (1, "tp2", "allreduce", None, (4,), "None", 1.0, 1, 0, "in the forward pass", 0)
+    (whole / "rank-00003.ring").write_bytes(head.encode().ljust(HEAD_BYTES) + repr(row).encode().ljust(SLOT_BYTES))
+    (whole / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n')
+    for name, text in re.findall(r'```text title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL):
+        (whole / name).write_text(text, encoding="utf-8")
+    drawn = random.Random(0)
+    for number in range(120):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        for file in folder.iterdir():
+            content = bytearray(file.read_bytes())
+            if drawn.random() < 0.3:
+                del content[drawn.randrange(len(content)) :]
+            for _ in range(drawn.choice((0, 1, 20))):
+                if content:
+                    content[drawn.randrange(len(content))] = drawn.randrange(256)
+            file.write_bytes(content)
+        assert validate(judge(read_all([folder])).to_json(), "doctor").diagnostics == ()
+        shutil.rmtree(folder)
+
+
+def sessions() -> list[tuple[str, str]]:
+    return re.findall(r"```console\n\$ (parcompile doctor [^\n]*)\n```\n+```text\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_session_of_the_page_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(SAMPLES, tmp_path, dirs_exist_ok=True)
+    for name, text in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    shown = sessions()
+    assert {text.split(" · ")[0] for _, text in shown} == {
+        "HANG",
+        "DIED",
+        "OUT OF MEMORY",
+        "SLOW",
+        "WRONG NUMBERS",
+        "DOES NOT START",
+        "CANNOT TELL",
+    }
+    for line, text in shown:
+        found = CliRunner().invoke(cli, shlex.split(line)[1:])
+        assert found.output == text, line
+        assert found.exit_code == 1
+        asked = CliRunner().invoke(cli, [*shlex.split(line)[1:], "--format", "json"])
+        assert validate(json.loads(asked.output), "doctor").diagnostics == ()
