@@ -76,7 +76,7 @@ def test_every_command_of_a_page_runs_on_the_files_that_it_shows(
 
 def test_every_console_block_is_run_by_a_test() -> None:
     shown = {page.stem for page in DOCS.glob("*.md") if commands(page.read_text(encoding="utf-8"))}
-    assert shown == {*PAGES, "finetune", "guide", "preflight", "report"}  # their own tests run these
+    assert shown == {*PAGES, "doctor", "finetune", "guide", "preflight", "report"}  # their own tests run these
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,15 @@ def test_troubles_of_a_run_are_messages_that_the_source_holds() -> None:
 
 
 def test_the_page_of_environment_variables_lists_what_the_runtime_reads() -> None:
-    from parcompile.runtime.settings import HEARTBEAT, VARIABLES
+    from parcompile.runtime.settings import HEARTBEAT, RECORDS, VARIABLES
 
     page = (DOCS / "environment.md").read_text(encoding="utf-8")
     for one in VARIABLES:
         assert f"| `{one.name}` | {one.default_seconds:g} s | {one.meaning} |" in page
     source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "runtime").rglob("*.py"))
     read = set(re.findall(r'"(PARCOMPILE_[A-Z_]+)"', source))
-    assert read == {*(one.name for one in VARIABLES), HEARTBEAT} == set(re.findall(r"`(PARCOMPILE_[A-Z_]+)`", page))
+    known = {*(one.name for one in VARIABLES), HEARTBEAT, RECORDS}
+    assert read == known == set(re.findall(r"`(PARCOMPILE_[A-Z_]+)`", page))
 
 
 class _Fetched(HTMLParser):

@@ -11,12 +11,14 @@ import io
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .records import MOST_RANKS, DamagedError, Message, Rank, item_of, op_of
 
-_OWN = ("/torch/", "/deepspeed/comm/", "/contextlib.py")
+_OWN = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", "/contextlib.py", "/typing_extensions.py")
 """Frames of libraries that every collective passes."""
 
 
@@ -49,7 +51,14 @@ def read_dump(content: bytes, source: str) -> Rank:
         raise
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise DamagedError(f"no Flight Recorder dump: {type(error).__name__} {error}"[:200]) from None
-    return Rank(rank, source, 0, groups, messages)
+    last = Counter[str]()
+    for one in messages:
+        last[one.group] = max(last[one.group], one.number if one.state == "done" and one.peer is None else 0)
+    # The collectives of a group end in their order; gloo marks only those that were waited for.
+    over = [
+        replace(one, state="done") if one.peer is None and one.number <= last[one.group] else one for one in messages
+    ]
+    return Rank(rank, source, 0, groups, over)
 
 
 def _axis(name: str, description: str | None) -> str:

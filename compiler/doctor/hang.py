@@ -54,9 +54,10 @@ class Wait:
     missing: tuple[int, ...]
 
     def __str__(self) -> str:
-        which = f", which {some(self.missing)} has not posted" if self.missing else ", which all its ranks have posted"
+        have = "have" if len(self.missing) > 1 else "has"
+        which = f"which {some(self.missing)} {have} not posted" if self.missing else "which all its ranks have posted"
         step = "" if self.message.step is None else f"step {self.message.step}: "
-        return f"{step}rank {self.rank} waits in {self.message}{which}"
+        return f"{step}rank {self.rank} waits in {self.message}, {which}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Messages:
         self.members: dict[str, set[int]] = defaultdict(set)
         self.posted: dict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self._last: Counter[Any] = Counter()
+        # Dumps of gloo do not say who is in a group: a rank without one is in those that all others use.
+        absent = set(range(max(ranks, default=0))) - set(ranks)
         for rank, one in ranks.items():
             for name, (_, members) in one.groups.items():
                 self.members[name].update(members)
@@ -106,6 +109,10 @@ class Messages:
                     self.posted[message.group, message.number][rank] = message
                 key = (message.group, rank, *self._ends(rank, message))
                 self._last[key] = max(self._last[key], message.number)
+
+        for members in self.members.values():
+            if members == set(ranks):
+                members |= absent
 
     def _ends(self, rank: int, message: Message) -> tuple[str, int] | tuple[()]:
         """Of a message between two ranks its way and the rank at the other end."""
@@ -120,10 +127,13 @@ class Messages:
         for rank, one in self.ranks.items():
             quiet = QUIET_SECONDS + 3 * typical_seconds(one)
             limit = float("inf") if one.seconds is None or one.error else one.seconds - quiet
-            opened = [m for m in one.messages if m.state in UNDONE and m.seconds <= limit and not one.has_ended]
-            if opened:
-                first = min(opened, key=lambda m: m.seconds)
-                found.append(Wait(rank, first, tuple(sorted(self._missing(rank, first)))))
+            mine = [] if one.has_ended else [m for m in one.messages if m.seconds <= limit]
+            every = [Wait(rank, m, tuple(sorted(self._missing(rank, m)))) for m in mine]
+            # A dump of Flight Recorder counts what has failed as over: not what a member has never posted.
+            waits = [w for w in every if w.message.state in UNDONE or (one.seconds is None and w.missing)]
+            if waits:
+                # What nobody has looked at may have come to its end unseen.
+                found.append(min(waits, key=lambda one: (not one.missing, one.message.seconds)))
         return found
 
     def _missing(self, rank: int, message: Message) -> Iterator[int]:
@@ -193,12 +203,13 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
         return None
     evidence = [str(one) for one in waits[:4]] + [f"and {len(waits) - 4} more ranks wait"] * (len(waits) > 4)
     involved = {rank for one in waits for rank in (one.rank, *one.missing)} | set(first)
+    is_stuck = bool(waits or lost) or any(one.error or one.seconds is None for one in ranks.values())
     strayed = [one for one in deviations(ranks) if one.rank in involved or one.rank in lost]
     if strayed:
         found = _strayed(strayed[0], ranks, evidence)
-        return found if waits or lost or any(one.error for one in ranks.values()) else replace(found, kind="wrong")
-    if first and not lost and waits:
-        return _differing(first, ranks, evidence)
+        return found if is_stuck else replace(found, kind="wrong")
+    if first and not lost:
+        return _differing(first, ranks, evidence, is_stuck=is_stuck)
     missing = {rank for one in waits for rank in one.missing}
     if not waits and not lost:
         return None
@@ -233,7 +244,8 @@ def _hang(
 ) -> Verdict:
     advice = [_ADVICE.get(cause, _DIVERGED if due else "look at what these ranks do there")]
     where = {} if message is None else message.where(due)
-    return Verdict("hang", cause, said, tuple(ranks), **where, evidence=evidence, advice=advice)
+    kind = "died" if cause == "error" or (cause == "dead" and "left nothing" not in said) else "hang"
+    return Verdict(kind, cause, said, tuple(ranks), **where, evidence=evidence, advice=advice)
 
 
 def _strayed(one: Deviation, ranks: Mapping[int, Rank], evidence: list[str]) -> Verdict:
@@ -246,7 +258,9 @@ def _strayed(one: Deviation, ranks: Mapping[int, Rank], evidence: list[str]) -> 
     return replace(_hang(cause, said, [one.rank], posted, [shown, *evidence], due), step=one.step)
 
 
-def _differing(posted: Mapping[int, Message], ranks: Mapping[int, Rank], evidence: list[str]) -> Verdict:
+def _differing(
+    posted: Mapping[int, Message], ranks: Mapping[int, Rank], evidence: list[str], *, is_stuck: bool
+) -> Verdict:
     (most, count), *_ = Counter((m.op, m.item) for m in posted.values()).most_common()
     few = sorted(rank for rank, m in posted.items() if (m.op, m.item) != most) or sorted(posted)[1:]
     one, other = posted[few[0]], next(m for rank, m in posted.items() if rank not in few)
@@ -256,7 +270,8 @@ def _differing(posted: Mapping[int, Message], ranks: Mapping[int, Rank], evidenc
     if count <= len(few):
         few, said = sorted(posted), f"{said}; the records do not say which of them is right"
     shown = [f"{ranks[rank].source}: {m}" for rank, m in sorted(posted.items())[:4]]
-    return _hang(cause, said, few, one, [*shown, *evidence], other.item)
+    found = _hang(cause, said, few, one, [*shown, *evidence], other.item)
+    return found if is_stuck else replace(found, kind="wrong")
 
 
 def _absent(

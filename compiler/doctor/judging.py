@@ -81,7 +81,8 @@ def _events(found: Evidence, *signs: str) -> dict[int, str]:
 
 
 def _quoted(found: Evidence, told: Mapping[int, str]) -> list[str]:
-    return [f"{found.ranks[rank].source}: {event[:300]}" for rank, event in list(told.items())[:3]]
+    first = {event: rank for rank, event in reversed(told.items())}
+    return [f"{found.ranks[rank].source}: {event[:300]}" for event, rank in list(first.items())[:3]]
 
 
 def _start(found: Evidence) -> Verdict | None:

@@ -65,7 +65,7 @@ _SIGNS = re.compile(
 _RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
 _SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
 _SMI = re.compile(r"(\d+)MiB */ *(\d+)MiB *\| *(\d+)%")
-_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^ *File "(.+)", line (\d+),? in (\S+)')
+_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^(?:\[rank\d+\]:)? *File "(.+)", line (\d+),? in (\S+)')
 
 
 def read_log(text: str, source: str) -> list[Fact]:
@@ -101,7 +101,7 @@ def _facts(line: str, place: str, frames: Sequence[str]) -> Iterator[Fact]:
             numbers = {"seq": float(named["seq"])} if named.get("seq") else {}
             if kind == "device memory":
                 numbers = _sizes(line) | {"phase": _phase(frames)}
-            yield Fact(kind, match[0].strip()[:400], place, None if rank is None else int(rank[:7]), numbers)
+            yield Fact(kind, match[0].strip()[:200], place, None if rank is None else int(rank[:7]), numbers)
         if finder.search(line) and kind not in ("stopped", "dead"):
             return
 

@@ -63,6 +63,9 @@ class Verdict:
         for title, said in (("evidence", self.evidence), ("what to do", self.advice)):
             lines += ["", title, *(f"  - {one}" for one in said)] if said else []
         unread = self.read.get("unreadable", {})
-        lines += ["", f"read {self.read.get('files', 0)} files: {self.read.get('said', '')}"]
+        lines += [
+            "",
+            f"read {(files := self.read.get('files', 0))} file{'s' * (files != 1)}: {self.read.get('said', '')}",
+        ]
         lines += [f"  not read: {name}: {why}" for name, why in unread.items()]
         return "\n".join(lines)
