@@ -1,6 +1,6 @@
 """Whether `parcompile doctor` finds faults that are put into runs of gloo ranks on this machine.
 
-    python benchmarks/doctor.py faults [--draws 2] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-z3] [--healthy 8]
+    python benchmarks/doctor.py faults [--draws 2] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-3] [--healthy 8]
     python benchmarks/doctor.py synthetic [--ranks 1024]
     python benchmarks/doctor.py overhead
 
@@ -98,7 +98,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     mine = fault["class"] if rank == fault["rank"] else ""
-    if "zero" in fault:
+    if "plain" in fault:
         _train_plainly(rank, folder, fault, mine)
         return
     with report_errors():
@@ -106,7 +106,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
 
 
 def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> None:
-    """Plain DeepSpeed without anything of this project; Flight Recorder's dump is written when all is over."""
+    """Plain DeepSpeed or FSDP2 without this project; Flight Recorder's dump is written when all is over."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     import deepspeed
     import torch
@@ -126,12 +126,8 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
 
     threading.Thread(target=watch, daemon=True).start()
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(32, 32) for _ in range(4)]
-    zero = {"stage": fault["zero"], "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": zero}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    model = torch.nn.Sequential(*layers)
-    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    train = _with_fsdp(model) if fault["plain"] == "torch-fsdp" else _with_deepspeed(model, int(fault["plain"][-1]))
     injected = Injected({}, folder, fault) if mine in (*PLACED, "dead") else None
     with contextlib.suppress(RuntimeError, StopIteration):
         for step in range(1, STEPS + 1):
@@ -140,13 +136,51 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
             if step == FAULTY_STEP and mine == "end":
                 _tell(folder, {})
                 break
-            for _ in range(2):
-                engine.backward(engine(torch.randn(2, 32)).square().mean())
-                engine.step()
+            train()
+    has_finished = step == STEPS
     while not Path(folder, "over").exists():
         time.sleep(0.1)
     time.sleep(1)
-    os._exit(0)
+    os._exit(0 if has_finished else 3)
+
+
+def _with_deepspeed(model: Any, stage: int) -> Callable[[], None]:
+    """A step of two micro-batches."""
+    import deepspeed
+    import torch
+
+    zero = {"stage": stage, "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": zero}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+
+    def train() -> None:
+        for _ in range(2):
+            engine.backward(engine(torch.randn(2, 32)).square().mean())
+            engine.step()
+
+    return train
+
+
+def _with_fsdp(model: Any) -> Callable[[], None]:
+    """A step as torchtitan makes it: FSDP2, the norm of the gradients, and the mean loss."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        loss = model(torch.randn(2, 32)).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(loss.detach())
+
+    return train
 
 
 def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
@@ -329,11 +363,11 @@ def _drop(store: int) -> None:
 # What is done to all of them.
 
 
-def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> None:
-    """One run with one fault, until it ends or stands still."""
+def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> bool:
+    """One run with one fault, until it ends or stands still. Whether all ranks have ended as they should."""
     import torch.distributed as dist
 
-    if "zero" not in fault:
+    if "plain" not in fault:
         shutil.copytree(folder.parent / f"plan-{layout}", folder / "plan")
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     ranks = [context.Process(target=rank_main, args=(rank, store.port, str(folder), fault)) for rank in range(4)]
@@ -343,9 +377,9 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
     while any(one.is_alive() for one in ranks) and time.monotonic() < end:
         time.sleep(0.1)
         if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
-            end = min(end, time.monotonic() + (9 if "zero" in fault else 18))
+            end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
-    if "zero" in fault:
+    if "plain" in fault:
         time.sleep(1)
     for one in ranks:
         if one.is_alive():
@@ -354,6 +388,7 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
     for one in ranks:
         one.kill()
         one.join()
+    return all(one.exitcode == 0 for one in ranks)
 
 
 def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[str, bool]:
@@ -362,10 +397,10 @@ def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[st
     found = {"cause": verdict.cause in CLASSES[kind]}
     # Which rank's layer it was cannot be seen where all of a group get the sum.
     found["rank"] = (kind in ("nan", "network") and fault["rank"] in verdict.ranks) or verdict.ranks == (fault["rank"],)
-    if "zero" in fault:
+    if "plain" in fault:
         del found["cause"]  # dumps have no steps and no errors: the first collective that diverges is what they show
         found["collective"] = truth.get("op", "") in (verdict.collective or "")
-    for name in ("axis", "layer", "step") if "zero" not in fault else ():
+    for name in ("axis", "layer", "step") if "plain" not in fault else ():
         if name in truth and (kind in PLACED or kind == "nan"):
             found[name] = getattr(verdict, name) == truth[name]
     return found
@@ -407,8 +442,8 @@ def faults(options: argparse.Namespace) -> None:
             "draw": drawn.randrange(1000),
             "seconds": drawn.uniform(0.2, 0.4),
         }
-        if layout.startswith("deepspeed-"):
-            fault["zero"] = int(layout[-1])
+        if layout not in LAYOUTS:
+            fault["plain"] = layout
         jobs.append(
             (layout, {**fault, "megabytes": drawn.choice((8, 16))}, root / f"{number:04d}-{kind}-{layout}-{draw}")
         )
@@ -416,9 +451,11 @@ def faults(options: argparse.Namespace) -> None:
     def one(job: tuple[str, dict[str, Any], Path]) -> tuple[str, dict[str, bool], Any, dict[str, Any]]:
         layout, fault, folder = job
         folder.mkdir()
-        run_once(context, layout, fault, folder)
+        is_whole = run_once(context, layout, fault, folder)
         truth = json.loads((folder / "truth").read_text()) if (folder / "truth").exists() else {}
         verdict = judge(read_all(_left(folder) if not options.logs else [folder]))
+        if is_whole and fault["class"] in PLACED:
+            truth = {}  # messages of two groups may change places
         found = {} if fault["class"] == "healthy" else right(fault, truth, verdict)
         (folder / "case.json").write_text(
             json.dumps({"fault": fault, "truth": truth, "right": found}), encoding="utf-8"
@@ -431,7 +468,7 @@ def faults(options: argparse.Namespace) -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         for (_, _, folder), (kind, found, verdict, truth) in zip(jobs, pool.map(one, jobs), strict=True):
             if kind in PLACED and "step" not in truth:
-                continue  # this layout sends no message that can have the fault
+                continue  # this layout sends no message that can have the fault, or it had no effect
             if kind == "healthy":
                 accused += verdict.kind not in ("nothing", "unknown")
             else:

@@ -60,13 +60,18 @@ HEARTBEAT = "PARCOMPILE_HEARTBEAT"
 """`0` switches heartbeats off: a lost rank is then noticed when a collective fails or its time is over."""
 
 RECORDS = "PARCOMPILE_RECORDS"
-"""The folder for what `parcompile doctor` reads of a run, in place of that of the run."""
+"""The folder for what `parcompile doctor` reads of a run, in place of that of the run; `0`: nothing is recorded."""
 
 
 def records_folder() -> Path | None:
     """Where the user wants records; None: beside the run's measurements."""
     text = os.environ.get(RECORDS)
-    return Path(text) if text else None
+    return Path(text) if text and text != "0" else None
+
+
+def records_wanted() -> bool:
+    """Whether messages and steps are recorded."""
+    return os.environ.get(RECORDS) != "0"
 
 
 def heartbeats_wanted() -> bool:

@@ -44,6 +44,7 @@ OWN = {
     "runtime/data/rows_of_files.py": 1,
     "runtime/groups/rendezvous.py": 1,
     "runtime/liveness/monitor.py": 1,
+    "runtime/liveness/recording.py": 2,
     "runtime/liveness/watchdog.py": 1,
     "runtime/preflight/cuda_host/library.py": 1,
     "runtime/preflight/live/facts.py": 5,

@@ -7,6 +7,7 @@ does not: it is dead, has ended, or is busy elsewhere.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ UNDONE = ("open", "failed")
 STARTING = "starting"
 """What is sent before the first step is sent once."""
 BOUNDARY = "between two passes"
-_ADVICE = {
+ADVICE = {
     "dead": "look for the end of its process: dmesg and the scheduler's log say whether the system killed it",
     "stopped": "look at the process and its machine: a debugger, SIGSTOP, a frozen disk or a dead link",
     "ended early": "give every rank the same number of batches, or drop the last ones of the ranks that have more",
@@ -110,9 +111,9 @@ class Messages:
                 key = (message.group, rank, *self._ends(rank, message))
                 self._last[key] = max(self._last[key], message.number)
 
-        for members in self.members.values():
-            if members == set(ranks):
-                members |= absent
+        for known in self.members.values():
+            if known == set(ranks):
+                known |= absent
 
     def _ends(self, rank: int, message: Message) -> tuple[str, int] | tuple[()]:
         """Of a message between two ranks its way and the rank at the other end."""
@@ -242,7 +243,7 @@ def _hang(
     evidence: Sequence[str],
     due: Item | None = None,
 ) -> Verdict:
-    advice = [_ADVICE.get(cause, _DIVERGED if due else "look at what these ranks do there")]
+    advice = [ADVICE.get(cause, _DIVERGED if due else "look at what these ranks do there")]
     where = {} if message is None else message.where(due)
     kind = "died" if cause == "error" or (cause == "dead" and "left nothing" not in said) else "hang"
     return Verdict(kind, cause, said, tuple(ranks), **where, evidence=evidence, advice=advice)
@@ -296,8 +297,37 @@ def _absent(
     elif one.error:
         cause, said = "error", f"{who} failed: {one.error}"
     else:
-        at = next((line for line in reversed(one.stack) if "/torch/" not in line), None)
+        at = _own_line(one.stack) if one.stack else None
         store = any("store" in line.lower() for line in one.stack[-3:])
         cause, said = ("store", f"{who} waits for the store") if store else ("busy", f"{who} is elsewhere")
         said += f": {at}" if at else ""
     return _hang(cause, said, blamed, wait.message if wait else None, evidence)
+
+
+_COLLECTIVES = ("distributed_c10d.py", "torch/distributed/_functional_collectives.py", "deepspeed/comm/")
+_LIBRARY = re.compile(r"^(torch|deepspeed|contextlib)\b|/(torch|deepspeed|site-packages|lib/python[\d.]+)/")
+"""Lines of a stack that are not the program's; py-spy writes them from the folder of packages on."""
+
+
+def judge_stacks(stacks: Mapping[int, Sequence[str]]) -> Verdict | None:
+    """The verdict on stacks alone: the ranks that are in no collective, or in one of another line than most."""
+    waiting = {rank for rank, stack in stacks.items() if any(one in "".join(stack[-6:]) for one in _COLLECTIVES)}
+    if not waiting or len(stacks) == 1:
+        return None
+    lines = {rank: _own_line(stack) for rank, stack in stacks.items()}
+    (most, count), *_ = Counter(lines[rank] for rank in waiting).most_common()
+    evidence = [f"rank {rank}: {line}" for rank, line in sorted(lines.items())[:8]]
+    if others := sorted(set(stacks) - waiting):
+        said = f"outside of a collective: {some(others)}, at {lines[others[0]]}; "
+        said += f"in one: {some(sorted(waiting))}, at {most}"
+        return _hang("busy", said, others, None, evidence)
+    others = sorted(rank for rank, line in lines.items() if line != most)
+    if not others or count <= len(others):
+        return None
+    said = f"in another collective: {some(others)}, at {lines[others[0]]}; most ranks are in the one at {most}"
+    return replace(_hang("other message", said, others, None, evidence), advice=[_DIVERGED])
+
+
+def _own_line(stack: Sequence[str]) -> str:
+    """The innermost line that is not a library's."""
+    return next((line for line in reversed(stack) if not _LIBRARY.search(line)), stack[-1])

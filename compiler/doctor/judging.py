@@ -9,11 +9,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcompile.units import format_bytes, format_seconds
 
-from . import hang
+from . import builds, hang
 from .logs import PHASES, Fact, read_log
 from .reading import Evidence
 from .records import Message, Rank
@@ -29,7 +30,7 @@ GROWTH = 0.03
 """The share of what a rank holds by which it has to grow."""
 STRAGGLER = 0.1
 """The share of a step for which all others wait for one rank."""
-EXPOSED = 0.5
+EXPOSED = 0.6
 """The share of a step that a rank waits for messages."""
 WINDOW, SPIKE = 16, 8.0
 """A loss or norm leaves what so many steps before it show by so many times their spread."""
@@ -52,11 +53,13 @@ def judge(found: Evidence, plan: Plan | None = None) -> Verdict:
     hung = _hang(found)
     verdict = (
         _start(found)
+        or _build(found, is_waiting=True)
         or (hung if hung and hung.cause in hang.DIVERGED else None)
         or _nonfinite(found)
         or _out_of_memory(found, plan)
         or hung
         or _error(found)
+        or _build(found, is_waiting=False)
         or _growth(found)
         or _spike(found)
         or _slow(found, plan)
@@ -64,8 +67,8 @@ def judge(found: Evidence, plan: Plan | None = None) -> Verdict:
     )
     size = f" of {found.world_size}" if found.world_size else ""
     messages = sum(len(one.messages) for one in found.ranks.values())
-    said = f"{len(found.ranks)} ranks{size}, {messages:,} messages, {len(found.metrics)} rows of metrics, "
-    said += f"{len(found.facts)} lines of logs that say something"
+    said = f"ranks {len(found.ranks)}{size}, messages {messages:,}, rows of metrics {len(found.metrics)}, "
+    said += f"lines of logs that say something {len(found.facts)}"
     unread = dict(sorted(found.unreadable.items())[:20])
     return replace(verdict, read={"files": found.files, "said": said, "unreadable": unread})
 
@@ -81,8 +84,37 @@ def _events(found: Evidence, *signs: str) -> dict[int, str]:
 
 
 def _quoted(found: Evidence, told: Mapping[int, str]) -> list[str]:
-    first = {event: rank for rank, event in reversed(told.items())}
+    first = {event: rank for rank, event in reversed([*told.items()])}
     return [f"{found.ranks[rank].source}: {event[:300]}" for event, rank in list(first.items())[:3]]
+
+
+def _build(found: Evidence, *, is_waiting: bool) -> Verdict | None:
+    """Ranks that wait for a build of an extension of torch; or, where nobody is known to wait, a lock that is left."""
+    stacks = {**{rank: one.stack for rank, one in found.ranks.items()}, **found.stacks}
+    waiting = sorted(rank for rank, stack in stacks.items() if any(builds.WAITING in line for line in stack[-2:]))
+    roots = {Path(one.text) for one in _of(found, "build")}
+    if bool(waiting) != is_waiting or not (waiting or roots or found.locks):
+        return None
+    locks = {one.path: one for one in (*found.locks, *(builds.locks_below(roots) if waiting or roots else ()))}
+    left = [one for one in locks.values() if one.is_left]
+    evidence = [*map(str, left or locks.values()), *(f"rank {rank}: {stacks[rank][-1]}" for rank in waiting[:4])]
+    who = f"{some(waiting)} wait{'s' * (len(waiting) == 1)} for" if waiting else "each run waits for"
+    if left:
+        names = ", ".join(Path(one.path).parent.name for one in left)
+        said = f"{who} a build of torch's extension {names} that nobody finishes: a killed process left its lock"
+        return _not_started("build lock", said, waiting, evidence, [f"rm {one.path}, and start again" for one in left])
+    if not waiting:
+        return None
+    if locks:
+        said = f"{who} the build of an extension of torch, which is under way"
+        return _not_started("build", said, waiting, evidence, ["wait: a build takes minutes"])
+    said = f"{who} the build of an extension of torch by another process"
+    advice = "on the host of the rank: where no ninja runs, rm ~/.cache/torch_extensions/*/*/lock, and start again"
+    return _not_started("build", said, waiting, evidence, [advice])
+
+
+def _not_started(cause: str, said: str, ranks: list[int], evidence: list[str], advice: list[str]) -> Verdict:
+    return Verdict("start", cause, said, tuple(ranks), evidence=evidence, advice=advice)
 
 
 def _start(found: Evidence) -> Verdict | None:
@@ -178,7 +210,11 @@ def _hang(found: Evidence) -> Verdict | None:
             if one is None or not (one.error or one.has_ended):
                 lost.setdefault(fact.rank, str(fact))
     return (
-        _network(found, lost) or hang.judge(found.ranks, lost, found.world_size) or _watchdog(found) or _at_store(found)
+        _network(found, lost)
+        or hang.judge(found.ranks, lost, found.world_size)
+        or _watchdog(found)
+        or _at_store(found)
+        or hang.judge_stacks(found.stacks)
     )
 
 
@@ -223,7 +259,7 @@ def _watchdog(found: Evidence) -> Verdict | None:
 def _at_store(found: Evidence) -> Verdict | None:
     if not (lines := _of(found, "store")):
         return None
-    said = "ranks waited for the store in vain: some have not started, or its address cannot be reached"
+    said = "the wait for the store ended in vain: some ranks have not started, or its address cannot be reached"
     advice = ["compare MASTER_ADDR, MASTER_PORT and the world size of all ranks"]
     return Verdict("hang", "store", said, evidence=[str(one) for one in lines[:4]], advice=advice)
 
@@ -239,13 +275,25 @@ def _error(found: Evidence) -> Verdict | None:
         where = found.ranks[first].messages[-1].where() if found.ranks[first].messages else {}
         said = f"{some(ranks)} failed: {own[first]}"
         return Verdict("died", cause, said, tuple(ranks), **where, evidence=_quoted(found, own))
-    facts = _of(found, "dead", "stopped", "time limit", "network", "data", "error", "lost")
+    facts = _of(found, "dead", "killed", "stopped", "time limit", "network", "data", "error", "lost", "exit")
     if not facts:
         return None
-    cause = "ended early" if facts[0].kind == "data" else facts[0].kind
-    ranks = [] if facts[0].rank is None else [facts[0].rank]
-    evidence = [str(one) for one in facts[:4]]
-    return Verdict("died", cause, facts[0].text[:200], tuple(ranks), evidence=evidence, advice=_RECORD[:1])
+    # What ranks and launchers say when another rank has ended comes after what that one said.
+    facts.sort(key=lambda one: one.kind in ("lost", "exit") or "ChildFailedError" in one.text)
+    fact, exits = facts[0], {one.rank for one in _of(found, "exit")}
+    if fact.rank is None and fact.kind == "error" and len(exits) == 1:
+        fact = replace(fact, rank=exits.pop())
+    said, cause = fact.text, {"data": "ended early", "killed": "dead", "exit": "error"}.get(fact.kind, fact.kind)
+    advice = [hang.ADVICE["dead"] if cause == "dead" else _RECORD[0]]
+    if fact.kind == "killed":
+        said = f"a rank was ended by signal {fact.text.rpartition('-')[2]}"
+        advice.append(
+            "DeepSpeed's line names the rank that it started last, whichever died: --enable_each_rank_log DIR"
+        )
+    elif fact.rank is not None:
+        said = f"rank {fact.rank} failed: {said}"
+    blamed = () if fact.rank is None else (fact.rank,)
+    return Verdict("died", cause, said[:300], blamed, evidence=[str(one) for one in facts[:4]], advice=advice)
 
 
 def _steps(one: Rank) -> list[Mapping[str, Any]]:
@@ -357,12 +405,28 @@ def lateness(ranks: Mapping[int, Rank]) -> dict[int, tuple[float, Message]]:
         times[one[rank].step] += [before, last]
         worst[rank] = max(worst.get(rank, (-1.0, one[rank])), (late, one[rank]), key=lambda pair: pair[0])
         free |= dict.fromkeys(one, last)
-    steps = sorted(times, key=lambda step: step or 0)[1 if len(times) > FEWEST_STEPS - 2 else 0 :]
+    # Of the first step and the last one the records hold a part.
+    steps = [step for step, each in times.items() if 2 * len(each) > max(map(len, times.values()))]
     spans = {step: (max(times[step]) - min(times[step])) or math.inf for step in steps}
-    return {
-        rank: (statistics.median(row[step] / spans[step] for step in steps), worst[rank][1])
-        for rank, row in lost.items()
-    }
+    shares = {rank: statistics.median(row[step] / spans[step] for step in steps) for rank, row in lost.items()}
+    if len(steps) < FEWEST_STEPS - 1:
+        shares = dict.fromkeys(shares, 0.0) | _least_waiting(ranks)
+    return {rank: (share, worst[rank][1]) for rank, share in shares.items() if rank in worst}
+
+
+def _least_waiting(ranks: Mapping[int, Rank]) -> dict[int, float]:
+    """The rank that waits least in nearly every step, and by which share of the step less than any other one."""
+    rows = {rank: {int(row["step"]): row for row in _steps(one)} for rank, one in ranks.items()}
+    margins: dict[int, list[float]] = defaultdict(list)
+    for step in set.intersection(*map(set, rows.values())) if len(rows) > 1 else ():
+        waits = {
+            rank: float(each[step].get("waiting_seconds") or 0.0) / max(float(each[step]["seconds"]), 1e-9)
+            for rank, each in rows.items()
+        }
+        least, second = sorted(waits.values())[:2]
+        for rank, waiting in waits.items():
+            margins[rank].append(second - waiting if waiting == least else 0.0)
+    return {rank: sorted(each)[len(each) // 4] for rank, each in margins.items()}
 
 
 def _nothing(found: Evidence) -> Verdict:

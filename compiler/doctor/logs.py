@@ -35,7 +35,10 @@ _PATTERNS = (
     ("stopped", r"rank (?P<who>\d+)\b[^;]*?(has given no sign of life|has answered nothing)[^;]*"),
     ("dead", r"rank (?P<who>\d+)\b[^;]*?ended without a message[^;]*"),
     ("dead", r"(srun: error: .*\btask (?P<who>\d+): (Killed|Segmentation fault|Bus error).*)"),
-    ("dead", r"local_rank: (?P<who>\d+)\).*(exitcode: -9|Signal 9).*"),
+    ("dead", r"^ +exitcode +: -(?!15 |2 )\d+ .*"),
+    ("exit", r"^ +exitcode +: [1-9].*"),
+    ("killed", r".*\[launch\.py:.* exits with return code = -(?!15$|2$)\d+$"),
+    ("build", r"Using (?P<root>\S+) as PyTorch extensions root.*"),
     ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
     ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
     ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
@@ -48,20 +51,25 @@ _PATTERNS = (
     ("lost", r".*(Connection closed by peer|Connection reset by peer|remote process exited).*"),
     (
         "nonfinite",
-        r".*(is not a finite number|loss is (nan|inf)|grad(ient)?[ _]norm\S* (is )?(nan|inf)\b|overflow! Skipping).*",
+        r".*(is not a finite number|\b(loss|grad(ient)?[ _]norm)\S{0,2} (is |= )?'?[-+]?(nan|inf)\b"
+        r"|Current loss scale already at minimum).*",
     ),
     ("time limit", r".*(DUE TO TIME LIMIT|CANCELLED AT .*).*"),
     ("data", r"^(\S*: )?(StopIteration\b.*|.*the batches ended after .*)"),
     ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*"),
 )
+OF_RANKS = ("host memory", "device memory", "watchdog", "store", "network", "lost", "nonfinite", "data", "error")
+"""What a rank says of itself, and not another process of it."""
 _FINDERS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in _PATTERNS
 )
 _SIGNS = re.compile(
     r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|inf|Iter|batches"
-    r"|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|MiB"
+    r"|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|return code|PyTorch ext|MiB"
 )
 """What a line has that a finder may find something in: looking for all of them takes longer."""
+_TORCHRUN = re.compile(r" +rank +: (\d+) \(local_rank: \d+\)$")
+"""The line of torchrun's summary that says of which rank the next one is."""
 _RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
 _SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
 _SMI = re.compile(r"(\d+)MiB */ *(\d+)MiB *\| *(\d+)%")
@@ -73,6 +81,7 @@ def read_log(text: str, source: str) -> list[Fact]:
     found: list[Fact] = []
     counts: dict[str, int] = {}
     frames: list[str] = []
+    whose = ""
     for number, line in enumerate(text.splitlines(), 1):
         line = line[:LINE]
         if _FRAME.match(line):
@@ -80,7 +89,10 @@ def read_log(text: str, source: str) -> list[Fact]:
             continue
         if not _SIGNS.search(line):
             continue
-        for fact in _facts(line, f"{source}:{number}", frames):
+        if (row := _TORCHRUN.match(line)) is not None:
+            whose = row[1]
+            continue
+        for fact in _facts(line, f"{source}:{number}", frames, whose):
             counts[fact.kind] = counts.get(fact.kind, 0) + 1
             if counts[fact.kind] <= MOST_FACTS:
                 found.append(fact)
@@ -88,7 +100,7 @@ def read_log(text: str, source: str) -> list[Fact]:
     return found
 
 
-def _facts(line: str, place: str, frames: Sequence[str]) -> Iterator[Fact]:
+def _facts(line: str, place: str, frames: Sequence[str], exited: str) -> Iterator[Fact]:
     if (row := _SMI.search(line)) is not None:
         used, total, busy = map(float, row.groups())
         yield Fact("gpu", line.strip(), place, None, {"used": used * MIB, "total": total * MIB, "busy": busy})
@@ -98,10 +110,12 @@ def _facts(line: str, place: str, frames: Sequence[str]) -> Iterator[Fact]:
             named = match.groupdict()
             whose = _RANK.search(line)
             rank = named.get("who") or (next((one for one in whose.groups() if one), None) if whose else None)
+            rank = exited or None if "exitcode " in match[0] else rank
             numbers = {"seq": float(named["seq"])} if named.get("seq") else {}
             if kind == "device memory":
                 numbers = _sizes(line) | {"phase": _phase(frames)}
-            yield Fact(kind, match[0].strip()[:200], place, None if rank is None else int(rank[:7]), numbers)
+            text = named.get("root") or match[0].strip()
+            yield Fact(kind, text[:300], place, None if rank is None else int(rank[:7]), numbers)
         if finder.search(line) and kind not in ("stopped", "dead"):
             return
 

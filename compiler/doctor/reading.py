@@ -10,8 +10,9 @@ from pathlib import Path
 
 from parcompile.user_files import read_start
 
+from .builds import Lock, read_lock
 from .flight import read_dump
-from .logs import Fact, read_gpu_table, read_log, read_metrics, read_stack
+from .logs import OF_RANKS, Fact, read_gpu_table, read_log, read_metrics, read_stack
 from .records import DamagedError, Rank, read_records, read_ring
 
 MOST_FILES = 20_000
@@ -19,6 +20,8 @@ MOST_BYTES = 32 * 2**20
 """Of one file. 512 messages have 0.2 MB; of a longer log its beginning is read."""
 _KNOWN = (".json", ".jsonl", ".log", ".out", ".err", ".txt", ".csv", ".pickle", ".pkl", ".ring", "")
 """How files that are looked at in folders end; a number, as of Flight Recorder's dumps, is an end too."""
+_OF_RANK = re.compile(r"rank[-_]?(\d{1,6})\D*$|/(\d{1,6})/std(?:out|err)\.log$|/(\d{1,6})\.(?:log|out|err)$")
+"""The rank in the name of a file of its output, as DeepSpeed, torchrun (a folder for each) and srun write it."""
 _OTHER = ("plan.json", "ds_config.json", "process_groups.json", "parcompile.lock")
 
 
@@ -29,6 +32,8 @@ class Evidence:
     ranks: dict[int, Rank] = field(default_factory=dict)
     stacks: dict[int, list[str]] = field(default_factory=dict)
     facts: list[Fact] = field(default_factory=list)
+    locks: list[Lock] = field(default_factory=list)
+    """Of builds of torch's extensions."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     metrics_file: str = ""
     files: int = 0
@@ -83,6 +88,9 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[tuple[Path, str]
 
 def _read(path: Path, name: str, found: Evidence) -> bool:
     """Whether it is of a kind that is known."""
+    if (lock := read_lock(path)) is not None:
+        found.locks.append(lock)
+        return True
     content, size = read_start(path, MOST_BYTES)
     if content[:1] == b"\x80" or (content[:1] == b"{" and b'"pg_config"' in content[:4096]):
         one = read_dump(content, name)
@@ -105,7 +113,10 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
     elif "\0" in text[:1000] or (text.startswith("{") and path.suffix == ".json"):
         return False
     else:
-        found.facts += read_gpu_table(text, name) or read_log(text, name)
+        facts = read_gpu_table(text, name) or read_log(text, name)
+        whose = _OF_RANK.search(path.as_posix())
+        rank = None if whose is None else int(next(filter(None, whose.groups())))
+        found.facts += [replace(one, rank=rank) if one.rank is None and one.kind in OF_RANKS else one for one in facts]
     if size > MOST_BYTES:
         found.unreadable[name] = f"the first {MOST_BYTES:,} of its {size:,} bytes were read"
     return True

@@ -44,7 +44,8 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """As `schemas/doctor.schema.json` describes it."""
-        return {"format": 1, **asdict(self)}
+        tree = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {"format": 1, **tree}
 
     def text(self) -> str:
         """For a person."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from parcompile.atomic import write_file
 from parcompile.doctor.records import FORMAT, HEAD_BYTES, KEPT, MESSAGE, SLOT_BYTES, STEP, file_name, ring_name
-from parcompile.runtime.settings import records_folder
+from parcompile.runtime.settings import records_folder, records_wanted
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _ONE_TO_ONE = ("send", "recv")
@@ -201,6 +201,8 @@ class Records:
             model: which may be wrapped.
             path: of the list of its layers.
         """
+        if not self.facts:
+            return  # nothing is recorded
         lists = (one for name, one in model.named_modules() if name == path or name.endswith(f".{path}"))
         for name, layer in next(lists, nn.Module()).named_children():
             layer.register_forward_pre_hook(lambda *_, number=int(name): self.at(layer=number))
@@ -277,6 +279,8 @@ records = Records()
 
 def start(rank: int, world_size: int, facts: Mapping[str, Any]) -> None:
     """From here on messages are recorded. What an earlier run of this folder has left of this rank is removed."""
+    if not records_wanted():
+        return
     is_new, records.facts = (
         not records.facts,
         {"rank": rank, "world_size": world_size, "host": socket.gethostname(), **facts},

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import pickle
 import random
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +207,73 @@ def sessions() -> list[tuple[str, str]]:
     return re.findall(r"```console\n\$ (parcompile doctor [^\n]*)\n```\n+```text\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_every_session_of_the_page_is_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the files that the page shows."""
     shutil.copytree(SAMPLES, tmp_path, dirs_exist_ok=True)
     for name, text in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.DOTALL):
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "torch_extensions" / "deepspeed_shm_comm").mkdir(parents=True)
+    leave_lock(tmp_path / "torch_extensions" / "deepspeed_shm_comm")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def leave_lock(folder: Path) -> Path:
+    """A lock that a process which has ended left two hours ago."""
+    lock = folder / "lock"
+    lock.touch()
+    os.utime(lock, (time.time() - 7200,) * 2)
+    return lock
+
+
+def test_a_lock_of_a_build_is_left_only_where_no_process_has_it_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torch_extensions" / "py311_cpu" / "deepspeed_shm_comm"
+    folder.mkdir(parents=True)
+    lock = leave_lock(folder)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder.parents[1]))
+    stack = tmp_path / "rank-3.txt"
+    # torch's own code waits, as in `deepspeed.init_distributed("gloo")`, and faulthandler writes its stack.
+    wait = "import faulthandler, runpy, sys;"
+    wait += "faulthandler.dump_traceback_later(0.2, file=open(sys.argv[2], 'w'), exit=True);"
+    wait += "runpy.run_path(sys.argv[1])['FileBaton'](sys.argv[3]).wait()"
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    baton = Path(torch.origin).with_name("utils") / "file_baton.py"
+    subprocess.run([sys.executable, "-c", wait, str(baton), str(stack), str(lock)], check=False, timeout=60)
+    found = judge(read_all([stack]))
+    assert (found.kind, found.cause, found.ranks) == ("start", "build lock", (3,))
+    assert found.advice == [f"rm {lock}, and start again"]
+    with lock.open():
+        assert judge(read_all([stack])).cause == "build"
+        assert judge(read_all([folder])).kind == "unknown"
+    lock.unlink()
+    assert judge(read_all([stack])).cause == "build"
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "ranks"), [(-9, "dead", (5,)), (-11, "dead", (5,)), (-15, "error", ()), (1, "error", (5,))]
+)
+def test_the_summary_of_torchrun_names_the_rank(
+    number: int, cause: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    failures = {
+        rank: ProcessFailure(local_rank=rank % 4, pid=100, exitcode=code, error_file="none")
+        for rank, code in ((4, -15), (5, number))
+    }
+    failures[4].timestamp = failures[5].timestamp + 1
+    (tmp_path / "all.log").write_text(f"ChildFailedError: \n{ChildFailedError('train.py', failures)}")
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == ("died", cause, ranks)
+
+
+@pytest.mark.usefixtures("page_files")
+def test_every_session_of_the_page_is_what_the_command_prints() -> None:
     shown = sessions()
     assert {text.split(" · ")[0] for _, text in shown} == {
         "HANG",
