@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from parcompile.backends.writing import to_text
+from parcompile.backends.artefacts import to_text
 from parcompile.doctor import judge, read_all
 
 from .options import read_plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import pickle
 import re
 from collections import Counter
@@ -47,6 +48,7 @@ def read_dump(content: bytes, source: str) -> Rank:
             for name, one in tree["pg_config"].items()
         }
         messages = [_message(one, groups, done) for one in tree["entries"]]
+        size = max((_size(one) for one in tree["entries"]), default=0)
     except DamagedError:
         raise
     except Exception as error:  # a damaged pickle raises whatever it likes
@@ -58,7 +60,16 @@ def read_dump(content: bytes, source: str) -> Rank:
     over = [
         replace(one, state="done") if one.peer is None and one.number <= last[one.group] else one for one in messages
     ]
-    return Rank(rank, source, 0, groups, over)
+    return Rank(rank, source, size if rank < size else 0, groups, over)
+
+
+def _size(one: Mapping[str, Any]) -> int:
+    """Ranks of the group of a message, which gloo's dumps do not list: what is gathered has a part of each."""
+    sizes = one["input_sizes"], one["output_sizes"]
+    if op_of(one["profiling_name"]) not in ("all_gather", "reduce_scatter") or not all(sizes):
+        return 0
+    less, more = sorted(sum(math.prod(map(int, shape)) for shape in each) for each in sizes)
+    return more // less if less > 0 and more <= MOST_RANKS * less and more % less == 0 else 0
 
 
 def _axis(name: str, description: str | None) -> str:

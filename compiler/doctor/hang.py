@@ -100,7 +100,8 @@ class Messages:
         self.posted: dict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self._last: Counter[Any] = Counter()
         # Dumps of gloo do not say who is in a group: a rank without one is in those that all others use.
-        absent = set(range(max(ranks, default=0))) - set(ranks)
+        size = max((one.world_size for one in ranks.values()), default=0)
+        absent = set(range(max([*ranks, size]))) - set(ranks)
         for rank, one in ranks.items():
             for name, (_, members) in one.groups.items():
                 self.members[name].update(members)
@@ -132,7 +133,11 @@ class Messages:
             every = [Wait(rank, m, tuple(sorted(self._missing(rank, m)))) for m in mine]
             # A dump of Flight Recorder counts what has failed as over: not what a member has never posted.
             waits = [w for w in every if w.message.state in UNDONE or (one.seconds is None and w.missing)]
-            if waits:
+            # A rank that left nothing may have posted all but the last: it is not known since when others wait for it.
+            since = [w for w in waits if not w.missing or set(w.missing) & set(self.ranks)]
+            if waits and not since:
+                found.append(max(waits, key=lambda one: one.message.seconds))
+            elif waits := since:
                 # What nobody has looked at may have come to its end unseen.
                 found.append(min(waits, key=lambda one: (not one.missing, one.message.seconds)))
         return found

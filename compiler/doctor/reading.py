@@ -101,7 +101,7 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
         one = read_ring(content, name) if path.suffix == ".ring" else read_records(text, name)
         known = found.ranks.get(one.rank)
         # A process that was killed after its records were written goes on in the other file.
-        if known is None or known.world_size == 0 or _last(one) > _last(known):
+        if known is None or known.seconds is None or _last(one) > _last(known):
             found.ranks[one.rank] = one
     elif path.suffix == ".jsonl":
         found.metrics, found.metrics_file = read_metrics(text) or found.metrics, name

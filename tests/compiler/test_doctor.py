@@ -162,6 +162,19 @@ def test_dumps_of_flight_recorder_name_the_rank_and_its_line(tmp_path: Path) -> 
     assert (found.kind, found.ranks, found.axis) == ("hang", (2,), "world")
     assert found.collective is not None
     assert "train.py:2 step" in found.collective
+    (tmp_path / "trace_2").unlink()
+    dead = judge(read_all([tmp_path]))
+    assert (dead.cause, dead.ranks) == ("dead", (2,))
+    assert dead.collective is not None
+    assert "train.py:2 step" in dead.collective  # the last that the others have posted
+    dumped(tmp_path, 2)
+    (tmp_path / "trace_3").unlink()
+    for rank in range(3):  # as gloo writes them, without the ranks of groups
+        tree = pickle.loads((tmp_path / f"trace_{rank}").read_bytes())
+        gather = {"profiling_name": "gloo:all_gather", "input_sizes": [[4]], "output_sizes": [[16]]}
+        entries = [{**one, **gather} if "all_gather" in one["profiling_name"] else one for one in tree["entries"]]
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps({**tree, "pg_config": {}, "entries": entries}))
+    assert read_all([tmp_path]).world_size == 4
 
 
 def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
