@@ -74,8 +74,6 @@ _FIELDS = {"activation_checkpointing": "recompute", "micro_batch_size": "micro_b
 _POWERS = (2, 4, 8, 16, 32, 64)
 _LAST_RESORTS = {"nodes": 1}
 """What has to be bought."""
-_NOT_EXECUTED = 3
-"""The ZeRO stage that other launchers run only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +98,8 @@ def changes_that_fit(
     """The smallest changes of `names` that fit with the probability that a choice asks for.
 
     Of each set of names the fastest change counts, with as few nodes as possible. Fewer nodes come first, then fewer
-    changed values, then faster ones; a ZeRO stage that the runtime does not execute comes last. With `chooses_context`,
-    the implementation of context parallelism is chosen anew, as for a spec that leaves it open. With `by_stage`, only
-    the first stages recompute where that is enough and faster.
+    changed values, then faster ones. With `chooses_context`, the implementation of context parallelism is chosen anew,
+    as for a spec that leaves it open. With `by_stage`, only the first stages recompute where that is enough and faster.
 
     Raises:
         ValueError: the layout as it is cannot be cut.
@@ -133,15 +130,7 @@ def changes_that_fit(
         best = min(fitting, key=lambda one: (one.work.nodes, one.work.zero_stage, one.seconds))
         if all(best.work.nodes < one.work.nodes for known, one in found.items() if known <= set(chosen)):
             found[frozenset(chosen)] = best
-    return sorted(
-        found.values(),
-        key=lambda one: (
-            one.settings.get("stage") == _NOT_EXECUTED,
-            one.work.nodes,
-            *_rank(one.settings),
-            one.seconds,
-        ),
-    )
+    return sorted(found.values(), key=lambda one: (one.work.nodes, *_rank(one.settings), one.seconds))
 
 
 def _change(

@@ -55,7 +55,8 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
-from .memory import keeps_both_gradients
+from .memory import gathered_numels, keeps_both_gradients
+from .parameters import trained_tensors
 from .workload import FRAMEWORKS, Workload
 
 # What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
@@ -127,6 +128,9 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
     if work.ep > 1:
         found.update(_experts(work, stage))
     dealt = work.dealt_parameters(stage)
+    if work.shards_weights:
+        _shards_of_weights(work, stage, send)
+        return found
     if work.shards > 1:
         _gradients(work, work.stage_parameters(stage) - dealt, "dp-cp", work.shards, send)
     if work.expert_shards > 1 and dealt:
@@ -302,6 +306,25 @@ def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) 
     send(group, "all-gather", 1, weights, ranks)
     if work.zero_stage >= 3:
         send(group, "all-gather", work.micro_batches, weights, ranks)
+
+
+def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
+    """At ZeRO stage 3: weights around each module that uses them, small ones once in a step; gradients of each pass.
+
+    They are gathered for forward, for a recomputed forward, and for backward, but for what stays in between.
+    """
+    passes = work.micro_batches * (3 if work.recomputes_layers else 2)
+    _, others, live = gathered_numels(work, stage)
+    stays = work.micro_batches * live / others if others else 0.0
+    for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
+        layout = work.layout(parameter)
+        group, ranks = (EXPERT_DP, work.expert_shards) if layout.ep > 1 else ("dp-cp", work.shards)
+        if ranks == 1:
+            continue
+        whole = -(-layout.local_numel // ranks) * ranks * work.element_bytes
+        gathers = 1.0 if layout.local_numel <= work.small_numel else passes - stays
+        send(group, "all-gather", count * gathers, whole, ranks)
+        send(group, "reduce-scatter", count * work.micro_batches, whole, ranks)
 
 
 # What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.

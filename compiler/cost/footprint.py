@@ -160,6 +160,7 @@ def stage_components(
         "optimizer step": max(0.0, terms.optimizer_step - activations - logits),
         "pipeline buffers": terms.exchange,
         "framework": values["base_gib"] * GIB + extra * terms.parameters,
+        **({"gathered weights": terms.gathered_weights} if terms.gathered_weights else {}),
     }
 
 
@@ -173,7 +174,7 @@ def peak_bytes(work: Workload, terms: Sequence[StageTerms], values: Mapping[str,
         total = one.weights + one.gradients + one.master + one.optimizer + one.bucket + extra * one.parameters
         taken = one.stream + attention * one.attention + mlp * one.mlp + kept * one.gathered
         taken += logit * one.logit_elements + one.waiting_logits
-        total += max(taken, one.optimizer_step) + one.exchange
+        total += max(taken, one.optimizer_step) + one.exchange + one.gathered_weights
         best = max(best, total)
     return best + values["base_gib"] * GIB
 

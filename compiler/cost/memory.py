@@ -8,6 +8,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
 
+from .parameters import trained_tensors
 from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
@@ -16,9 +17,9 @@ LARGEST_BUCKET = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
-    """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them at ZeRO stage 0 and 1.
+    """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them.
 
-    Stages 2 and 3 are the same arithmetic: they shard gradients, stage 3 also weights, like the optimizer state.
+    Stage 2 shards gradients like the optimizer state, stage 3 also weights; those that are gathered are no part of it.
 
     Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master
     weights and two fp32 moments of its shard of the padded group.
@@ -96,6 +97,24 @@ def has_bucket(work: Workload) -> bool:
     return work.zero_stage > 0
 
 
+def gathered_numels(work: Workload, stage: Stage) -> tuple[int, int, int]:
+    """At ZeRO stage 3, elements that are gathered: of small weights, of all others, and of these at most at a time.
+
+    Before each module DeepSpeed gathers another bucket ahead, until as many are live as may be, and keeps where forward
+    turns to backward what it has looked at for backward (runtime/zero/partitioned_param_coordinator.py).
+    """
+    if not work.shards_weights:
+        return 0, 0, 0
+    small = others = largest = 0
+    for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
+        numel = work.layout(parameter).local_numel
+        if numel <= work.small_numel:
+            small += numel * count
+        else:
+            others, largest = others + numel * count, max(largest, numel)
+    return small, others, min(others, max(largest, work.live_numel))
+
+
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
     return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))
@@ -112,7 +131,7 @@ def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0, numel)
-        weights = held.weight_bytes + untrained_bytes(work, stage)
+        weights = held.weight_bytes + untrained_bytes(work, stage) / (work.shards if work.shards_weights else 1)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel
@@ -141,6 +160,9 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
+    if work.shards_weights:
+        # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside.
+        return MASTER_BYTES * largest + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
     # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
     copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0

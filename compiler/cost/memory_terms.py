@@ -32,7 +32,14 @@ from .layer_passes import (
     loss_chunk_bytes,
     row_copies,
 )
-from .memory import LARGEST_BUCKET, has_bucket, keeps_both_gradients, optimizer_step_bytes, static_terms
+from .memory import (
+    LARGEST_BUCKET,
+    gathered_numels,
+    has_bucket,
+    keeps_both_gradients,
+    optimizer_step_bytes,
+    static_terms,
+)
 from .parameters import is_even
 from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes, let_go_bytes
 from .workload import FRAMEWORKS, Workload
@@ -57,6 +64,7 @@ class StageTerms:
     waiting_logits: float
     exchange: float
     optimizer_step: float
+    gathered_weights: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,7 @@ class _Static:
     held: tuple[float, float, float, float]
     bucket: float
     optimizer_step: float
+    gathered_weights: float
 
 
 @lru_cache(maxsize=16)
@@ -196,6 +205,7 @@ def _static(work: Workload) -> list[_Static]:
             static_terms(work, stage, numel),
             bucket,
             optimizer_step_bytes(work, stage, numel, bucket) if eager else 0.0,
+            work.element_bytes * sum(gathered_numels(work, stage)[::2]),
         )
         for stage, numel in zip(work.stages, numels, strict=True)
     ]
@@ -237,6 +247,7 @@ def _terms(one: _Held, static: _Static) -> StageTerms:
         logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
         exchange,
         static.optimizer_step,
+        static.gathered_weights,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import tensor_layout
@@ -30,19 +31,21 @@ def stage_numel(
         layout = tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp, vocab_divisible_by=vocab_divisible_by)
         return layout.local_numel
 
-    total = 0
+    return sum(local(parameter) * count for parameter, count in trained_tensors(table, stage, tied=tied))
+
+
+def trained_tensors(table: ParameterTable, stage: Stage, *, tied: bool = False) -> Iterator[tuple[Parameter, int]]:
+    """The rows of the tensors that a rank of a stage trains, and how many of each."""
     if stage.has_embedding:
-        total += sum(local(parameter) for parameter in table.before if parameter.trained)
+        yield from ((parameter, 1) for parameter in table.before if parameter.trained)
     for parameter in table.layer:
         assert parameter.layers is not None
-        if not parameter.trained:
-            continue
-        total += local(parameter) * count_in(parameter.layers, stage.layers)
+        if parameter.trained and (count := count_in(parameter.layers, stage.layers)):
+            yield parameter, count
     if stage.has_head:
-        total += sum(local(parameter) for parameter in table.after)
+        yield from ((parameter, 1) for parameter in table.after)
         if tied and not stage.has_embedding:
-            total += local(table.before[0])
-    return total
+            yield table.before[0], 1
 
 
 @functools.lru_cache(maxsize=65536)

@@ -201,6 +201,9 @@ def _uniform_terms(work: Workload) -> StepTerms:
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
+    if work.shards_weights:  # for forward and backward, and a recomputed forward; none behind the optimizer
+        gathers *= 3 if work.recomputes_layers else 2
+        reduced -= work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks else sparse
     rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes

@@ -227,7 +227,7 @@ def time_bars(found: Estimate, *, unicode: bool = True) -> list[str]:
 def _grouped(names: Sequence[str]) -> dict[str, list[str]]:
     """Components that a bar draws as one."""
     groups = {
-        "weights": ["weights"],
+        "weights": ["weights", "gathered weights"],
         "gradients": ["gradients", "reduce bucket"],
         "optimizer": ["master weights", "optimizer state", "optimizer step"],
         "activations": ["activations", "pipeline buffers"],

@@ -17,10 +17,11 @@ from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.layout.shards import ShardedGroups, TensorLayout, padded_vocab_size, sharded_groups, tensor_layout
 from parcompile.machines.accelerator import Accelerator, find_accelerator
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 
-from .parameters import expert_numel, rank_parameters
+from .parameters import expert_numel, rank_parameters, trained_tensors
 
 ASSUMED_IMBALANCE = 1.0
 """Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
@@ -109,6 +110,10 @@ class Workload:
     """Whether anybody said what machine it is; otherwise nothing is claimed of what fits into its memory."""
     expert_tp: int | None = None
     """Ranks that share each routed expert; None: those of tp."""
+    small_numel: int = 100_000
+    """Weights up to this size stay gathered at ZeRO stage 3 (DeepSpeed's stage3_param_persistence_threshold)."""
+    live_numel: int = 1_000_000_000
+    """Elements that are gathered there at a time, at most (DeepSpeed's stage3_max_live_parameters)."""
 
     def having(self, **values: Any) -> Workload:
         """The step with other values, as `dataclasses.replace` makes it, in a tenth of the time: for searches."""
@@ -222,6 +227,11 @@ class Workload:
         return self.dp * self.cp
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether DeepSpeed gathers each weight around the modules that use it."""
+        return self.framework == "deepspeed" and self.zero_stage >= 3
+
+    @property
     def gradient_reductions(self) -> int:
         """How often a step reduces its gradients (DeepSpeed runtime/engine.py, `allreduce_gradients`)."""
         return self.micro_batches if self.framework == "deepspeed" and self.zero_stage >= 2 else 1
@@ -302,17 +312,33 @@ class Workload:
     def sharded(self, stage: Stage, numel: int | None = None) -> ShardedGroups:
         """How ZeRO flattens, pads and cuts the parameters of a rank of a stage; at ZeRO stage 0 nothing is padded.
 
+        At stage 3 DeepSpeed pads and cuts each parameter by itself.
+
         `numel` is how many they are, where that is known.
         """
         numel = self.stage_parameters(stage) if numel is None else numel
         if not self.zero_stage:
-            return ShardedGroups(numel, numel)
+            return ShardedGroups(numel, numel, self.dealt_parameters(stage))
+        if self.shards_weights:
+            return _sharded_tensors(self, stage)
         return sharded_groups(numel, self.shards, self.dealt_parameters(stage), self.expert_shards)
 
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
         sizes = tuple(self.size(one) for one in DENSE_AXES)
         return _expert_stride(self.order, sizes, self.ep, self.expert_tp, axis)
+
+
+@lru_cache(maxsize=1024)
+def _sharded_tensors(work: Workload, stage: Stage) -> ShardedGroups:
+    padded = shard = dealt = 0
+    for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
+        layout = work.layout(parameter)
+        ranks = work.expert_shards if layout.ep > 1 else work.shards
+        each = -(-layout.local_numel // ranks)
+        padded, shard = padded + count * each * ranks, shard + count * each
+        dealt += count * each if layout.ep > 1 else 0
+    return ShardedGroups(padded, shard, dealt)
 
 
 @lru_cache(maxsize=256)

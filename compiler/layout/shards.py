@@ -135,12 +135,14 @@ class ShardedGroups:
 
     padded_numel: int
     shard_numel: int
+    expert_numel: int
+    """Of the shard, those of experts that are dealt over ep."""
 
 
 def sharded_groups(numel: int, shards: int, experts: int = 0, expert_shards: int = 1) -> ShardedGroups:
     """By DeepSpeed's rule, of `numel` parameters of which so many are in the group of `experts`."""
     dense, dealt = padded_numel(numel - experts, shards), padded_numel(experts, expert_shards)
-    return ShardedGroups(dense + dealt, dense // shards + dealt // expert_shards)
+    return ShardedGroups(dense + dealt, dense // shards + dealt // expert_shards, dealt // expert_shards)
 
 
 def _check(shards: int, rank: int) -> None:

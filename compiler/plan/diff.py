@@ -156,6 +156,8 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"pp {old.pp} → {new.pp}: DeepSpeed's files are one for each stage, and its converter joins tp ranks only"
     elif before.spec.virtual_stages != after.spec.virtual_stages:
         yield "the pipeline stages hold other layers: DeepSpeed's files are one for each stage"
+    if before.spec.shards_weights or after.spec.shards_weights:
+        yield "zero.stage 3: the runtime writes its shards with names and shapes, which DeepSpeed does not read"
     if not after.spec.zero_stage and old.tp != new.tp:
         yield f"tp {old.tp} → {new.tp} at zero.stage 0: DeepSpeed's converter reads files of ZeRO's optimizers"
     if max(old.ep, new.ep) > 1:

@@ -231,6 +231,8 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
     shards = spec.optimizer_shards
     memory = static_memory(workload_of(spec))
     rule = "DeepSpeed: pad to a multiple of 2 · shards, then split evenly"
+    if spec.shards_weights:
+        rule = "DeepSpeed: pad each parameter to a multiple of the shards, then split it evenly"
     if spec.parallelism.ep > 1:
         rule += "; experts that are dealt over ep are padded and sharded by themselves, over expert-dp"
     return {

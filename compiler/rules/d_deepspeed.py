@@ -8,6 +8,7 @@ from parcompile.backends.deepspeed.facts import (
     DECIDED_BY,
     FORBIDDEN,
     FORBIDDEN_ZERO,
+    first_stage,
     refusal,
     refused_scaling,
     wrong_scale,
@@ -20,9 +21,6 @@ from .arithmetic import also
 from .registry import Finding, rule
 
 # The further DeepSpeed keys of a spec: nothing in them may fight the plan.
-
-_STAGE_3 = frozenset({"offload_param", "zero_hpz_partition_size", "zero_quantized_gradients", "mics_shard_size"})
-"""Those that DeepSpeed ignores below stage 3: there they only have no effect (Z003)."""
 
 
 @rule(
@@ -53,7 +51,7 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
         if (
             key in FORBIDDEN_ZERO
             and spec.given("deepspeed", "zero_optimization", key)
-            and not (key in _STAGE_3 and spec.zero_stage < 3)
+            and not (first_stage(key) == 3 and spec.zero_stage < 3)  # it only has no effect there: Z003
         ):
             path = ("deepspeed", "zero_optimization", key)
             place = ("zero", "stage")
@@ -177,7 +175,7 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
         ("zero_allow_untested_optimizer",): False,
         ("zero_optimization", "reduce_scatter"): True,
         ("zero_optimization", "contiguous_gradients"): True,
-        ("zero_optimization", "overlap_comm"): False,
+        ("zero_optimization", "overlap_comm"): spec.zero_stage == 3,
         ("zero_optimization", "allgather_partitions"): True,
     }
     for path, value in planned.items():

@@ -123,7 +123,7 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
         yield Finding(
             "expert_tp 1 at zero.stage 0: the files of that stage have the states of all experts with each tp rank",
             where,
-            help="use zero.stage 1 or 2, or leave expert_tp out",
+            help="use zero.stage 1, 2 or 3, or leave expert_tp out",
             related=also(spec, ("zero", "stage")),
         )
     elif ep % tp:
@@ -140,31 +140,6 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
             ("parallelism", "order"),
             help="write the order tp-cp-ep-dp-pp",
             related=also(spec, where),
-        )
-
-
-@rule(
-    "X003",
-    "the runtime runs ZeRO stages 0, 1 and 2",
-    """The runtime keeps the optimizer state replicated (stage 0) or shards it over dp · cp (stage 1), and at
-    stage 2 the gradients too. At stage 3 DeepSpeed would gather each weight around the forward of the module that owns
-    it. Layers of the runtime compute with weights of other modules (the tied head and the loss, fused projections,
-    chunks of a pipeline), and checkpoints are split by the plan's slices, which stage 3 does not keep. Such a plan is
-    emitted for other launchers. To shrink weights instead, raise tp or pp; to shrink activations, recompute or raise
-    cp.""",
-    wrong={"zero": {"stage": 3}},
-    right={"zero": {"stage": 2}},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
-def runtime_needs_whole_weights(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stage 3."""
-    if spec.zero_stage > 2:
-        yield Finding(
-            f"zero.stage {spec.zero_stage}: parcompile.runtime runs stages 0, 1 and 2 only",
-            ("zero", "stage"),
-            help="use stage 1 or 2, and raise tp or pp to shrink weights",
         )
 
 

@@ -19,8 +19,10 @@ _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
 @rule(
     "Z001",
     "ZeRO stage 2 or 3 with pipeline stages",
-    """A pipeline stage keeps gradients of several micro-batches and runs its layers on demand; DeepSpeed's pipeline
-    engine refuses to have gradients or weights sharded as well.""",
+    """A pipeline stage adds up gradients of several micro-batches, and reduces them when all have gone backward. ZeRO
+    stages 2 and 3 reduce and let go of each gradient in the backward of its micro-batch, and stage 3 would gather the
+    weights of a stage again for each of them; DeepSpeed's pipeline engine refuses both. With pp 1, stage 3 shrinks
+    weights instead: it shards them over dp · cp.""",
     wrong={"parallelism": {"pp": 2}, "zero": {"stage": 2}},
     right={
         "parallelism": {"pp": 2},
@@ -37,7 +39,10 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"zero.stage {stage} with pp {pp}: DeepSpeed runs pipelines up to stage 1",
             _STAGE,
-            help="use stage 1, or pp 1",
+            help=f"use stage 1, or pp 1: the weights are sharded over {spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp} "
+            "ranks of dp · cp then"
+            if stage > 2
+            else "use stage 1, or pp 1",
             fixes=_lower(),
             related=also(spec, ("parallelism", "pp")),
         )
@@ -47,12 +52,11 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
     "Z002",
     "experts over ep with ZeRO options that DeepSpeed refuses",
     """Experts that are dealt over ep are reduced over fewer ranks than the rest of the model. DeepSpeed's ZeRO stages 1
-    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise. Stage
-    3 accepts the experts of DeepSpeed's AutoEP only. Where ep is 1 every stage is possible.""",
+    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise.""",
     wrong={
         "model": {"preset": "qwen3-30b-a3b"},
         "parallelism": {"tp": 2, "ep": 8},
-        "zero": {"stage": 3},
+        "deepspeed": {"zero_optimization": {"reduce_scatter": False}},
         "cluster": {"nodes": 4},
     },
     right={
@@ -61,25 +65,13 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
         "zero": {"stage": 1},
         "cluster": {"nodes": 4},
     },
-    sources=(
-        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",
-        "DeepSpeed 0.19.8 runtime/engine.py, _validate_zero3_moe_compatibility",
-    ),
+    sources=("DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",),
     targets=("deepspeed",),
 )
 def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
-    """Fires for ep > 1 at stage 3, and for what stages 1 and 2 assert."""
+    """Fires for what stages 1 and 2 assert where ep > 1."""
     stage, ep = spec.zero_stage, spec.axis(Axis.EP)
-    if not spec.shape.has_moe or ep == 1 or stage == 0:
-        return
-    if stage >= 3:
-        yield Finding(
-            f"zero.stage {stage} with ep {ep}: DeepSpeed shards experts over ep up to stage 2",
-            _STAGE,
-            help="use stage 1 or 2, or ep 1",
-            fixes=_lower(),
-            related=also(spec, ("parallelism", "ep")),
-        )
+    if not spec.shape.has_moe or ep == 1 or stage not in (1, 2):
         return
     needed = ("reduce_scatter", "contiguous_gradients")[:stage]
     for key in needed:

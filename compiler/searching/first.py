@@ -375,8 +375,7 @@ def _remedies(space: Space, least: Ranked) -> Iterator[str]:
             continue
         other = Predictor(space.choices).footprint(replace(work, zero_stage=stage))
         if is_safe(other):
-            run = ", which parcompile.runtime does not run" if stage == 3 else ""
-            yield f"zero.stage {stage}{run}: {least.layout_name}, peak {format_bytes(other.peak.total_bytes)}"
+            yield f"zero.stage {stage}: {least.layout_name}, peak {format_bytes(other.peak.total_bytes)}"
             break
 
 

@@ -219,6 +219,11 @@ class Spec:
         return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.pipeline_split)
 
     @property
+    def shards_weights(self) -> bool:
+        """Whether a rank holds a shard of each weight, and gathers it around the modules that use it."""
+        return self.zero_stage == 3
+
+    @property
     def optimizer_shards(self) -> int:
         """Ranks that share the optimizer states of a parameter which dp · cp ranks hold; at ZeRO stage 0 none do."""
         return self.parallelism.zero_shards if self.zero_stage else 1
@@ -312,7 +317,21 @@ def workload_of(spec: Spec) -> Workload:
         stage_layers=spec.stages,
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
+        **_gathering(spec),
     )
+
+
+def _gathering(spec: Spec) -> dict[str, Any]:
+    """What the spec says of weights that are gathered at ZeRO stage 3, by either of DeepSpeed's names."""
+    given = spec.deepspeed.get("zero_optimization")
+    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    found: dict[str, Any] = {}
+    keys = {"small_numel": "param_persistence_threshold", "live_numel": "max_live_parameters"}
+    for name, key in keys.items():
+        value = section.get(f"stage3_{key}", section.get(key))
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            found[name] = int(value)
+    return found
 
 
 def _keeps_gradients(spec: Spec) -> bool:

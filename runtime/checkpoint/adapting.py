@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
-from parcompile.runtime.deepspeed_patches.optimizer_state import master_shards, parameter_groups, place_in_shard
+from parcompile.runtime.deepspeed_patches.optimizer_state import (
+    groups_of_shards,
+    master_shards,
+    parameter_groups,
+    place_in_shard,
+)
+from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.building import persistent_buffers
 from parcompile.runtime.model.configuration import check_folder
@@ -50,7 +56,8 @@ def adapt(engine: Any, saved: SavedRun) -> None:
                 if local is None:
                     continue
                 if kind == MASTER:
-                    parameter.copy_(local)
+                    with gathered(parameter, written=True):
+                        parameter.copy_(local)
                 if parameter in placed:
                     flat, state = placed[parameter]
                     _place(parameter, local, flat if kind == MASTER else _moment(state, kind, flat))
@@ -111,7 +118,8 @@ def _settings(engine: Any, saved: SavedRun, origins: Sequence[Sequence[int]]) ->
     engine.skipped_steps = counters["skipped_steps"]
     if engine.lr_scheduler is not None and counters.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
-    live = engine.optimizer.optimizer.param_groups
+    groups = engine.optimizer.optimizer.param_groups
+    live = [groups[number] for number in groups_of_shards(engine.optimizer)]
     # Experts are in groups of their own, with the settings of those that they were taken from.
     kinds = [repr(sorted(without_keys(group).items())) for group in live]
     alike = {(number, kind) for origin, kind in zip(origins, kinds, strict=True) for number in origin}

@@ -16,6 +16,7 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
 from parcompile.plan.holding import ModelParallelPlace, model_parallel_places
+from parcompile.runtime.deepspeed_patches.sharded_weights import gathered, local_shape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.rendezvous import store_of_world
@@ -41,7 +42,8 @@ class _Described(NamedTuple):
 def is_whole(plan: Plan) -> bool:
     """Whether every rank holds the whole model."""
     parallelism = plan.spec.parallelism
-    return parallelism.tp == parallelism.pp == parallelism.ep == 1
+    in_shards = plan.spec.shards_weights and parallelism.zero_shards > 1
+    return parallelism.tp == parallelism.pp == parallelism.ep == 1 and not in_shards
 
 
 def wait_for_all(mesh: Mesh, call: str) -> None:
@@ -92,11 +94,12 @@ class LiveTensors(WholeTensors):
         self._rank = mesh.rank
         self.error: RunError | None = None
         """What went wrong here while tensors were on their way, which all ranks send to the end."""
-        self._own = {plain_name(name): one.detach() for name, one in model.named_parameters()}
+        self._own = {plain_name(name): one for name, one in model.named_parameters()}
+        self._gathered: tuple[str, Tensor] = "", torch.empty(0)
         self._group: Any = None
         mine = _Described(
             {
-                plain_name(name): (one.dtype, tuple(one.shape), one.requires_grad)
+                plain_name(name): (one.dtype, local_shape(one), one.requires_grad)
                 for name, one in model.named_parameters()
             },
             _persistent_buffers(model),
@@ -163,8 +166,11 @@ class LiveTensors(WholeTensors):
             shards = self.plan.groups.of_rank("dp-cp", source)
             source = next(one for one in shards if self.plan.groups.of_rank(Axis.EP, one).index(one) == ep_rank)
         dtype, shape, _ = self._described[source].parameters[name]
+        if name in self._own and self._gathered[0] != name:
+            with gathered(self._own[name]):
+                self._gathered = name, self._own[name].detach().cpu().contiguous()
         if source == self._rank:
-            mine = self._own[name].cpu().contiguous()
+            mine = self._gathered[1]
             if not self._rank:
                 return mine
             dist.send(_as_bytes(mine), 0, group=self._group)

@@ -46,14 +46,16 @@ def let_save(model: nn.Module, mesh: Mesh) -> None:
         if hasattr(one, "save_pretrained"):
             one.save_pretrained = functools.partial(_save_pretrained, one, mesh, one.save_pretrained)  # type: ignore[assignment, arg-type]
         if not is_whole(mesh.plan):
-            one.register_state_dict_pre_hook(_refuse_slices)  # type: ignore[no-untyped-call]
+            refuse = _refuse_shards if mesh.plan.spec.shards_weights else _refuse_slices
+            one.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def let_engine_save(engine: Any) -> None:
     """Gives an engine a `save_16bit_model` that writes the whole model; its checkpoints may hold slices."""
     engine.save_16bit_model = functools.partial(_save_16bit_model, engine)
     engine.save_fp16_model = engine.save_16bit_model
-    for name in ("save_checkpoint", "module_state_dict"):
+    # At stage 3 there is nothing in what the second gives: the first, which calls it, is DeepSpeed's own.
+    for name in ("save_checkpoint", "module_state_dict")[: 1 if engine.mesh.plan.spec.shards_weights else 2]:
         setattr(engine, name, _with_slices(getattr(engine, name)))
 
 
@@ -82,6 +84,15 @@ def _refuse_slices(*_: Any) -> None:
         raise RunError(
             "state_dict() of this model would hold the slices of one rank: model.save_pretrained(folder), called on "
             "every rank, writes the whole model; engine.module_state_dict() gives the slices",
+            everywhere=True,
+        )
+
+
+def _refuse_shards(*_: Any) -> None:
+    if not _slices_wanted:
+        raise RunError(
+            "state_dict() of this model would hold nothing: at zero.stage 3 weights are in shards. "
+            "model.save_pretrained(folder), called on every rank, writes the whole model",
             everywhere=True,
         )
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
+from parcompile.runtime.deepspeed_patches.sharded_weights import held
 from parcompile.runtime.errors import RunError
 
 from . import expert_weights
@@ -119,12 +120,16 @@ class Saver:
         on_all_ranks(lambda: await_seen(folder))
         writer = Writer(folder, self._memories if in_memory else None)
         state = {"step": note.step, **universal_checkpoint_info(note.plan, adapters=note.adapters is not None)}
-        with use_checkpoint_engine(engine, writer):
-            engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
-        if (file := expert_weights.file_to_write(engine.mesh)) is not None:
-            writer.save(expert_weights.content(engine.module), file)
-        if (file := whole_states.file_to_write(engine.mesh)) is not None:
-            writer.save(whole_states.content(engine), file)
+        if note.plan.spec.shards_weights:
+            for file, weights in whole_states.gathered_weights(engine, state).items():
+                writer.save(weights, file)
+        else:
+            with use_checkpoint_engine(engine, writer):
+                engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
+            if (experts := expert_weights.file_to_write(engine.mesh)) is not None:
+                writer.save(expert_weights.content(engine.module), experts)
+        if (states := whole_states.file_to_write(engine.mesh)) is not None:
+            writer.save(whole_states.content(engine), states)
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 
@@ -185,10 +190,10 @@ def _refuse_lost_weights(model: torch.nn.Module) -> None:
     Raises:
         RunError: a weight is infinite or no number.
     """
-    named = [(name, one) for name, one in model.named_parameters() if one.is_floating_point() and one.numel()]
+    named = [(name, held(one)) for name, one in model.named_parameters() if one.is_floating_point()]
     if not named:
         return
-    finite = torch.stack([torch.isfinite(one.detach()).all() for _, one in named])
+    finite = torch.stack([torch.isfinite(one).all() for _, one in named])
     if not finite.all():
         lost = [name for (name, _), good in zip(named, finite.tolist(), strict=True) if not good]
         more = f" and {len(lost) - 1} more parameters" if len(lost) > 1 else ""

@@ -156,11 +156,12 @@ def _note_on_all_ranks(folder: Path) -> Note:
 
 
 def _load_as_it_is(engine: Any, note: Note, *, schedules: bool) -> None:
-    """A checkpoint of the same layout. DeepSpeed knows no files of optimizer states for ZeRO stage 0."""
+    """A checkpoint of the same layout."""
     from .deepspeed_engine import Reader
+    from .whole_states import deepspeed_writes
 
     mesh = engine.mesh
-    if mesh.plan.spec.zero_stage:
+    if deepspeed_writes(mesh.plan):
         experts = {}
         ep_rank = None if mesh.parallel_group(Axis.EP) is None else mesh.index(Axis.EP)
         if ep_rank in further_ep_ranks(note.plan, mesh.index(Axis.TP)):  # those of others are in the file of weights

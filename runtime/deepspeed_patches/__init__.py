@@ -41,9 +41,20 @@ Changed:
   `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
   own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `use_checkpoint_engine`,
   `checkpoint.deepspeed_engine`
+- Weights are sharded over the plan's groups before DeepSpeed does it, which knows dp alone (`zero.Init` and its
+  `_convert_to_zero_parameters`, runtime/zero/partition_parameters.py); then it leaves them as they are. `shard_weights`
+- `__avg_scatter_grads` of the optimizer of stage 3 (runtime/zero/stage3.py): with reduce-scatter gradients are divided
+  by dp · cp, and have to be by dp. `_grad_norm_counts_every_rank`: experts count on each rank of tp where DeepSpeed's
+  ep is not over tp. `take_over_shards`
+- `assert_ints_same_as_other_ranks` (runtime/zero/partitioned_param_coordinator.py) compares the order of modules over
+  the world, and here over the ranks that share weights. `take_over_shards`
+- `defragment` (runtime/zero/stage3.py), which copies over the host, and the autocast that `runtime/zero/linear.py` asks
+  for, while a rank has no values; and `torch.nn.functional.linear`, which DeepSpeed replaces for good. `without_values`
 
 Read:
 
+- `ds_id`, `ds_shape`, `ds_numel`, `ds_tensor` and `ds_process_group` of weights in shards, and the sub-groups of the
+  optimizer of stage 3: `fp16_groups`, `fp32_partitioned_groups_flat`, `sub_group_to_group_id`. `sharded_weights`
 - Groups of parameters, their flat tensors and shards: `bit16_groups`, `bit16_groups_flat` and
   `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `bf16_groups`, `bf16_groups_flat` and
   `fp32_groups_flat_partition` (runtime/bf16_optimizer.py). Checkpoints of another layout are written into them, and
@@ -65,6 +76,8 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
   gradient norm of tensor-parallel ranks other than the first. `tensor_parallel.partial`
 - `parameter.allreduce` and `parameter.group_name` (`is_moe_param`, moe/utils.py): experts that other ranks do not hold,
   and the groups that share them. Groups of parameters say so with "moe" and "name". `mark_expert`
+- `parameter.ds_zero_placement_family` and `ds_zero_partition_group_name` (runtime/zero/stage3.py): experts as those of
+  AutoEP are. `mark_sharded_experts`
 - `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
 - The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mesh`

@@ -48,21 +48,29 @@ def kept_gradients(engine: Any) -> list[Tensor]:
 
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     """The parameters of each group of an optimizer, those of other ranks' shards included."""
-    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "bf16_groups")]
+    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "bf16_groups", "fp16_groups")]
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 shard of each group."""
-    return list(_first_of(optimizer, "masters", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"))
+    names = "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"
+    return list(_first_of(optimizer, "masters", *names))
 
 
 def flat_weights(optimizer: Any) -> list[Tensor]:
     """The flat tensor of each group in which its parameters lie."""
-    return list(_first_of(optimizer, "weights", "bit16_groups_flat", "bf16_groups_flat"))
+    names = "bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat"
+    return list(_first_of(optimizer, "weights", *names))
+
+
+def groups_of_shards(optimizer: Any) -> list[int]:
+    """Of each flat shard the number of its group of parameters: ZeRO stage 3 divides a group into sub-groups."""
+    of_group = getattr(optimizer, "sub_group_to_group_id", None)
+    return [number if of_group is None else of_group[number] for number in range(len(master_shards(optimizer)))]
 
 
 def _first_of(optimizer: Any, *names: str) -> Any:
-    """What the optimizer of stage 0 has under the first name, ZeRO's under the second, the bf16 one under the third."""
+    """What optimizers have under the first of these names: that of stage 0, ZeRO-1 and 2, the bf16 one, ZeRO-3."""
     return next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
 
 
@@ -73,19 +81,20 @@ class PlaceInShard(NamedTuple):
     of_shard: slice
 
 
-_WHOLE = "parcompile_offset"
+_PLACE = "parcompile_place"
 
 
-def lies_whole(parameter: nn.Parameter, offset: int) -> None:
-    """Says that all of a parameter lies in this rank's only shard, from the element `offset` on."""
-    setattr(parameter, _WHOLE, offset)
+def lies_in_shard(parameter: nn.Parameter, first: int, numel: int, offset: int) -> None:
+    """Says that so many elements of a parameter, from `first` on, lie in this rank's shard, from `offset` on."""
+    place = PlaceInShard(slice(first, first + numel), slice(offset, offset + numel))
+    setattr(parameter, _PLACE, place if numel else None)
 
 
 def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
     """Where a parameter lies in this rank's shard; None: not at all."""
-    offset: int | None = getattr(parameter, _WHOLE, None)
-    if offset is not None:
-        return PlaceInShard(slice(0, parameter.numel()), slice(offset, offset + parameter.numel()))
+    if hasattr(parameter, _PLACE):
+        place: PlaceInShard | None = getattr(parameter, _PLACE)
+        return place
     mapping: Any = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None

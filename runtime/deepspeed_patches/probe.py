@@ -38,6 +38,19 @@ NAMES = {
         *("get_grads_for_norm", "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
         *("fp32_groups_gradients", "fp32_groups_has_gradients", "fp32_groups_gradients_flat"),
     ),
+    "runtime.zero.stage3": ("defragment",),
+    "runtime.zero.linear": ("get_accelerator",),
+    "runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
+    "runtime.zero.partition_parameters.Init": (
+        *("_convert_to_zero_parameters", "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_process_group"),
+        "ds_zero_partition_rank",
+    ),
+    "runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (
+        *("fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "sub_group_to_group_id"),
+        *("_grad_norm_counts_every_rank", "_autoep_expert_parallel_group"),
+        *("_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", "ds_zero_placement_family"),
+        "ds_zero_partition_group_name",
+    ),
 }
 """By module or class of DeepSpeed. What is an instance's is found among the names that the methods use."""
 

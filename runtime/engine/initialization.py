@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.doctor.records import FOLDER as RECORDS_FOLDER
+from parcompile.layout.groups import EXPERT_DP
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer
 from parcompile.runtime.deepspeed_patches.probe import check_names
+from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.expert_parallel import for_deepspeed, take_over_norm, warn_of_empty_tables
+from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.inject import inject
@@ -108,6 +110,8 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
     if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
         options["lr_scheduler"] = partial(PlanSchedule, training=training)
     with for_deepspeed(mesh, model, **options) as given:
+        if mesh.plan.spec.shards_weights:
+            _shard_weights(model, mesh)
         if mesh.plan.spec.zero_stage:
             yield given
             return
@@ -115,6 +119,18 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
 
         with with_optimizer(lambda engine, optimizer: UnshardedOptimizer(engine, optimizer, mesh)):
             yield given
+
+
+def _shard_weights(model: nn.Module, mesh: Mesh) -> None:
+    """Leaves each rank its shards: over expert-dp of experts that are dealt, over dp · cp of all else."""
+    whole, experts = mesh.group("dp-cp"), mesh.groups.get(EXPERT_DP)
+    shard_weights(
+        model.parameters(),
+        lambda parameter: experts if experts is not None and is_dealt(parameter) else whole,
+        lambda parameter: _make_replicas_equal(parameter, mesh),
+        ds_config(mesh.plan),
+        Mpu(mesh),
+    )
 
 
 # One call from a plan to a DeepSpeed engine.
@@ -210,10 +226,13 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
         raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
     recompute_as_planned(model, plan, mesh.rank)
     # DeepSpeed casts the weights to the type of training: cast before they move, they take half as much of the device.
-    _place(model, mesh.device, None if check is not None else TORCH_DTYPES[plan.spec.training.precision])
+    # Weights that are sharded stay where they are until then: a device holds one of them whole at a time.
+    stay = plan.spec.shards_weights and check is None
+    _place(model, mesh.device, None if check is not None else TORCH_DTYPES[plan.spec.training.precision], stay=stay)
     model.train()
     seed_ranks(mesh)
-    _make_replicated_parameters_equal(model, mesh)
+    for parameter in () if stay else model.parameters():
+        _make_replicas_equal(parameter, mesh)
     keep_biases(model, mesh)
     if check is not None:
         check.compare(without_peft(model))
@@ -222,12 +241,19 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     return model
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves a model to its device; weights are cast to `dtype` on the way, one after the other. Buffers keep theirs."""
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, stay: bool) -> None:
+    """Moves a model to its device; weights are cast to `dtype` on the way, one after the other. Buffers keep theirs.
+
+    With `stay` weights are cast alone.
+    """
     for parameter in model.parameters() if dtype is not None else ():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype).to(device)
-    model.to(device)
+            parameter.data = parameter.data.to(dtype).to(parameter.device if stay else device)
+    if not stay:
+        model.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def seed_ranks(mesh: Mesh) -> None:
@@ -283,15 +309,11 @@ def _measurements_file(plan: Plan | str, wanted: Path | str | bool) -> Path | No
     return Path(wanted)
 
 
-def _make_replicated_parameters_equal(model: nn.Module, mesh: Mesh) -> None:
-    """DeepSpeed broadcasts over dp × cp only: what the tp ranks share has to be made equal here."""
-    group = mesh.parallel_group("tp")
-    if group is None:
-        return
-    source = mesh.plan.groups.of_rank("tp", mesh.rank)[0]
-    for parameter in model.parameters():
-        if not is_sharded(parameter):
-            dist.broadcast(parameter.data, source, group=group)
+def _make_replicas_equal(parameter: nn.Parameter, mesh: Mesh) -> None:
+    """DeepSpeed broadcasts over dp × cp only: what the tp ranks share has to be made equal here, on the device."""
+    parameter.data = parameter.data.to(mesh.device)
+    if (group := mesh.parallel_group("tp")) is not None and not is_sharded(parameter):
+        dist.broadcast(parameter.data, mesh.plan.groups.of_rank("tp", mesh.rank)[0], group=group)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

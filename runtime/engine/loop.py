@@ -161,8 +161,8 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
     count = len(dataset) if batches is None else min(len(dataset), batches * training.eval_global_batch_size)
     firsts = range(mesh.index("dp") * micro, count, dp * micro)
     passes = len(firsts)
-    if mesh.parallel_group(Axis.EP) is not None:
-        # Ranks that exchange tokens make equally many passes: the last ones may be of nothing that counts.
+    if mesh.parallel_group(Axis.EP) is not None or mesh.plan.spec.shards_weights:
+        # Ranks that exchange tokens or weights make equally many passes: the last ones may be of nothing that counts.
         passes = len(range(0, count, dp * micro))
     total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
 

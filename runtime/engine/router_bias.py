@@ -36,13 +36,20 @@ class RouterBiases:
         rate: how far a bias moves in a step.
 
     Raises:
-        RunError: a bias has no experts beside it.
+        RunError: a bias has no experts beside it, or ZeRO stage 3 shards it.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, rate: float) -> None:
         self._model, self._mesh, self._rate = model, mesh, rate
         found = list(_biases(model))
         self._names = [name for name, _ in found]
+        sharded = [name for name in self._names if isinstance(_of(model, name), nn.Parameter)]
+        if sharded and mesh.plan.spec.shards_weights:
+            raise RunError(
+                f"moe_router_bias_update_rate {rate} at zero.stage 3: {sharded[0]} is a parameter, which this stage "
+                "shards; use zero.stage 2, or leave the rate out",
+                everywhere=True,
+            )
         # DeepSpeed casts the model to the type of the weights, in which a small rate is lost.
         self._before = [_of(model, name).detach().float().clone() for name in self._names]
         self._loads = [torch.zeros(bias.numel(), dtype=torch.long, device=mesh.device) for bias in self._before]

@@ -40,7 +40,7 @@ from parcompile.runtime.deepspeed_patches.engine import before_reduction, keeps_
 from parcompile.runtime.deepspeed_patches.norm import expert_group_name, squared_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     accumulated_gradient,
-    lies_whole,
+    lies_in_shard,
     sum_in,
     summed_gradient,
 )
@@ -234,6 +234,6 @@ def _flattened(parameters: list[nn.Parameter]) -> Tensor:
     offset = 0
     for parameter in parameters:
         parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-        lies_whole(parameter, offset)
+        lies_in_shard(parameter, 0, parameter.numel(), offset)
         offset += parameter.numel()
     return flat

@@ -37,6 +37,7 @@ from parcompile.runtime.deepspeed_patches.norm import (
     norm_at_once,
     with_expert_layers,
 )
+from parcompile.runtime.deepspeed_patches.sharded_weights import mark_sharded_experts, take_over_shards
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
@@ -77,14 +78,19 @@ def for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Iterator[dict
                 optimizer.param_groups[:] = groups = apart(optimizer.param_groups, ep)
             elif given is not None:
                 options["model_parameters"] = groups
-            if any(is_dealt(parameter) for group in groups for parameter in group["params"]):
+            dealt = [parameter for group in groups for parameter in group["params"] if is_dealt(parameter)]
+            if dealt and mesh.plan.spec.shards_weights:
+                mark_sharded_experts(dealt)
+            elif dealt:
                 entered.enter_context(with_expert_layers(model))
         yield options
 
 
 def take_over_norm(engine: Any, mesh: Mesh) -> None:
     """Makes the norm of an engine that of all experts. Every rank, since stages without experts take part in it."""
-    if mesh.parallel_group(Axis.EP) is not None:
+    if mesh.plan.spec.shards_weights:
+        take_over_shards(engine.optimizer, mesh.size(Axis.CP), mesh.group("dp-cp"))
+    elif mesh.parallel_group(Axis.EP) is not None:
         norm_at_once(engine.optimizer)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.drawing import hold_features
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -198,7 +199,8 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         matrix = matrix_of(name)
         if matrix is not None:
-            whole = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
+            with gathered(parameter):
+                whole = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
             stored, tensor = as_saved(name, whole, described)
             found[stored] = tensor.contiguous()
     if (group := mesh.parallel_group("pp")) is None:

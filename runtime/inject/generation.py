@@ -2,7 +2,8 @@
 
 Tensor-parallel ranks generate together, each with its heads: logits are gathered, and random numbers are drawn alike.
 Every cp rank has all weights: it generates alone, over whole sequences. Keys are kept from one token to the next.
-Ranks that share experts generate together too, each its own text: all go on until the last of them has ended.
+Ranks that share experts, or shards of weights, generate together too, each its own text: all go on until the last of
+them has ended.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def _generate(
 ) -> Any:
     """`generate` of transformers, with its arguments. All ranks of a tp group call it with the same ones.
 
-    With expert parallelism every rank of the world calls it. The model is in evaluation mode meanwhile.
+    With expert parallelism, and at ZeRO stage 3, every rank of the world calls it. The model is in evaluation mode
+    meanwhile.
 
     Raises:
         RunError: the layers are in stages.
@@ -151,7 +153,7 @@ def _generate(
             "AutoModelForCausalLM.from_pretrained(OUT)",
             everywhere=True,
         )
-    if mesh.parallel_group(Axis.EP) is not None:
+    if mesh.parallel_group(Axis.EP) is not None or (mesh.plan.spec.shards_weights and mesh.size("dp-cp") > 1):
         kwargs.setdefault("synced_gpus", True)
     with decoding.all_calls(), _evaluating(model), _drawing_alike(mesh):
         return generate(*args, **kwargs)

@@ -11,6 +11,7 @@ norm of the first rank that holds them only.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from parcompile.runtime.collectives import copy_to_group, reduce_from_group
 from parcompile.runtime.deepspeed_patches.norm import count_in_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import place_in_shard
+from parcompile.runtime.deepspeed_patches.sharded_weights import local_shape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slice
@@ -228,14 +230,13 @@ def _counted_of_shard(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     if not hasattr(parameter, _ROWS):
         return gradient
     place = place_in_shard(parameter)
-    assert place is not None
-    # The first and the last parameter of a shard may lie in it in part.
-    return counted(parameter, gradient, place.of_parameter.start)
+    # The first and the last parameter of a shard may lie in it in part; at stage 3 a shard may hold padding alone.
+    return gradient if place is None else counted(parameter, gradient, place.of_parameter.start)
 
 
 def counted(parameter: nn.Parameter, gradient: Tensor, first: int = 0) -> Tensor:
     """A gradient from the element `first` on, flat, and zero where another rank's counts in the norm."""
-    flat, width = gradient.detach().reshape(-1), parameter.numel() // parameter.shape[0]
+    flat, width = gradient.detach().reshape(-1), math.prod(local_shape(parameter)[1:])
     rows: tuple[tuple[int, int], ...] = getattr(parameter, _ROWS, ())
     if rows:
         flat = flat.clone()

@@ -43,7 +43,7 @@ from .mechanisms import (
     spread_norm,
 )
 from .positions import share_positions
-from .regions import Region
+from .regions import Region, region_of
 from .ring_place import RingPlace
 from .user_module import inject_user_module, prepare_user_module
 
@@ -84,7 +84,7 @@ class _Injection:
         self.slices, self.family = Slices(mesh), FAMILIES[self.spec.model.shape.model_type]
         group, self.region = mesh.parallel_group("tp"), None
         if group is not None:
-            self.region = Region(group, sequence_parallel=self.spec.parallelism.sequence_parallel)
+            self.region = region_of(mesh, group)
         self.placed = Placed(model, mesh, self.family, self.slices, self.region)
 
     def run(self) -> None:

@@ -20,6 +20,7 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
@@ -42,11 +43,12 @@ class Region:
     """The tensor-parallel region of one model.
 
     With `sequence_parallel` the hidden states between the blocks are split over the ranks of `group`. A sequence that
-    they do not divide is continued with zeros there, which nothing inside a region ever sees.
+    they do not divide is continued with zeros there, which nothing inside a region ever sees. Without `shares_entries`
+    each column layer multiplies when it is called, as ZeRO stage 3 needs it, which gathers weights then.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-        self.group, self.sequence_parallel = group, sequence_parallel
+    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool, shares_entries: bool = True) -> None:
+        self.group, self.sequence_parallel, self.shares_entries = group, sequence_parallel, shares_entries
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,7 +97,8 @@ class Region:
 
         A block that has other weights too may use its hidden states elsewhere: it gets them whole.
         """
-        if getattr(block, BLOCK_TAKES_INPUT, False) or any(_is_whole(module) for module in block.modules()):
+        takes_input = getattr(block, BLOCK_TAKES_INPUT, False) or not self.shares_entries
+        if takes_input or any(_is_whole(module) for module in block.modules()):
             for layer in layers:
                 layer.input_is_ready = True
             self.enter_block(block)
@@ -103,6 +106,16 @@ class Region:
         entry = _Entry(self, layers)
         setattr(block, SHARES_ENTRY, True)
         block.register_forward_pre_hook(entry.enter, with_kwargs=True)
+
+
+def region_of(mesh: Mesh, group: dist.ProcessGroup) -> Region:
+    """The region over the tp ranks, as the plan says."""
+    spec = mesh.plan.spec
+    return Region(
+        group,
+        sequence_parallel=spec.parallelism.sequence_parallel,
+        shares_entries=not spec.shards_weights,
+    )
 
 
 class _Entry:

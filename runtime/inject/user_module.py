@@ -32,7 +32,7 @@ from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallel
 from .attention import RING
 from .generation import take_inputs
 from .heads import localise_heads, mark
-from .regions import Region
+from .regions import Region, region_of
 from .ring_place import RingPlace
 
 # Attention of modules that are no Hugging Face models: their calls of torch's own run around the ring.
@@ -194,7 +194,7 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
             record_widths(module, widths, mesh.plan.spec.training.sequence_length)
     take_inputs(module, mesh, first=True)
     sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
-    region = None if group is None else Region(group, sequence_parallel=sequence_parallel)
+    region = None if group is None else region_of(mesh, group)
     for name in _attentions(rules, mesh):
         attention = _submodule(module, name)
         run_around_ring(name, attention, getattr(module, _HOOKS).place)

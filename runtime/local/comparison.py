@@ -25,6 +25,7 @@ from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.progress import progress
+from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
@@ -177,7 +178,10 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- r
     assert loader is not None
     # What is drawn at random, one process of plain torch draws otherwise.
     engine.train(not trains_at_random(engine.module))
-    held = {name: _digest(parameter) for name, parameter in engine.module.named_parameters()}
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        with gathered(parameter):
+            held[name] = _digest(parameter)
     loss = float(engine.train_batch(iter(loader)))
     return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
 

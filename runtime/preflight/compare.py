@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from parcompile.cost.collectives import collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
-from parcompile.cost.memory import static_memory
+from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
 from parcompile.layout.pipeline import Schedule, Stage
@@ -95,7 +95,7 @@ def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     yield _bytes(mesh.rank, "weights", memory.weight_bytes, static.weights)
     yield _bytes(mesh.rank, "master weights", memory.master_bytes, static.master)
     yield _bytes(mesh.rank, "optimizer state", memory.optimizer_bytes, static.moments)
-    gradients = memory.gradient_bytes if spec.zero_stage < 2 else _sharded_gradient_bytes(mesh)
+    gradients = memory.gradient_bytes if spec.zero_stage != 2 else _sharded_gradient_bytes(mesh)
     yield _bytes(mesh.rank, "gradients", gradients, static.gradients)
     yield _bytes(mesh.rank, "reduce bucket", memory.bucket_bytes, static.bucket)
 
@@ -131,8 +131,11 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     work, index = workload_of(spec), _stage_index(mesh)
     one = footprint(replace(work, micro_batches=1)).stages[index].components
     planned, taken = one["activations"] + one["logits"], step.taken
+    # Small weights are gathered before it.
+    small = gathered_numels(work, _stage(spec, mesh))[0]
+    planned += one.get("gathered weights", 0.0) - work.element_bytes * small
     of_one = taken.activations(Schedule(work.pp, 1, work.virtual_stages).passes(index))
-    if spec.zero_stage >= 2:
+    if spec.zero_stage == 2:
         of_one -= step.static.bucket  # allocated anew in every backward pass
     error = planned / of_one - 1
     wrong = abs(error) > ACTIVATION_TOLERANCE
@@ -182,10 +185,13 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     found = {name: one for name, one in by_group(step.counts).items() if _ranks_of(mesh, name) > 1}
     if mesh.plan.spec.parallelism.cp_implementation is CpImplementation.DOUBLE_RING:
         planned = _one_level(planned)  # both rings run over the cp group
+    # At ZeRO stage 3, how many weights stay gathered where forward turns to backward depends on the order of modules.
+    slack = work.micro_batches * gathered_numels(work, _stage(spec, mesh))[2] * work.element_bytes
     for group in (*planned, *(name for name in found if name not in planned)):
         want, have = planned.get(group, Tally()), found.get(group, Tally())
         wrong = []
-        if abs(want.wire_bytes - have.wire_bytes) > WIRE_TOLERANCE * max(want.wire_bytes, have.wire_bytes):
+        allowed = WIRE_TOLERANCE * max(want.wire_bytes, have.wire_bytes) + (slack if group in BUCKETED else 0.0)
+        if abs(want.wire_bytes - have.wire_bytes) > allowed:
             wrong.append(f"{have.wire_bytes:,.0f} bytes were sent, the estimate says {want.wire_bytes:,.0f}")
         if group not in BUCKETED and want.messages != have.messages:
             wrong.append(f"{have.messages:,} messages were sent, the estimate says {want.messages:,}")

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds, forget_groups
+from parcompile.runtime.deepspeed_patches.sharded_weights import without_values
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo
@@ -86,6 +87,7 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
         with _quiet(), contextlib.ExitStack() as entered:
             set_accelerator(_accelerator() if device.type == "meta" else _cuda_accelerator())
             backends = f"{device.type}:fake,cpu:fake" if device.type == "meta" else "cuda:fake,meta:fake,cpu:fake"
+            entered.enter_context(without_values())
             dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=plan.world_size)
             if plan.spec.cluster.accelerator == "cpu":
                 entered.enter_context(gloo.stands_in_for(META))

@@ -25,6 +25,7 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
     reduce_buckets,
     shape_tensors,
 )
+from parcompile.runtime.deepspeed_patches.sharded_weights import is_of_stage_3
 from parcompile.runtime.engine import options_for_deepspeed
 from parcompile.runtime.engine.unsharded import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm
@@ -39,6 +40,8 @@ from .stand_in import MetaTracker, default_device
 Documents = list[list[int]]
 RUN = 2
 """Micro-batches that are run."""
+TRACE = "trace"
+"""The phase of one more before them at ZeRO stage 3, in which DeepSpeed learns the order of modules."""
 END = "end of the step"
 
 
@@ -135,8 +138,8 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
 
 def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
     """Micro-batch by micro-batch; the last reduces the gradients and steps."""
-    for micro in range(RUN):
-        held = _begin(tracker, f"micro {micro}")
+    for phase in (*([TRACE] if is_of_stage_3(engine.optimizer) else []), *(f"micro {micro}" for micro in range(RUN))):
+        held = _begin(tracker, phase)
         with default_device(tracker.device):  # for modules that make their positions there
             loss = engine(**batch).loss
         kept, ahead = tracker.live_bytes - held, tracker.peak_bytes - held
@@ -144,7 +147,7 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
         engine.backward(loss)
         del loss
         engine.step()
-        if micro == 0:
+        if phase == "micro 0":
             look()
     back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
     return TakenBytes((ChunkBytes(kept, ahead, back),), max(held + ahead, tracker.peak_bytes) - held, held)
@@ -189,8 +192,9 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
 
     plan = mesh.plan
     config = ds_config(plan)
-    config["gradient_accumulation_steps"] = RUN
-    config["train_batch_size"] = RUN * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
+    micro_batches = RUN + plan.spec.shards_weights
+    config["gradient_accumulation_steps"] = micro_batches
+    config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with options_for_deepspeed(mesh, model, model_parameters=trained) as options:
         engine, optimizer, _, _ = deepspeed.initialize(

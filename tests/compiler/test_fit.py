@@ -317,7 +317,7 @@ def test_that_no_layout_fits_is_said_where_every_layout_was_tried() -> None:
     assert not error.fixes
     assert error.help is not None
     assert error.help.startswith("none of the 144 layouts of these GPUs that were tried fits; tp 8")
-    assert "nodes 16: peak" in error.help
+    assert "nodes 32: peak" in error.help
 
 
 def test_of_more_layouts_than_a_check_has_time_for_the_best_of_some_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,7 +177,12 @@ def draw(number: int, families: tuple[str, ...], layout: str | None = None) -> D
 
 def runs(family: str, layout: str) -> bool:
     """Whether a family runs in a layout, whatever is drawn (rules X004, C005 and C010; ep deals experts)."""
-    traits, parallelism = FAMILIES[family], LAYOUTS[layout][1]
+    return runs_over(family, LAYOUTS[layout][1])
+
+
+def runs_over(family: str, parallelism: dict[str, Any]) -> bool:
+    """The same of the axes themselves."""
+    traits = FAMILIES[family]
     windows, states = traits.low_rank is not None, traits.part(RecurrentTraits) is not None
     return not (
         traits.refused_axes.keys() & parallelism.keys()

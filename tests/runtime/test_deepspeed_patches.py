@@ -30,9 +30,11 @@ PUBLIC = {
 NAMED_BY_LISTS = {
     "deepspeed_patches/engine",
     "deepspeed_patches/norm",
+    "deepspeed_patches/sharded_weights",
     "checkpoint/reading",
     "checkpoint/deepspeed_engine",
     "checkpoint/universal",
+    "checkpoint/whole_states",
     "checkpoint/writing",
     "engine/unsharded",
     "preflight/stand_in",
@@ -55,6 +57,9 @@ PRIVATE_NAMES = {
     "fp32_groups_flat_partition": "runtime/bf16_optimizer.py",
     "fp32_groups_gradients_flat": "runtime/bf16_optimizer.py",
     "_hp_mapping": "utils/mixed_precision_linkage.py",
+    "fp16_groups": "runtime/zero/stage3.py",
+    "fp32_partitioned_groups_flat": "runtime/zero/stage3.py",
+    "ds_tensor": "runtime/zero/partition_parameters.py",
 }
 """With the file of DeepSpeed that defines each."""
 

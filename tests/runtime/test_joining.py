@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from families import tiny_config
 from ranks import run_ranks
 from training_runs import make_plan
 
@@ -83,9 +84,10 @@ def test_different_plans_are_named_on_every_rank() -> None:
 
 
 def test_a_plan_that_the_runtime_does_not_execute_is_refused_with_its_rule() -> None:
-    plan = make_plan(2, {}, extra={"zero": {"stage": 3}})
+    plan = make_plan(2, {}, model=tiny_config("phimoe") | {"sliding_window": 8}, whole_model=True)
     for found in run_ranks(2, join_and_report, [plan]):
-        assert "[X003] zero.stage 3: parcompile.runtime runs stages 0, 1 and 2 only" in str(found["error"])
+        assert "[X004] " in str(found["error"])
+        assert "sliding_window" in str(found["error"])
 
 
 LATE = """

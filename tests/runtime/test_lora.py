@@ -20,6 +20,11 @@ from parcompile.plan import Plan
 
 pytestmark = pytest.mark.ranks
 
+IN_SHARDS = {
+    "zero": {"stage": 3},
+    "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+}
+"""At ZeRO stage 3 frozen weights are sharded too."""
 ALL: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -27,7 +32,8 @@ ALL: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAU
 def test_adapters_train_as_in_one_process(other: str, tmp_path: Path) -> None:
     """Also beside a weight that fuses queries, keys and values, some of whose rows both tp ranks hold."""
     model = {"model_type": "phi3", "num_key_value_heads": 1, "pad_token_id": None}
-    plan = make_plan(4, {"tp": 2, other: 2, "sequence_parallel": True}, model=model)
+    extra = IN_SHARDS if other == "cp" else {}
+    plan = make_plan(4, {"tp": 2, other: 2, "sequence_parallel": True}, model=model, extra=extra)
     assert_same(run_ranks(4, train, plan, ALL, str(tmp_path), False, False), train_plain(plan, ALL), 2)
 
 
@@ -39,7 +45,8 @@ def test_adapters_on_a_model_that_was_loaded_in_slices_through_a_change_of_layou
     expected = train_plain(plan, ALL)
     stored(plan, ALL, tmp_path)
     assert_same(run_ranks(2, train, plan, ALL, folder, False, True), expected, 2)
-    assert_same(run_ranks(2, train, make_plan(2, {"cp": 2}), ALL, folder, True, False), expected, 1)
+    in_shards = make_plan(2, {"cp": 2}, extra=IN_SHARDS)
+    assert_same(run_ranks(2, train, in_shards, ALL, folder, True, False), expected, 1)
     assert_same(run_ranks(2, train, make_plan(2, {"pp": 2}), ALL, folder, True, True), expected, 1)
     assert_same(run_ranks(2, train, plan, ALL, folder, True, True), expected, 1)
 

@@ -141,8 +141,18 @@ def train_with_engine(
     for _ in range(steps):
         losses.append(float(engine.train_batch(batches)))
         norms.append(float(engine.get_global_grad_norm()))
-    parameters = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-    return {"rank": rank, "losses": losses, "norms": norms, "parameters": parameters}
+    return {"rank": rank, "losses": losses, "norms": norms, "parameters": whole_weights(engine.module)}
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of what this rank of tp and ep has, gathered at ZeRO stage 3."""
+    from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        with gathered(parameter):
+            found[name] = parameter.detach().clone()
+    return found
 
 
 def static_bytes(rank: int, plan: Plan) -> dict[str, int]:

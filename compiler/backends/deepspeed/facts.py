@@ -63,8 +63,19 @@ FORBIDDEN_ZERO: Mapping[str, str] = MappingProxyType(
         "cpu_offload": "offload is not supported: the plan keeps the optimizer state on the accelerator",
         "cpu_offload_param": "offload is not supported: the plan keeps the weights on the accelerator",
         "zero_hpz_partition_size": "the plan's groups decide the shards",
-        "zero_quantized_gradients": "it changes the numbers of every step",
         "mics_shard_size": "the plan's groups decide the shards",
+        "mics_hierarchical_params_gather": "the plan's groups decide the shards",
+        "zero_quantized_weights": "it changes the numbers of every step",
+        "zero_quantized_nontrainable_weights": "it changes the numbers of every step",
+        "zero_quantized_gradients": "it changes the numbers of every step",
+        "zeropp_loco_param": "it changes the numbers of every step",
+        "zenflow": "it changes the numbers of every step, and needs offload, which is not supported",
+        "model_persistence_threshold": "stage3_param_persistence_threshold decides which weights stay gathered",
+        "stage3_model_persistence_threshold": "stage3_param_persistence_threshold decides which weights stay gathered",
+        **dict.fromkeys(
+            ("module_granularity_threshold", "stage3_module_granularity_threshold", "leaf_module"),
+            "the plan gathers weights of one module at a time; with larger units DeepSpeed stops on CPU ranks",
+        ),
     }
 )
 """Keys of zero_optimization that break a plan, and why."""

@@ -118,16 +118,32 @@ def _communication_dtype(precision: Precision) -> str:
 
 
 def _zero(spec: Spec) -> dict[str, Any]:
-    bucket = bucket_numel(workload_of(spec))
-    return {
+    work = workload_of(spec)
+    bucket = bucket_numel(work)
+    found = {
         "stage": spec.zero_stage,
         "reduce_scatter": True,
         "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket + bucket % 2,  # DeepSpeed refuses an odd one
-        "overlap_comm": False,
+        # DeepSpeed refuses an odd one.
+        **({} if spec.shards_weights else {"allgather_bucket_size": bucket + bucket % 2}),
+        # At stage 3 weights are gathered under what is computed with others.
+        "overlap_comm": spec.shards_weights,
         "contiguous_gradients": True,
-        "round_robin_gradients": False,
     }
+    if not spec.shards_weights:
+        return {**found, "round_robin_gradients": False}
+    gathering = {
+        "stage3_param_persistence_threshold": work.small_numel,
+        "stage3_prefetch_bucket_size": 50_000_000,
+        "stage3_max_live_parameters": work.live_numel,
+        # Weights are released behind each module: DeepSpeed's own 1e9 elements keep those of a whole small model.
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": 1_000_000_000,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    # DeepSpeed knows each of them by two names.
+    given = {key.removeprefix("stage3_") for key in spec.deepspeed.get("zero_optimization", {})}
+    return found | {key: value for key, value in gathering.items() if key.removeprefix("stage3_") not in given}
 
 
 def _merged(config: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from parcompile.cost.memory import static_memory
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, EMBEDDING_GROUPS, Axis
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, padded_numel
+from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.table import spans
 from parcompile.plan import Plan, PlanError
 from parcompile.plan.sections import strided
@@ -79,6 +79,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         },
         "batch": {"micro": training.micro_batch_size, "steps": training.gradient_accumulation_steps},
         "shards": spec.optimizer_shards,
+        "shardsEach": spec.shards_weights,
         "stateBytes": MASTER_BYTES + ADAM_STATE_BYTES,
         "stages": _stages(plan),
         "tensors": _tensors(plan),
@@ -94,8 +95,7 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     for held, stage in zip(spec.virtual_stages, spec.stages, strict=True):
         work = workload_of(spec)
         memory, dealt = static_memory(work, stage), work.dealt_parameters(stage)
-        expert_shards = work.expert_shards if spec.zero_stage else 1
-        expert_shard = padded_numel(dealt, expert_shards) // expert_shards if spec.zero_stage else dealt
+        expert_shard = work.sharded(stage).expert_numel
         found.append(
             {
                 "layers": [[one.layers.start, one.layers.stop] for one in held],

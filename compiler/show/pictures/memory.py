@@ -19,6 +19,7 @@ ROLES = {
     "logits": "logits",
     "optimizer step": "step",
     "pipeline buffers": "buffers",
+    "gathered weights": "buffers",
     "framework": "framework",
 }
 
@@ -60,7 +61,7 @@ def draw(subject: Subject, width: float) -> Picture:
         anchor = "end" if x > width * 0.6 else "start"
         sketch.add(Text(x, top - 9, f"usable {format_bytes(limit)}", SMALL + 1, "bad", anchor, strong=True))
     sketch.y = bottom + 20
-    names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
+    names = [name for name in ROLES if any(stage.components.get(name) for stage in stages)]
     sketch.legend([(ROLES[name], name) for name in names])
     sketch.caption(
         "Blue is exact, byte for byte; the rest is estimated. The whisker is the 90 % interval.", size=SMALL + 1
@@ -101,7 +102,7 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table: a row for each component, a column for each stage."""
     stages = subject.estimate.memory.stages
-    names = [name for name in ROLES if any(stage.components[name] for stage in stages)]
+    names = [name for name in ROLES if any(stage.components.get(name) for stage in stages)]
     head = ("component", *(f"stage {stage.stage}" for stage in stages))
     parts = [(name, *(format_bytes(stage.components[name]) for stage in stages)) for name in names]
     return [head, *parts, ("all", *(format_bytes(stage.total_bytes) for stage in stages))]

@@ -74,9 +74,15 @@ function sliceTable(found) {
   return frame;
 }
 
+// At ZeRO stage 3 a shard is a run of each parameter, otherwise one of all parameters behind each other.
+function shareOf({ index, shards, start, stop, numel }) {
+  const which = plan.shardsEach ? `${whole(stop - start)} elements, a run of each parameter` : `elements [${whole(start)}, ${whole(stop)}) of ${whole(numel)}`;
+  return `shard ${index} of ${shards}: ${which}, ${whole((stop - start) * plan.stateBytes)} bytes`;
+}
+
 function fill(found) {
   const { ranges, step } = found.tokens;
-  const { index, shards, start, stop, numel } = found.optimizer;
+  const { start, stop, numel } = found.optimizer;
   const sequences = plan.batch.micro * plan.batch.steps;
   const tokens = ranges.map(([a, b]) => (step > 1 ? `every ${step}th from ${a}` : `[${whole(a)}, ${whole(b)})`)).join(" and ");
   const shown = step > 1 ? [[0, plan.sequence.length]] : ranges;
@@ -92,9 +98,9 @@ function fill(found) {
     element("p", `${tokens} of each sequence of ${whole(plan.sequence.length)}; ${whole(sequences)} sequences in a step`, { class: "note" }),
     bar(shown, plan.sequence.length, "cp", "The tokens of this rank within a sequence"),
     element("h3", "Optimizer state"),
-    element("p", `shard ${index} of ${shards}: elements [${whole(start)}, ${whole(stop)}) of ${whole(numel)}, ${whole((stop - start) * plan.stateBytes)} bytes`, { class: "note" }),
+    element("p", shareOf(found.optimizer), { class: "note" }),
     bar([[start, stop]], Math.max(numel, stop), "dp", "The optimizer range of this rank"),
-    ...(found.experts === null ? [] : [element("p", `of its experts, shard ${found.experts.index} of ${found.experts.shards}: elements [${whole(found.experts.start)}, ${whole(found.experts.stop)}) of ${whole(found.experts.numel)}, ${whole((found.experts.stop - found.experts.start) * plan.stateBytes)} bytes`, { class: "note" })]),
+    ...(found.experts === null ? [] : [element("p", `of its experts, ${shareOf(found.experts)}`, { class: "note" })]),
     element("h3", "Weights"),
     element("p", `layers ${layers || "none"}${more ? ` with ${more}` : ""}`, { class: "note" }),
     sliceTable(found),

@@ -1,0 +1,87 @@
+"""ZeRO stages drawn at random, with layouts, recomputation and families; `.ci/pipeline_matrix.py --draws stages`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from closeness import Margin
+from drawn_configurations import runs_over
+from families import FAMILIES, tiny_config
+from ranks import run_ranks
+from training_runs import compared, dp_of, make_plan, train_in_one_process, train_with_engine
+
+from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.plan import Plan
+
+STEPS = 3
+KEYS: dict[str, tuple[Any, ...]] = {
+    "stage3_param_persistence_threshold": (0, 200, 100_000),
+    "stage3_prefetch_bucket_size": (0, 2_000, 50_000_000),
+    "stage3_max_live_parameters": (0, 5_000, 1_000_000_000),
+    "stage3_max_reuse_distance": (0, 1_000_000_000),
+    "sub_group_size": (1_000, 1_000_000_000),
+    "reduce_bucket_size": (500, 50_000),
+    "reduce_scatter": (True, True, False),
+    "overlap_comm": (True, True, False),
+    "contiguous_gradients": (True, True, False),
+    "stage3_use_all_reduce_for_fetch_params": (False, False, True),
+    "stage3_allgather_sequential": (False, False, True),
+    "stage3_module_granularity_threshold": (0, 0, 0, 2_000),
+    "memory_efficient_linear": (True, False),
+    "enable_sanity_checks": (False, True),
+}
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    *((2, one) for one in ({}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2})),
+    *((4, one) for one in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"cp": 2}, {"tp": 2, "cp": 2})),
+    *((4, one) for one in ({"tp": 2, "cp": 2, "sequence_parallel": True}, {"cp": 2, "cp_implementation": "ulysses"})),
+    (4, {"cp": 4, "cp_implementation": "all_gather", "cp_layout": "striped"}),
+    (4, {"cp": 4, "cp_implementation": "usp", "order": "cp-tp-dp-pp-ep"}),
+    (8, {"tp": 2, "cp": 2, "sequence_parallel": True, "order": "dp-cp-tp-pp-ep"}),
+)
+OF_EXPERTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    *((2, one) for one in ({"ep": 2}, {"ep": 2, "cp": 2})),
+    *((4, one) for one in ({"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 4, "expert_tp": 1})),
+    *((4, one) for one in ({"ep": 2, "cp": 2}, {"tp": 2, "ep": 2, "cp": 2, "sequence_parallel": True})),
+    (8, {"tp": 2, "ep": 2, "cp": 2}),
+)
+
+
+def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
+    """A plan that compiles, and what it is; the same for the same number. Families take turns."""
+    choose, family = random.Random(number), RUNTIME_FAMILIES[number % len(RUNTIME_FAMILIES)]
+    while True:
+        dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
+        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS)
+        stage, dp = choose.choice((0, 1, 2, 3, 3, 3, 3)), dp_of(world, parallelism)
+        if world > most_ranks or not runs_over(family, parallelism):
+            continue
+        micro_batches = choose.choice([size for size in (1, 2, 4) if dp * size <= 4])
+        training: dict[str, Any] = {
+            "micro_batch_size": 4 // dp // micro_batches,
+            "activation_checkpointing": choose.choice(["none", "selective", "full"]),
+            "optimizer": {"lr": 1e-3, "eps": 1e-4},
+        }
+        zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
+        extra = {"zero": {"stage": stage}, **({"deepspeed": {"zero_optimization": zero}} if zero else {})}
+        model = tiny_config(family, initializer_range=0.1)
+        if "num_key_value_heads" in model and choose.random() < 0.5:
+            model["num_key_value_heads"] = 1
+        try:
+            plan = make_plan(world, parallelism, model=model, whole_model=True, training=training, extra=extra)
+        except AssertionError:  # a rule refuses it
+            continue
+        return plan, _text(family, world, parallelism, training, stage, zero)
+
+
+def _text(family: str, world: int, parallelism: dict[str, Any], training: dict[str, Any], stage: int, zero: Any) -> str:
+    axes = ", ".join(f"{key} {value}" for key, value in parallelism.items()) or "dp"
+    keys = ", ".join(f"{key.removeprefix('stage3_')} {value}" for key, value in zero.items() if value != KEYS[key][0])
+    batches = f"micro {training['micro_batch_size']}, recompute {training['activation_checkpointing']}"
+    return f"stage {stage}, {family}, {world} ranks: {axes}; {batches}" + (f"; {keys}" if keys else "")
+
+
+def compare(plan: Plan) -> list[Margin]:
+    """How far losses, norms and parameters of the ranks are from those of one process."""
+    ranks = run_ranks(plan.world_size, train_with_engine, plan, True, STEPS)
+    return compared(plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=STEPS, seed=seed))
