@@ -15,6 +15,8 @@ from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.plan import Plan
 
 STEPS = 3
+DRAWN = tuple(family for family in RUNTIME_FAMILIES if family not in ("phimoe", "gemma3n_text"))
+"""Of the tiny models of the other two, one process alone draws noise in routers, and has no finite gradient."""
 KEYS: dict[str, tuple[Any, ...]] = {
     "stage3_param_persistence_threshold": (0, 200, 100_000),
     "stage3_prefetch_bucket_size": (0, 2_000, 50_000_000),
@@ -27,7 +29,6 @@ KEYS: dict[str, tuple[Any, ...]] = {
     "contiguous_gradients": (True, True, False),
     "stage3_use_all_reduce_for_fetch_params": (False, False, True),
     "stage3_allgather_sequential": (False, False, True),
-    "stage3_module_granularity_threshold": (0, 0, 0, 2_000),
     "memory_efficient_linear": (True, False),
     "enable_sanity_checks": (False, True),
 }
@@ -49,7 +50,7 @@ OF_EXPERTS: tuple[tuple[int, dict[str, Any]], ...] = (
 
 def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns."""
-    choose, family = random.Random(number), RUNTIME_FAMILIES[number % len(RUNTIME_FAMILIES)]
+    choose, family = random.Random(number), DRAWN[number % len(DRAWN)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
         world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS)
