@@ -55,7 +55,7 @@ def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
         world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS)
         stage, dp = choose.choice((0, 1, 2, 3, 3, 3, 3)), dp_of(world, parallelism)
-        if world > most_ranks or not runs_over(family, parallelism):
+        if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
             continue
         micro_batches = choose.choice([size for size in (1, 2, 4) if dp * size <= 4])
         training: dict[str, Any] = {
