@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python .ci/engine_matrix.py [ENGINE ...] [--cells 40] [--seed 0] > docs/engines.md
 
-An engine that is not installed in this interpreter is listed as such. The exit code is 1 when this runtime is red.
+An engine that is not installed in this interpreter is listed as such. Scripts that show red cells are written to
+docs/red_cells/. The exit code is 1 when this runtime is red.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
 
 START = """# Engines beside one process
 
 Cells of [`parcompile prove`](prove.md), drawn so that each pair of features meets: the same tiny models, batches and
 optimizer in an engine's own ranks and in one plain process. `python .ci/engine_matrix.py > docs/engines.md` makes this
-page again. A *shim* is what an adapter replaces so that an engine runs on CPUs: a cell with one says less about GPUs.
+page again. Of a red cell the first wrong place is named; its script runs with `torchrun`, imports upstream alone, and
+was kept because it fails, and passes without the suspected feature. A *shim* is what an adapter replaces so that an
+engine runs on CPUs: a cell with one says less about GPUs.
 """
+RED_CELLS = Path(__file__).parents[1] / "docs" / "red_cells"
 SIGN = {"equal": "equal", "rounding": "rounding", "red": "**red**", "not runnable": "not runnable"}
 
 
@@ -55,7 +60,15 @@ def main() -> int:
                 numbers = " | ".join(f"{apart[key]:.1e}" if key in apart else "" for key in ("loss", "norm", "update"))
                 why = one.answer.get("why") or ("shim" if one.answer.get("shims") else "")
                 if one.smallest is not None:
-                    why += f"; with the fewest features: {text_of(one.smallest, engine.features)}"
+                    smallest = text_of(one.smallest, engine.features)
+                    why += f"; with the fewest features: {smallest}"
+                    first = one.answer["explanation"]
+                    why += f"; first wrong: {first.get('place') or 'the last parameters'}: {first.get('said')}"
+                    if script := one.answer.get("script"):
+                        file = f"{name} {smallest}".replace(" ", "_").replace(".", "_") + ".py"
+                        RED_CELLS.mkdir(exist_ok=True)
+                        (RED_CELLS / file).write_text(script, encoding="utf-8")
+                        why += f"; [script](red_cells/{file})"
                 parts.append(f"| {proved.text_of(one)} | {SIGN[one.verdict]} | {numbers} | {why} |")
             parts.append("")
             failed = failed or (name == "parcompile" and count["red"] > 0)

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 @click.option("--cells", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many to draw.")
 @click.option("--cell", "chosen", multiple=True, metavar="NAME=VALUE,…", help="This cell, instead of drawn ones.")
 @click.option("--config", type=click.Path(path_type=Path), help="Run DeepSpeed with the other keys of this file.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Prove the layout of this plan, for a small model.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn.")
 @click.option("--ranks", type=click.IntRange(1, 8), default=4, show_default=True, help="At most so many.")
 @click.option("--python", default=sys.executable, metavar="PATH", help="The interpreter that has the engine.")
 @click.option("--timeout", type=positive_number, default=180.0, show_default=True, help="Seconds for a cell.")
-@click.option("--no-shrink", is_flag=True, help="Do not look for the fewest features of a red cell.")
+@click.option("--no-shrink", is_flag=True, help="Do not shrink and explain red cells.")
 @click.option("--verify", "certificate", type=click.Path(path_type=Path), help="Run the cells of a certificate again.")
+@click.option("--scripts", type=click.Path(path_type=Path), help="Write scripts that show red cells to this folder.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", show_default=True)
 @click.pass_context
 def command(
@@ -45,12 +47,14 @@ def command(
     cells: int,
     chosen: tuple[str, ...],
     config: Path | None,
+    plan: Path | None,
     seed: int,
     ranks: int,
     python: str,
     timeout: float,
     no_shrink: bool,
     certificate: Path | None,
+    scripts: Path | None,
     form: str,
 ) -> None:
     """Compare an engine's training steps with those of one process.
@@ -72,22 +76,32 @@ def command(
 
     try:
         asked, again = [_cell(one) for one in chosen], None if certificate is None else _certificate(certificate)
+        if config is not None and plan is not None:
+            raise click.UsageError("--config is a DeepSpeed configuration and --plan a plan: give one of them")
         decided = None if config is None else _decided(config)
-        name = engine or (again.engine if again else None)
+        decided = decided if plan is None else _of_plan(plan, ranks)
+        name = engine or (again.engine if again else None) or ("parcompile" if plan else None)
         if name is None:
-            raise click.UsageError("--engine says which engine; --verify FILE alone runs without it")
+            raise click.UsageError("--engine says which engine; --verify FILE and --plan PLAN alone run without it")
         with Engine(name, python, timeout) as running:
             if again is not None:
                 context.exit(_verified(running, again, str(certificate), ranks))
-            if decided is not None and "config" not in running.features:
+            if config is not None and "config" not in running.features:
                 raise click.ClickException("--config is read by --engine deepspeed alone")
+            if plan is not None and "plan" not in running.features:
+                raise click.ClickException("--plan is executed by --engine parcompile alone")
             shown = Certificate(name, running.versions, "", seed, (), running.features)
             if not asked:
-                asked = running.draw(cells, seed, ranks, decided and {**decided, "pp": 1})
+                asked = running.draw(cells, seed, ranks, decided and {"pp": 1, **decided})
+                asked = asked or [{}]  # none of these is supported: the simplest says why
             asked = [{**one, **(decided or {})} for one in asked]
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    for number, one in enumerate(found.cells, 1):
+        if scripts is not None and "script" in one.answer:
+            scripts.mkdir(parents=True, exist_ok=True)
+            (scripts / f"{name}_{number}.py").write_text(one.answer["script"], encoding="utf-8")
     if form == "text":
         say(found.summary())
     else:
@@ -131,6 +145,20 @@ def _decided(path: Path) -> dict[str, Any]:
     said = [(document.position(key, key=True).line, ".".join(key), why) for key, why in found.left_out.items()]
     for line, name, why in sorted(said):
         say(f"{path}:{line}: {name} is not carried: {why}", err=True)
+    return dict(found.cell)
+
+
+def _of_plan(path: Path, ranks: int) -> dict[str, Any]:
+    """The features that a plan decides, and what of it cells do not carry."""
+    from parcompile.plan import load_plan
+    from parcompile.runtime.prove import GivenError, of_plan
+
+    try:
+        found = of_plan(load_plan(path), ranks)
+    except GivenError as error:
+        raise click.ClickException(f"{path}: {error}") from None
+    for key, why in found.left_out.items():
+        say(f"{path}: {'.'.join(key)} is not carried: {why}", err=True)
     return dict(found.cell)
 
 

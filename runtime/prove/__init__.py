@@ -5,7 +5,7 @@
 
 from .certificate import Certificate, Proved
 from .engine import Engine, EngineError
-from .given import Given, GivenError, given
+from .given import Given, GivenError, given, of_plan
 from .proving import prove, shrink, verify
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "GivenError",
     "Proved",
     "given",
+    "of_plan",
     "prove",
     "shrink",
     "verify",

@@ -22,7 +22,7 @@ class Proved:
         cell: all features.
         answer: `verdict`; `why` of a red or not runnable one; `differences` of `loss`, `norm` and `update`, relative;
             `noise`, what rounding alone does to the reference, where a difference was above its limit; `shims`, what of
-            the engine is replaced.
+            the engine is replaced; of a red one the `explanation` (`tracing.explain`) and the `script` that shows it.
         smallest: the fewest features with which it is still red.
     """
 
@@ -72,7 +72,9 @@ class Certificate:
             found += f"\n             shim: {shim}"
         if one.smallest is not None:
             found += f"\n             fewest features: {text_of(one.smallest, self.features)}"
-        return found
+        if (first := one.answer.get("explanation")) and "place" in first:
+            found += f"\n             first wrong: {first['place'] or 'the last parameters'}: {first['said']}"
+        return found + ("\n             a script of upstream alone shows it" if "script" in one.answer else "")
 
     def summary(self) -> str:
         """The last line of a run."""

@@ -109,6 +109,10 @@ class Engine:
         """The verdict of a cell: `verdict`, `why`, `differences`; see `ranks.comparison.judge`."""
         return self._ask({"cell": cell, "timeout": self._timeout}, 2 * self._timeout + _MARGIN_SECONDS)
 
+    def explain(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """Where a cell first differs from one process: `place`, `said`, and the `collectives` in front of it."""
+        return self._ask({"cell": cell, "timeout": self._timeout, "explain": True}, 2 * self._timeout + _MARGIN_SECONDS)
+
     def _ask(self, task: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         stream: IO[bytes] | None = self._process.stdin
         assert stream is not None

@@ -1,11 +1,16 @@
-"""What cells take of somebody's own DeepSpeed configuration, and what they do not."""
+"""What cells take of somebody's own DeepSpeed configuration or plan, and what they do not."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from parcompile.plan import Plan
+from parcompile.runtime.model.shrinking import shrunk
+
+from .ranks.cells import FAMILIES
 
 Path = tuple[str, ...]
 
@@ -68,7 +73,7 @@ class Given:
     """A configuration as cells take it.
 
     Attributes:
-        cell: the features that it decides, `config` among them: the keys that are carried, as JSON.
+        cell: the features that it decides, `config` or `plan` among them: the keys that are carried, as JSON.
         left_out: what is not carried as it stands, by its key, with the reason.
     """
 
@@ -127,3 +132,69 @@ def _without(tree: Mapping[str, Any], at: Path, left_out: Mapping[Path, str]) ->
         for name, value in tree.items()
         if (*at, name) not in left_out
     }
+
+
+_AT_RANDOM = ("dropout", "pdrop", "jitter")
+_NOT_CARRIED: Mapping[Path, str] = {
+    ("cluster",): "cells run on CPU ranks of this machine",
+    ("model",): "cells have a small model of the same kind, whose layers are counted out to the stages evenly",
+    ("training", "optimizer"): _LEFT_OUT["optimizer"],
+    ("training", "precision"): "cells compute in fp32, in which exported weights are compared",
+    ("training", "micro_batch_size"): _CELLS_OWN,
+    ("training", "gradient_accumulation_steps"): _CELLS_OWN,
+}
+
+
+def of_plan(plan: Plan, most_ranks: int) -> Given:
+    """What cells take of a plan: its layout, over fewer data-parallel ranks, for a small model of the same kind.
+
+    Raises:
+        GivenError: its other axes take more ranks, or its model is not one that transformers builds by its name.
+    """
+    if plan.spec.model.shape.user_module is not None:
+        raise GivenError(("model",), "it is a module of your own: one process has no second implementation of it")
+    axes, small = plan.spec.parallelism, shrunk(plan).spec
+    inner = axes.tp * axes.cp * axes.pp
+    if inner > most_ranks:
+        sizes = f"tp {axes.tp} × cp {axes.cp} × pp {axes.pp}"
+        raise GivenError(("parallelism",), f"{sizes} takes {inner} ranks, and at most {most_ranks} are started")
+    dp = next(size for size in (4, 2, 1) if size <= axes.dp and inner * size <= most_ranks)
+    ep = next(size for size in range(axes.ep, 0, -1) if axes.ep % size == 0 and dp * axes.cp % size == 0)
+    left_out = dict(_NOT_CARRIED)
+    for name, size, ours in (("dp", axes.dp, dp), ("ep", axes.ep, ep)):
+        if size != ours:
+            left_out["parallelism", name] = f"cells spread over {ours} rank{'s' * (ours > 1)}, not {size}"
+    if plan.spec.training.lr_scheduler is not None:
+        left_out["training", "lr_scheduler"] = _LEFT_OUT["scheduler"]
+    if plan.spec.training.gradient_clipping:
+        left_out["training", "gradient_clipping"] = "cells clip at 0.5, which a tiny model exceeds"
+    if plan.spec.training.moe_router_bias_update_rate is not None:
+        left_out["training", "moe_router_bias_update_rate"] = _TRAINS_ELSE
+    model = {
+        key: 0.0 if isinstance(value, float) and any(word in key for word in _AT_RANDOM) else value
+        for key, value in small.model.hf_config.items()
+    }
+    own = {name: value for name, value in asdict(small.parallelism).items() if name not in ("order", "ep") and value}
+    ways = small.training.activation_checkpointing
+    carried = {
+        "name": plan.spec.name,
+        "model": model,
+        "experts": small.model.shape.moe is not None,
+        "length": small.training.sequence_length,
+        "parallelism": {**own, "order": "-".join(one.value for one in axes.order)},
+        "activation_checkpointing": ways if isinstance(ways, str) else list(ways),
+        "deepspeed": dict(small.deepspeed),
+    }
+    cell = {
+        **{axis: getattr(axes, axis) for axis in ("tp", "cp", "pp")},
+        "dp": dp,
+        "ep": ep,
+        "stage": small.zero_stage,
+        "dtype": "fp32",
+        "sequence_parallel": axes.sequence_parallel,
+        "tied": small.model.shape.tie_word_embeddings,
+        "clipping": 0.5 if plan.spec.training.gradient_clipping else 0.0,
+        "checkpointing": "none",
+        "aux_loss": bool(model.get("output_router_logits")),
+    }
+    return Given({"family": next(iter(FAMILIES)), **cell, "plan": json.dumps(carried)}, left_out)

@@ -9,6 +9,7 @@ from .certificate import Certificate, Proved
 from .engine import Engine
 from .ranks.cells import AXES, simplest, text_of, world_size
 from .ranks.comparison import RED
+from .script import confirmed
 
 MOST_RANKS = 8
 
@@ -29,7 +30,7 @@ def prove(
         cells: values of its features; what one leaves out has its simplest value.
         seed: by which they were drawn; it is written into the certificate.
         most_ranks: more are not started.
-        shrinks: whether to look for the fewest features of a red cell.
+        shrinks: whether to look for the fewest features of a red cell, and to explain it.
         each: is told of each cell as it ends, with its number from 1.
 
     Raises:
@@ -42,7 +43,8 @@ def prove(
         one = Proved(cell, engine.run(cell))
         if one.verdict == RED and shrinks:
             smallest = shrink(engine, cell)
-            one = Proved(cell, one.answer, smallest)
+            answer, script = {**one.answer, "explanation": engine.explain(smallest)}, confirmed(engine, smallest)
+            one = Proved(cell, answer if script is None else {**answer, "script": script}, smallest)
         found.append(one)
         if each is not None:
             each(number, one)
@@ -65,7 +67,9 @@ def completed(
             found[name] = value
         elif name not in features:
             raise ValueError(f"the engine has no feature {name!r}; it has {', '.join(features)}")
-        elif name == "config" and isinstance(value, str):
+        elif name in ("config", "plan") or (cell.get("plan") and name in (*AXES, "ep")):
+            if type(value) is not (str if name in ("config", "plan") else int) or value in (0, -1):
+                raise ValueError(f"{name} {value!r}: this is no value of it")
             found[name] = value
         elif value not in features[name]:
             known = ", ".join(map(str, features[name]))

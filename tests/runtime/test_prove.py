@@ -22,10 +22,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import parcompile
 import parcompile.runtime.prove
 from parcompile.cli.main import cli
 from parcompile.lint.advisories import advisories
-from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, prove, shrink, verify
+from parcompile.plan import Plan
+from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, of_plan, prove, shrink, verify
+from parcompile.runtime.prove.ranks import server
 from parcompile.runtime.prove.ranks.cells import FEATURES, batch_size, draw, simplest, world_size
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
 from parcompile.schema import validate
@@ -147,6 +150,70 @@ def test_a_red_cell_shrinks_to_what_it_needs(plain: Engine) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("cell", "place", "said"),
+    [
+        ({}, "", "nothing that is watched differs"),
+        (
+            {"mistake": "mean of means", "masks": "uneven"},
+            "the gradient of the output of lm_head, micro-batch 1 of step 1 on rank 1",
+            "times that of one process, when that of the first is 1",
+        ),
+        (
+            {"mistake": "ranks weigh alike"},
+            "the gradient of every parameter, step 1 on rank 0",
+            "it is 0.5 times that of one process, after reduction and clipping; the norm that is told is",
+        ),
+        ({"mistake": "no all-reduce"}, "the gradient of model.embed_tokens.weight, step 1 on rank 0", "21 of 21"),
+        (
+            {"mistake": "moments are not saved", "resume": True},
+            "the optimizer's state, step 3 on rank 0",
+            "its state counts 0 steps, that of one process 2",
+        ),
+    ],
+)
+def test_a_red_cell_is_explained_by_the_first_wrong_place(
+    cell: dict[str, Any], place: str, said: str, plain: Engine
+) -> None:
+    found = plain.explain({**simplest(plain.features), "dp": 2, **cell})
+    assert (found["place"], said in found["said"]) == (place, True), found
+    if cell.get("resume"):
+        assert re.match(r"all_reduce over ranks 0, 1 of \[[\d, ]*\] \w{8} -> \w{8}", found["collectives"][-1])
+
+
+@pytest.mark.ranks
+def test_packed_documents_are_told_apart(engines: Callable[[str], Engine]) -> None:
+    engine = engines(str(Path(__file__).with_name("mutants.py")))
+    cell = {"cp": 2, "packed": True, "isolation": True}
+    found = prove(
+        engine, [cell, {**cell, "mutant": "documents are not told apart"}, {"isolation": True}], shrinks=False
+    )
+    assert [one.verdict for one in found.cells] == [EQUAL, RED, CANNOT], found.to_json()["cells"]
+
+
+def test_a_leak_that_one_process_has_too_is_red(tmp_path: Path) -> None:
+    """Both have the model's own masks: only other tokens in front of a document tell."""
+    cell = {**simplest(FEATURES), "packed": True, "isolation": True}
+    right = server.reference(cell)
+    for factor, verdict, why in (
+        (1.0, EQUAL, None),
+        (1.01, RED, "other tokens in front of a document change it: loss"),
+    ):
+        for folder, times in ((tmp_path, 1.0), (tmp_path / "perturbed", factor)):
+            folder.mkdir(exist_ok=True)
+            steps = [(loss * times, norm) for loss, norm in zip(right["loss"], right["norm"], strict=True)]
+            torch.save({"steps": steps, "params": right["params"]}, folder / "found-3.pt")
+        server._judge(cell, tmp_path)
+        answer = json.loads((tmp_path / "verdict.json").read_text())
+        assert (answer["verdict"], answer.get("why") and answer["why"].partition(" off")[0]) == (verdict, why)
+    given = [next(server.batches({**cell, "perturbed": other})) for other in (False, True)]
+    assert torch.equal(*(one["labels"] for one in given))
+    assert not torch.equal(*(one["input_ids"] for one in given))
+    counts = given[0]["labels"] != -100
+    assert torch.equal(*(one["input_ids"][counts] for one in given))
+
+
+@pytest.mark.ranks
 def test_a_certificate_is_read_back_and_runs_again(plain: Engine) -> None:
     found = prove(plain, [{"dp": 2}, {"dp": 2, "mistake": "no all-reduce"}, {"family": "mixtral", "dtype": "fp64"}])
     assert [one.verdict for one in found.cells] == [EQUAL, RED, CANNOT]
@@ -207,8 +274,43 @@ def test_this_runtime_is_one_process(engines: Callable[[str], Engine]) -> None:
         {"tp": 2, "cp": 2, "sequence_parallel": True, "masks": "uneven", "clipping": 0.5, "resume": True},
         {"family": "mixtral", "dp": 2, "ep": 2, "packed": True, "masks": "empty", "checkpointing": "full"},
     ]
-    found = prove(engines("parcompile"), cells)
+    found = prove(
+        engines("parcompile"), [*cells, {**of_plan(own_plan(), 4).cell, "accumulation": 2, "masks": "uneven"}]
+    )
     assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
+
+
+def own_plan(**changed: Any) -> Plan:
+    axes = {"tp": 2, "pp": 2, "ep": 2, "dp": 4, "sequence_parallel": True, "num_virtual_stages_per_pipeline_rank": 2}
+    training = {"sequence_length": 64, "global_batch_size": 16, "micro_batch_size": 1, "precision": "bf16"}
+    tree = {
+        "version": 1,
+        "name": "mine",
+        "model": {"preset": "qwen3-30b-a3b"},
+        "cluster": {"nodes": 4, "gpus_per_node": 4, "accelerator": "h100-sxm"},
+        "parallelism": {**axes, **changed},
+        "training": {**training, "activation_checkpointing": "full", "gradient_clipping": 1.0},
+    }
+    return parcompile.compile(tree, estimate=False)
+
+
+def test_cells_take_the_layout_of_a_plan_and_name_what_they_do_not() -> None:
+    found = of_plan(own_plan(), 8)
+    carried = json.loads(found.cell["plan"])
+    assert {axis: found.cell[axis] for axis in ("tp", "pp", "cp", "dp", "ep", "stage", "clipping")} == {
+        "tp": 2, "pp": 2, "cp": 1, "dp": 2, "ep": 2, "stage": 1, "clipping": 0.5
+    }  # fmt: skip
+    assert carried["parallelism"]["num_virtual_stages_per_pipeline_rank"] == 2
+    assert (carried["activation_checkpointing"], carried["experts"], carried["model"]["model_type"]) == (
+        "full",
+        True,
+        "qwen3_moe",
+    )
+    said = {".".join(path): why for path, why in found.left_out.items()}
+    assert said["parallelism.dp"] == "cells spread over 2 ranks, not 4"
+    assert "training.precision" in said
+    with pytest.raises(GivenError, match="tp 2 × cp 1 × pp 2 takes 4 ranks, and at most 2 are started"):
+        of_plan(own_plan(), 2)
 
 
 @pytest.mark.ranks
@@ -367,11 +469,12 @@ def test_the_commands_of_the_page_run(
     root = Path(__file__).parents[2]
     page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in re.findall(r"^parcompile prove (.*)$", page, re.MULTILINE)]
-    assert len(lines) == 9
+    assert len(lines) == 10
     (tmp_path / "examples").symlink_to(root / "examples")
+    parcompile.compile(str(root / "examples" / "byte_llama.json"), str(tmp_path / "plan"))
     monkeypatch.chdir(tmp_path)
     for line in lines:
-        arguments, _, file = line.replace("--cells 20", "--cells 1").partition(" > ")
+        arguments, _, file = line.replace("--cells 20", "--cells 1 --no-shrink").partition(" > ")
         found = command(*arguments.split())
         if "megatron" in line and importlib.util.find_spec("megatron") is None:
             assert found.exit_code
@@ -379,7 +482,14 @@ def test_the_commands_of_the_page_run(
             continue
         if file:
             Path(file).write_text(found.stdout)
-        assert found.exit_code == (1 if "pp=2" in line else 0), found.output
+        # The cell of transformers that is drawn resumes experts.
+        assert found.exit_code == (1 if "pp=2" in line or "transformers" in line else 0), found.output
+        if "pp=2" in line:
+            assert "first wrong: the gradient of every parameter, step 1 on rank 0: it is 1." in found.output
+            assert "a script of upstream alone shows it" in found.output
+            (shown,) = Path("shown").glob("*.py")
+            assert len(shown.read_text().splitlines()) <= 100
+            assert "parcompile" not in shown.read_text()
     assert found.output == "certificate.json: every cell is as it says\n"
 
 
@@ -444,6 +554,7 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+    parcompile.compile(str(Path(__file__).parents[2] / "examples" / "byte_llama.json"), str(tmp_path / "plan"))
     own = ["--engine", ADAPTER]
     for arguments, sentence in (
         ([*own, "--cell", "width=2"], "the engine has no feature 'width'"),
@@ -456,9 +567,12 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
         ([*own, "--config", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),
         ([*own, "--config", tmp_path / "fp16.json"], "fp16.json:2: fp16.enabled: no cell runs in fp16"),
         ([*own, "--config", tmp_path / "none.json"], "none.json: there is no such file"),
+        ([*own, "--plan", tmp_path / "empty.json"], "empty.json"),
+        (["--plan", "p", "--config", "c"], "--config is a DeepSpeed configuration and --plan a plan"),
         (["--verify", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),
         (["--verify", tmp_path / "newer.json"], "newer.json:1: "),
         ([], "--engine says which engine"),
+        ([*own, "--plan", tmp_path / "plan"], "--plan is executed by --engine parcompile alone"),
     ):
         wrong = command(*map(str, arguments))
         assert sentence in wrong.output, (arguments, wrong.output)

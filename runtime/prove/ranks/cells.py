@@ -34,8 +34,10 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16", "fp64"),
     "tied": (False, True),
     "packed": (False, True),
+    "isolation": (False, True),
 }
-"""Of every engine. An engine adds its own, or narrows these."""
+"""Of every engine. An engine adds its own, or narrows these. `isolation`: labels of the last document alone count, and
+a second run, in which all tokens in front of it are others, has to train the same."""
 
 AUX_LOSS = {"aux_loss": (False, True)}
 """Of engines that train the balancing loss of experts: `AUX_COEFFICIENT` times the mean of all micro-batches' own."""
@@ -47,9 +49,16 @@ _CANDIDATES = 60
 """How many are drawn for each cell that is taken."""
 
 
+def planned(cell: Cell) -> Mapping[str, Any]:
+    """What somebody's own plan gives a cell (`given.of_plan`); empty where there is none."""
+    found: Mapping[str, Any] = json.loads(cell.get("plan") or "{}")
+    return found
+
+
 def has_experts(cell: Cell) -> bool:
     """Whether the model has a mixture of experts."""
-    return "num_experts_per_tok" in FAMILIES[cell["family"]]["keys"]
+    own = planned(cell)
+    return own["experts"] if own else "num_experts_per_tok" in FAMILIES[cell["family"]]["keys"]
 
 
 def has_window(cell: Cell) -> bool:
@@ -65,6 +74,8 @@ def unsupported(cell: Cell) -> str | None:
         return "in bf16 the last bits decide which expert a token goes to"
     if why := unbalanced(cell):
         return why
+    if cell.get("isolation") and (not cell["packed"] or cell.get("aux_loss")):
+        return "documents are told apart where they are packed, and a balancing loss sees all of them"
     if cell["masks"] == "empty" and batch_size(cell) == 1:
         return "the only sample has no label that counts"
     return None
@@ -87,10 +98,12 @@ def batch_size(cell: Cell) -> int:
 
 def text_of(cell: Cell, features: Mapping[str, tuple[Any, ...]]) -> str:
     """What differs from the simplest values: `qwen3 dp 2 tp 2 clipping 0.5`."""
-    said = [str(cell.get("family", "a cell"))]
+    said = [str(planned(cell).get("name", cell.get("family", "a cell")))]
     for name, value in cell.items():
         if name == "config" and value:
             said.append("a configuration file")
+        elif name == "plan":
+            continue
         elif name not in ("family", "seed") and (name not in features or value != features[name][0]):
             said.append(name if value is True else f"{name} {value}")
     return " ".join(said)

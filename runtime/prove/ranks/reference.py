@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cells import FAMILIES, Cell, batch_size
+from .cells import FAMILIES, Cell, batch_size, planned
+from .tracing import Trace
 
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 128
 IGNORED = -100
@@ -27,6 +28,9 @@ def configuration(cell: Cell) -> Any:
     """Of a model of two layers, whose sizes every layout divides."""
     import transformers
 
+    if own := planned(cell):
+        kind = {"tie_word_embeddings": cell["tied"], "use_cache": False, **_balanced(cell)}
+        return transformers.AutoConfig.for_model(**{**own["model"], **kind})
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -43,10 +47,16 @@ def configuration(cell: Cell) -> Any:
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     family = FAMILIES[cell["family"]]
-    keys = dict(family["keys"])
-    if cell.get("aux_loss"):
-        keys |= {"output_router_logits": True, "router_aux_loss_coef": AUX_COEFFICIENT}
-    return getattr(transformers, family["class"])(**sizes, **keys)
+    return getattr(transformers, family["class"])(**sizes, **family["keys"] | _balanced(cell))
+
+
+def _balanced(cell: Cell) -> dict[str, Any]:
+    return {"output_router_logits": True, "router_aux_loss_coef": AUX_COEFFICIENT} if cell.get("aux_loss") else {}
+
+
+def sequence_length(cell: Cell) -> int:
+    """Tokens of a sample."""
+    return int(planned(cell).get("length", SEQUENCE))
 
 
 def import_models() -> None:
@@ -64,8 +74,8 @@ def model_of(cell: Cell, nudge: int | None = None) -> nn.Module:
     import transformers
 
     torch.manual_seed(cell["seed"])
-    config = configuration(cell)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    kernel = {} if planned(cell) else {"attn_implementation": "sdpa"}
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(configuration(cell), **kernel)
     model = model.to(torch.float32)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -89,20 +99,24 @@ def batches(cell: Cell) -> Iterator[Batch]:
     def drawn(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    samples = batch_size(cell)
+    samples, length = batch_size(cell), sequence_length(cell)
     for _ in range(STEPS):
-        ids = torch.randint(0, VOCABULARY, (samples, SEQUENCE), generator=generator)
-        labels, positions = ids.clone(), torch.arange(SEQUENCE).repeat(samples, 1)
+        ids = torch.randint(0, VOCABULARY, (samples, length), generator=generator)
+        labels, positions = ids.clone(), torch.arange(length).repeat(samples, 1)
         if cell["masks"] != "none":
             for row in range(samples):
-                labels[row, : drawn(1, SEQUENCE - 2) if row % 2 else 2] = IGNORED
+                labels[row, : drawn(1, length - 2) if row % 2 else 2] = IGNORED
         if cell["masks"] == "empty":
             labels[-1] = IGNORED
         if cell["packed"]:
             for row in range(samples):
-                border = drawn(5, SEQUENCE - 5)
+                border = drawn(5, length - 5)
                 positions[row, border:] -= border
                 labels[row, border] = IGNORED  # the first token of a document is nobody's next
+                if cell.get("isolation"):
+                    labels[row, :border] = IGNORED
+                if cell.get("perturbed"):  # of the second run
+                    ids[row, :border] = (ids[row, :border] + 1) % VOCABULARY
         yield {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
@@ -141,28 +155,30 @@ def optimizer_of(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
 
 
-def _pieces(cell: Cell, batch: Batch) -> list[Batch]:
-    """Single rows, or the micro-batches of all ranks where what is trained depends on them."""
-    if cell.get("aux_loss"):
+def _pieces(cell: Cell, batch: Batch, whole: bool) -> list[Batch]:
+    """Single rows, or the micro-batches of all ranks where what is trained, or watched, depends on them."""
+    if cell.get("aux_loss") or whole:
         return [one for rank in range(cell["dp"]) for one in micro_batches(cell, batch, rank)]
     return [{name: one[row : row + 1] for name, one in batch.items()} for row in range(batch_size(cell))]
 
 
-def reference(cell: Cell, nudge: int | None = None) -> dict[str, Any]:
+def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> dict[str, Any]:
     """`loss` and `norm` (before clipping) of each step, `params` after all, and where they `start`.
 
     The loss of a step is the mean over all tokens of its samples that count. In bf16 a copy of the weights computes.
-    A balancing loss is the mean of those of the micro-batches that the ranks have.
+    A balancing loss is the mean of those of the micro-batches that the ranks have. A watched run has a `trace`.
     """
     model, low = model_of(cell, nudge), cell["dtype"] == "bf16"
     optimizer = optimizer_of(model.parameters())
     start = {name: one.detach().clone() for name, one in model.named_parameters()}
-    losses, norms = [], []
-    for batch in batches(cell):
+    losses, norms, trace = [], [], Trace(model) if watched else None
+    for step, batch in enumerate(batches(cell)):
         total, computing = 0.0, model_of(cell).to(torch.bfloat16) if low else model
         if low:
             computing.load_state_dict(model.state_dict())
-        pieces = _pieces(cell, batch)
+        if trace is not None and (low or step == 0):
+            trace.watch(computing)
+        pieces = _pieces(cell, batch, watched)
         for piece in pieces:
             outputs = computing(**inputs(cell, piece))
             loss = token_sum(outputs.logits, piece["labels"]) / counted(batch) + balance(cell, outputs) / len(pieces)
@@ -176,4 +192,5 @@ def reference(cell: Cell, nudge: int | None = None) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     params = {name: one.detach().clone() for name, one in model.named_parameters()}
-    return {"loss": losses, "norm": norms, "params": params, "start": start}
+    found = {"loss": losses, "norm": norms, "params": params, "start": start}
+    return found if trace is None else {**found, "trace": trace.data()}

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 
 from .cells import FEATURES, RESUME, Cell, draw, unsupported, world_size
-from .comparison import CANNOT, judge
+from .comparison import CANNOT, RED, judge
 from .reference import STEPS, batches, import_models, model_of, reference
+from .tracing import Trace, explain
 
 ADAPTER = ("supports", "build", "step", "full_parameters")
 """Functions that an adapter has."""
@@ -41,6 +42,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What a rank says whose neighbour ended first."""
 
 _SEEDS = (1, 2, 3)
+_PERTURBED = "perturbed"
 _ASKING = os.getppid()
 
 
@@ -69,7 +71,7 @@ def serve(engine: str) -> None:
             )
             _say(answers, {"cells": cells})
         else:
-            _say(answers, run_cell(adapter, task["cell"], task["timeout"]))
+            _say(answers, run_cell(adapter, task["cell"], task["timeout"], task.get("explain", False)))
 
 
 def load_adapter(engine: str) -> ModuleType:
@@ -107,26 +109,36 @@ def versions_of(adapter: ModuleType) -> dict[str, str]:
     return found
 
 
-def run_cell(adapter: ModuleType, cell: Cell, timeout: float) -> dict[str, Any]:
-    """The verdict of a cell; nothing of it is left behind."""
+def run_cell(adapter: ModuleType, cell: Cell, timeout: float, explains: bool = False) -> dict[str, Any]:
+    """The verdict of a cell, or where it first differs from one process; nothing of it is left behind."""
     if why := unsupported(cell) or adapter.supports(cell):
         return {"verdict": CANNOT, "why": why}
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
-        borders = (0, STEPS - 1, STEPS) if cell.get("resume") else (0, STEPS)
-        for run in itertools.pairwise(borders):
-            tasks = [_rank_task(adapter, cell, rank, folder, range(*run)) for rank in range(world_size(cell))]
-            (folder / "port").unlink(missing_ok=True)
-            if why := _forked(tasks, folder, timeout, lambda: _store(folder, timeout)):
-                why = f"after it loaded what it saved: {why}" if run[0] else why
-                return {"verdict": CANNOT, "why": why, "failed": True}
-        if why := _forked([lambda: _judge(cell, folder)], folder, timeout):
+        if why := _runs(adapter, cell, folder, timeout, explains):
+            return {"verdict": CANNOT, "why": why, "failed": True}
+        if cell.get("isolation") and not explains:
+            (folder / _PERTURBED).mkdir()
+            if why := _runs(adapter, {**cell, "perturbed": True}, folder / _PERTURBED, timeout, watched=False):
+                return {"verdict": CANNOT, "why": f"with other tokens in front: {why}", "failed": True}
+        if why := _forked([lambda: _explain(cell, folder) if explains else _judge(cell, folder)], folder, timeout):
             return {"verdict": CANNOT, "why": f"the run in one process: {why}", "failed": True}
         answer: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
-        replaced = getattr(adapter, "shims", lambda _: ())(cell)
+        replaced = () if explains else getattr(adapter, "shims", lambda _: ())(cell)
         return {**answer, "shims": list(replaced)} if replaced else answer
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(adapter: ModuleType, cell: Cell, folder: Path, timeout: float, watched: bool) -> str | None:
+    """The ranks of a cell, and the new ones of one that is resumed; why they failed."""
+    borders = (0, STEPS - 1, STEPS) if cell.get("resume") else (0, STEPS)
+    for run in itertools.pairwise(borders):
+        tasks = [_rank_task(adapter, cell, rank, folder, range(*run), watched) for rank in range(world_size(cell))]
+        (folder / "port").unlink(missing_ok=True)
+        if why := _forked(tasks, folder, timeout, lambda: _store(folder, timeout)):
+            return f"after it loaded what it saved: {why}" if run[0] else why
+    return None
 
 
 def _store(folder: Path, timeout: float) -> Any:
@@ -148,7 +160,9 @@ def _port(folder: Path) -> str:
     return (folder / "port").read_text()
 
 
-def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path, run: range) -> Callable[[], None]:
+def _rank_task(
+    adapter: ModuleType, cell: Cell, rank: int, folder: Path, run: range, watched: bool
+) -> Callable[[], None]:
     """The steps of a run on a rank: from the start, or from what was saved, to the end, or to what is saved."""
 
     def task() -> None:
@@ -168,23 +182,58 @@ def _rank_task(adapter: ModuleType, cell: Cell, rank: int, folder: Path, run: ra
         }
         tempfile.tempdir = None
         model, saved = model_of(cell), folder / "saved"
+        if watched:
+            trace = Trace(model)
+            trace.watch(model)
+            trace.watch_collectives()
         engine = adapter.load(model, saved, cell) if run.start else adapter.build(model, cell)
         steps = [adapter.step(engine, batch, cell) for batch in list(batches(cell))[run.start : run.stop]]
         if run.stop < STEPS:
             saved.mkdir(exist_ok=True)
             adapter.save(engine, saved, cell)
         found = {"steps": steps, "params": adapter.full_parameters(engine, cell)}
+        if watched:
+            torch.save(trace.data(), folder / f"trace-{run.stop}-{rank}.pt")
         if rank == 0:
             torch.save(found, folder / f"found-{run.stop}.pt")
 
     return task
 
 
-def _judge(cell: Cell, folder: Path) -> None:
-    runs = [torch.load(one, weights_only=False) for one in sorted(folder.glob("found-*.pt"))]
+def _loaded(folder: Path, pattern: str) -> list[Any]:
+    return [torch.load(one, weights_only=False) for one in sorted(folder.glob(pattern))]
+
+
+def _explain(cell: Cell, folder: Path) -> None:
+    """By the first of the runs that differs: what is resumed comes after what is saved."""
+    expected, answer = reference(cell, watched=True), dict[str, Any]()
+    for run, found in zip(sorted(folder.glob("found-*.pt")), _loaded(folder, "found-*.pt"), strict=True):
+        traces = _loaded(folder, f"trace-{run.stem.removeprefix('found-')}-*.pt")
+        losses, norms = zip(*found["steps"], strict=True)
+        upto = {name: expected[name][: len(losses) + answer.get("steps", 0)] for name in ("loss", "norm")}
+        answer = explain(cell, traces, {"loss": losses, "norm": norms}, upto, expected["trace"])
+        if answer["place"]:
+            break
+        answer["steps"] = len(losses)
+    answer.pop("steps", None)
+    (folder / "verdict.json").write_text(json.dumps(answer))
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    runs = _loaded(folder, "found-*.pt")
     losses, norms = zip(*(step for run in runs for step in run["steps"]), strict=True)
-    found = {"loss": losses, "norm": norms, "params": runs[-1]["params"]}
-    answer = judge(cell["dtype"], found, reference(cell), lambda: [reference(cell, seed) for seed in _SEEDS])
+    return {"loss": losses, "norm": norms, "params": runs[-1]["params"]}
+
+
+def _judge(cell: Cell, folder: Path) -> None:
+    found, expected = _found(folder), reference(cell)
+    answer = judge(cell["dtype"], found, expected, lambda: [reference(cell, seed) for seed in _SEEDS])
+    if cell.get("isolation") and answer["verdict"] != RED:
+        apart = judge(
+            cell["dtype"], _found(folder / _PERTURBED), {**found, "start": expected["start"]}, lambda: [found]
+        )
+        if apart["verdict"] == RED:
+            answer = {**apart, "why": f"other tokens in front of a document change it: {apart['why']}"}
     (folder / "verdict.json").write_text(json.dumps(answer))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,14 +13,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import AUX_LOSS, Cell, batch_size, has_experts
-from ..reference import SEQUENCE, STEPS, Batch, batches, configuration
+from ..cells import AUX_LOSS, Cell, batch_size, has_experts, planned
+from ..reference import STEPS, Batch, batches, configuration, sequence_length
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 PACKAGES = ("parcompile", "deepspeed", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
-    "stage": (1, 0),
+    "stage": (1, 0, 2),
     "tp": (1, 2),
     "cp": (1, 2),
     "pp": (1, 2),
@@ -26,6 +28,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "checkpointing": ("none", "full"),
     **AUX_LOSS,
+    "plan": ("",),
 }
 
 
@@ -39,7 +42,20 @@ def supports(cell: Cell) -> str | None:
         return "a spec has no precision fp64"
     if cell["dtype"] == "bf16":
         return "exported weights are compared in fp32"
+    if cell["plan"] or cell["stage"] == 2:
+        return _refused(json.dumps({**cell, "masks": "none", "seed": 0, "resume": False, "packed": False}))
     return None
+
+
+@functools.cache
+def _refused(cell: str) -> str | None:
+    """What the compiler says against a cell."""
+    import parcompile
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = parcompile.check(spec_of(json.loads(cell), Path(folder)), estimate=False)
+    wrong = [one.message for one in found.diagnostics if one.is_error or one.code.startswith("X")]
+    return wrong[0] if wrong else None
 
 
 class _Run:
@@ -51,7 +67,8 @@ class _Run:
         from parcompile.runtime.settings import HEARTBEAT
 
         os.environ[HEARTBEAT] = "0"  # the server watches its processes
-        plan = parcompile.compile(spec_of(cell), estimate=False)
+        # The same path on every rank: it is part of the plan.
+        plan = parcompile.compile(spec_of(cell, Path(tempfile.gettempdir()) / "config"), estimate=False)
         samples = [
             {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
             for batch in batches(cell)
@@ -62,14 +79,12 @@ class _Run:
         self.batches = iter(loader)
 
 
-def spec_of(cell: Cell) -> dict[str, Any]:
-    """The cell as a spec."""
-    config = configuration(cell)
-    # The same path on every rank: it is part of the plan.
-    folder = Path(tempfile.gettempdir()) / "config"
-    own = Path(tempfile.mkdtemp())
-    config.save_pretrained(own)
+def spec_of(cell: Cell, folder: Path) -> dict[str, Any]:
+    """The cell as a spec, whose model is in a folder."""
+    config, given = configuration(cell), planned(cell)
     folder.mkdir(exist_ok=True)
+    own = Path(tempfile.mkdtemp(dir=folder))
+    config.save_pretrained(own)
     (own / "config.json").replace(folder / "config.json")
     axes = {axis: cell[axis] for axis in ("dp", "tp", "cp", "pp", "ep") if axis != "ep" or cell["ep"] > 1}
     return {
@@ -77,17 +92,23 @@ def spec_of(cell: Cell) -> dict[str, Any]:
         "name": "cell",
         "model": {"hf_config": str(folder / "config.json")},
         "cluster": {"gpus_per_node": cell["dp"] * cell["tp"] * cell["cp"] * cell["pp"], "accelerator": "cpu"},
-        "parallelism": {**axes, "sequence_parallel": cell["sequence_parallel"], "make_vocab_size_divisible_by": 8},
+        "parallelism": {
+            "make_vocab_size_divisible_by": 8,
+            **given.get("parallelism", {}),
+            **axes,
+            "sequence_parallel": cell["sequence_parallel"],
+        },
         "training": {
-            "sequence_length": SEQUENCE,
+            "sequence_length": sequence_length(cell),
             "global_batch_size": batch_size(cell),
             "micro_batch_size": cell["micro_batch"],
             "precision": "fp32",
             "gradient_clipping": cell["clipping"],
-            "activation_checkpointing": cell["checkpointing"],
+            "activation_checkpointing": given.get("activation_checkpointing", cell["checkpointing"]),
             "optimizer": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.01},
         },
         "zero": {"stage": cell["stage"]},
+        "deepspeed": given.get("deepspeed", {}),
     }
 
 

@@ -1,0 +1,249 @@
+"""What a run does on its way to its numbers: laid beside one process, the first difference explains a red cell."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+LIMITS = {"fp32": 1e-4, "bf16": 0.1, "fp64": 1e-8}
+"""Relative differences of single tensors that rounding does not explain."""
+
+OUTPUT, OF_OUTPUT, GRADIENT = "the output", "the gradient of the output", "the gradient"
+
+_COLLECTIVES = (
+    *("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather", "all_to_all_single"),
+    *("reduce", "broadcast", "send", "recv"),
+)
+_SHOWN = 6
+"""So many collectives are named: the last ones in front of the first difference."""
+
+Data = Mapping[str, Any]
+
+
+class Trace:
+    """Of one process: each module's first output and its gradient in each micro-batch, and what its optimizer is given.
+
+    Attributes:
+        calls: of each micro-batch its `ids` and tensors, by what they are and the module's or parameter's name.
+        steps: of each step of an optimizer the `collectives` in front of it, the norm of its gradients, gradients
+            (before) and values (after) of parameters that are the model's own, and how many steps its state counts.
+        collectives: each in words.
+        fronts: how many collectives were in front of each micro-batch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[dict[Any, Tensor]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.collectives: list[str] = []
+        self.fronts: list[int] = []
+        self._model = model
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def watch(self, model: nn.Module) -> None:
+        """The modules and parameters that compute."""
+
+        def begin(_: nn.Module, given: Any, named: Any) -> None:
+            ids = named.get("input_ids", given[0] if given else None)
+            self.fronts.append(len(self.collectives))
+            self.calls.append({} if ids is None else {"ids": ids.detach().clone()})
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._output(name or "the model"))
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(self._keeper((GRADIENT, name)))  # type: ignore[no-untyped-call]
+
+    def watch_collectives(self) -> None:
+        """Those that are called by their name in torch.distributed."""
+        for name in _COLLECTIVES:
+            setattr(dist, name, self._logged(name, getattr(dist, name)))
+
+    def data(self) -> Data:
+        """To be saved."""
+        return {name: getattr(self, name) for name in ("calls", "steps", "collectives", "fronts")}
+
+    def _keeper(self, key: tuple[str, str]) -> Callable[[Tensor], None]:
+        def keep(found: Tensor) -> None:
+            if self.calls:
+                self.calls[-1].setdefault(key, found.detach().clone())
+
+        return keep
+
+    def _output(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            tensor = _first_tensor(output)
+            if not self.calls or tensor is None or (OUTPUT, name) in self.calls[-1]:
+                return  # recomputed, or used again
+            self.calls[-1][OUTPUT, name] = tensor.detach().clone()
+            if tensor.requires_grad:
+                tensor.register_hook(self._keeper((OF_OUTPUT, name)))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    def _named(self, optimizer: Any, of: Callable[[Any], Any]) -> dict[str, Tensor]:
+        names = {id(one): name for name, one in self._model.named_parameters()}
+        own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in names]
+        return {names[id(one)]: _whole(value).clone() for one in own if (value := of(one)) is not None}
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        gradients = self._named(optimizer, lambda one: one.grad)
+        every = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        norm = math.sqrt(sum(float(_whole(one).double().norm()) ** 2 for one in every))
+        counted = max((float(one["step"]) for one in optimizer.state.values() if "step" in one), default=0.0)
+        front = len(self.collectives)
+        self.steps.append({"collectives": front, "norm": norm, "gradients": gradients, "counted": counted})
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        self.steps[-1]["after"] = self._named(optimizer, lambda one: one.detach())
+
+    def _logged(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            tensor = _first_tensor([*given, *named.values()])
+            group = named.get("group") or next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
+            before = "" if tensor is None else f" of {list(tensor.shape)} {_digest(tensor)}"
+            found = collective(*given, **named)
+            after = "" if tensor is None or named.get("async_op") else f" -> {_digest(tensor)}"
+            self.collectives.append(f"{name} over ranks {ranks}{before}{after}")
+            return found
+
+        return call
+
+
+def explain(cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, one: Data) -> dict[str, Any]:
+    """The first difference between the ranks' traces and that of one process, whose result is `expected`."""
+    for rank, where, said, front in _differences(cell, ranks, told, expected, one):
+        return {"place": where, "said": said, "collectives": ranks[rank]["collectives"][:front][-_SHOWN:]}
+    return {"place": "", "said": "nothing that is watched differs in front of the last parameters", "collectives": []}
+
+
+def _differences(
+    cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, one: Data
+) -> Iterator[tuple[int, str, str, int]]:
+    """Rank, place, sentence, and how many collectives came before; in the order in which they arise."""
+    limit, count = LIMITS[cell["dtype"]], len(told["loss"])
+    begun, extra = len(expected["loss"]) - count, [len(rank["steps"]) - count for rank in ranks]
+    for rank, trace in enumerate(ranks):
+        if extra[rank] > 0 and trace["steps"][0]["norm"] == 0:
+            said = f"the optimizer takes {extra[rank]} more step(s) than there are batches, the first without gradients"
+            yield rank, "the optimizer's state before the first step", said, 0
+    pieces = {_digest(piece["ids"]): piece for piece in one["calls"]}
+    whole = all(cell.get(axis, 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
+    weight: float | None = None
+    for step in range(count):
+        for micro in range(cell["accumulation"]):
+            number = step * cell["accumulation"] + micro
+            for rank, trace in enumerate(ranks):
+                if number >= len(trace["calls"]):
+                    continue
+                call, at = trace["calls"][number], f"micro-batch {micro + 1} of step {begun + step + 1} on rank {rank}"
+                front = trace["fronts"][number]
+                piece = pieces.get(_digest(call["ids"])) if "ids" in call else None
+                if piece is None:
+                    if whole and "ids" in call:
+                        yield rank, f"the rows of {at}", "they are those of no micro-batch of one process", front
+                    continue
+                for key, found, other in _pairs(call, piece, (OUTPUT,)):
+                    if not (off := _distance(found, other)) <= limit:
+                        yield rank, f"{key[0]} of {key[1]}, {at}", f"relative error {off:.1e}", front
+                for key, found, other in _pairs(call, piece, (OF_OUTPUT, GRADIENT)):
+                    times = _times(found, other)
+                    weight = times if weight is None else weight
+                    if not abs(times - weight) <= limit * abs(weight) or not _distance(found, times * other) <= limit:
+                        said = (
+                            f"it is {times / (weight or 1):.4g} times that of one process, when that of the first is 1"
+                        )
+                        off = _distance(found, times * other)
+                        said += f"; and in another direction, relative error {off:.1e}" if not off <= limit else ""
+                        yield rank, f"{key[0]} of {key[1]}, {at}", said, front
+        norm = _apart("norm", told, expected, step, limit)
+        for rank, trace in enumerate(ranks):
+            if step + max(0, extra[rank]) < len(trace["steps"]):
+                own = trace["steps"][step + max(0, extra[rank])]
+                for where, said in _of_step(own, one["steps"][begun + step], ranks if whole else (), step, limit):
+                    yield rank, f"{where}, step {begun + step + 1} on rank {rank}", f"{said}{norm}", own["collectives"]
+        for name, apart in (("norm", norm), ("loss", _apart("loss", told, expected, step, limit))):
+            if apart:
+                yield 0, f"the {name} that is told of step {begun + step + 1}", apart.removeprefix("; "), 0
+
+
+def _apart(name: str, told: Data, expected: Data, step: int, limit: float) -> str:
+    """How far what an engine tells of a step is from that of one process, in words; nothing where it is not."""
+    found, other = told[name][step], expected[name][step - len(told[name])]
+    if found is None or abs(found - other) <= limit * abs(other):
+        return ""
+    return f"; the {name} that is told is {found:.6g}, that of one process {other:.6g}"
+
+
+def _of_step(own: Data, other: Data, ranks: Sequence[Data], step: int, limit: float) -> Iterator[tuple[str, str]]:
+    """What an optimizer is given, what it remembers, and what it makes of them."""
+    both = [name for name in other["gradients"] if name in own["gradients"]]
+    both = [name for name in both if own["gradients"][name].shape == other["gradients"][name].shape]
+    wrong = [name for name in both if not _distance(own["gradients"][name], other["gradients"][name]) <= limit]
+    times = {name: _times(own["gradients"][name], other["gradients"][name]) for name in wrong}
+    if wrong:
+        all_alike = len(wrong) == len(both) and max(times.values()) - min(times.values()) <= limit * max(times.values())
+        where = "the gradient of every parameter" if all_alike else f"the gradient of {wrong[0]}"
+        much = f"it is {times[wrong[0]]:.4g} times that of one process, after reduction and clipping"
+        yield where, much if all_alike else f"{much}; {len(wrong)} of {len(both)} parameters differ"
+    norms = [rank["steps"][step]["norm"] for rank in ranks if step < len(rank["steps"])]
+    total = math.sqrt(sum(norm**2 for norm in norms))
+    if (
+        norms
+        and not both
+        and not any(abs(one - other["norm"]) <= limit * other["norm"] for one in (own["norm"], total))
+    ):
+        said = f"{total:.6g} over the shards of all ranks, one process has {other['norm']:.6g}"
+        yield "the norm of the gradients that the optimizer is given", said
+    if own["counted"] != other["counted"]:
+        said = f"its state counts {own['counted']:g} steps, that of one process {other['counted']:g}"
+        yield "the optimizer's state", said
+    for name in both:
+        if name in own.get("after", {}) and not _distance(own["after"][name], other["after"][name]) <= limit:
+            yield (
+                f"the updated value of {name}",
+                f"relative error {_distance(own['after'][name], other['after'][name]):.1e}",
+            )
+
+
+def _pairs(call: Data, piece: Data, kinds: Sequence[str]) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """In the order of one process; what has another shape is split over ranks."""
+    for key, other in piece.items():
+        if key[0] in kinds and key in call and call[key].shape == other.shape:
+            yield key, call[key].double(), other.double()
+
+
+def _distance(found: Tensor, other: Tensor) -> float:
+    return float((found.double() - other.double()).norm()) / max(float(other.double().norm()), 1e-12)
+
+
+def _times(found: Tensor, other: Tensor) -> float:
+    other = other.double()
+    return float((found.double() * other).sum() / (other * other).sum().clamp(min=1e-30))
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    output = getattr(output, "logits", output)
+    if isinstance(output, Tensor):
+        return output
+    parts: Any = output.values() if isinstance(output, Mapping) else output
+    if not isinstance(output, (Mapping, tuple, list)):
+        return None
+    return next((found for one in parts if (found := _first_tensor(one)) is not None), None)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Of all ranks, where it is a shard of torch's; every rank calls it."""
+    found: Tensor = tensor.detach()
+    return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().double().contiguous().numpy().tobytes()).hexdigest()[:8]
