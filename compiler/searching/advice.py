@@ -13,6 +13,7 @@ from parcompile.diagnostics import Diagnostic, Fix, Severity
 from parcompile.layout.groups import AXES, Axis
 from parcompile.rules import EXPERTS_RULE
 from parcompile.rules.h_memory import as_fix, workload
+from parcompile.schema import NoDefaultError, default
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes
 
@@ -81,9 +82,19 @@ def _as_fix(spec: Resolution, one: Ranked) -> Fix:
     settings: dict[str, Any] = {
         name: value
         for name, value in one.candidate.changes.items()
-        if value != (decided[name] if name in decided else spec.get(SECTIONS[name], name))
+        if value != (decided[name] if name in decided else _asked(spec, SECTIONS[name], name))
     }
     return as_fix(spec, Change(settings, one.candidate.work, one.memory, one.seconds, before))
+
+
+def _asked(spec: Resolution, *path: str) -> object:
+    """What the spec says, or its schema: advice leaves no trace in the provenance of a plan."""
+    if spec.given(*path):
+        return spec.get(*path)
+    try:
+        return default("spec", path)
+    except NoDefaultError:
+        return None
 
 
 def _word(work: Workload) -> str | list[str]:
