@@ -4,7 +4,7 @@
     python benchmarks/doctor.py synthetic [--ranks 1024]
     python benchmarks/doctor.py overhead
 
-`faults` prints the table of docs/doctor.md.
+`faults` prints the table of benchmarks/README.md.
 """
 
 from __future__ import annotations
