@@ -74,6 +74,8 @@ class Certificate:
             found += f"\n             fewest features: {text_of(one.smallest, self.features)}"
         if (first := one.answer.get("explanation")) and "place" in first:
             found += f"\n             first wrong: {first['place'] or 'the last parameters'}: {first['said']}"
+        if "no_script" in one.answer:
+            found += f"\n             no script of upstream alone shows it: {one.answer['no_script']}"
         return found + ("\n             a script of upstream alone shows it" if "script" in one.answer else "")
 
     def summary(self) -> str:

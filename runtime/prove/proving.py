@@ -9,7 +9,7 @@ from .certificate import Certificate, Proved
 from .engine import Engine
 from .ranks.cells import AXES, simplest, text_of, world_size
 from .ranks.comparison import RED
-from .script import confirmed
+from .script import shown
 
 MOST_RANKS = 8
 
@@ -43,8 +43,8 @@ def prove(
         one = Proved(cell, engine.run(cell))
         if one.verdict == RED and shrinks:
             smallest = shrink(engine, cell)
-            answer, script = {**one.answer, "explanation": engine.explain(smallest)}, confirmed(engine, smallest)
-            one = Proved(cell, answer if script is None else {**answer, "script": script}, smallest)
+            answer = {**one.answer, "explanation": engine.explain(smallest), **shown(engine, smallest)}
+            one = Proved(cell, answer, smallest)
         found.append(one)
         if each is not None:
             each(number, one)

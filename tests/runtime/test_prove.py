@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -451,6 +452,17 @@ def until(holds: Callable[[], bool], running: subprocess.Popen[bytes] | None = N
         assert time.monotonic() < end
         assert running is None or running.poll() is None, running.communicate()
         time.sleep(0.05)
+
+
+def test_a_red_cell_without_a_script_says_why() -> None:
+    from parcompile.runtime.prove.script import shown
+
+    features = {"family": ("llama", "qwen3"), "dp": (1, 2), "tp": (1, 2)}
+    engine: Any = SimpleNamespace(name="deepspeed", features=features, versions={"deepspeed": "0.19.8"})
+    assert shown(engine, {"family": "llama", "dp": 2, "tp": 2}) == {"no_script": "scripts do not have tp"}
+    assert "can be turned off" in shown(engine, {"family": "qwen3", "dp": 1, "tp": 1})["no_script"]
+    engine.name = "an engine of one's own"
+    assert shown(engine, {"family": "llama", "dp": 2, "tp": 2}) == {}
 
 
 def alive(pid: int) -> bool:

@@ -157,9 +157,7 @@ def _differences(
                     times = _times(found, other)
                     weight = times if weight is None else weight
                     if not abs(times - weight) <= limit * abs(weight) or not _distance(found, times * other) <= limit:
-                        said = (
-                            f"it is {times / (weight or 1):.4g} times that of one process, when that of the first is 1"
-                        )
+                        said = f"it is {times / (weight or 1):.4g} times that of one process, counted from the first"
                         off = _distance(found, times * other)
                         said += f"; and in another direction, relative error {off:.1e}" if not off <= limit else ""
                         yield rank, f"{key[0]} of {key[1]}, {at}", said, front
