@@ -178,6 +178,8 @@ def offered(
             estimate=estimate,
             progress=progress_bar,
         )
+    except ModelConfigError as error:
+        raise click.UsageError(f"{chosen.section.get('hf_config', chosen.name)}: {error}") from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if not found.offers:

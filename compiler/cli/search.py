@@ -149,6 +149,9 @@ def _text(found: SearchResult, top: int, style: Style, *, losers: bool) -> str:
     if codes:
         counted = ", ".join(f"{code} {count}" for code, count in sorted(codes.items()))
         lines += ["", hanging("refused: ", f"{counted} (parcompile explain CODE)", style.width)]
+        # Where rules refuse every layout, what one of them says is what there is to change.
+        said = {one.code: one.message for one in reversed(found.refused)} if predicted == 0 else {}
+        lines += [hanging(f"  {code}  ", said[code], style.width) for code in sorted(said)]
     if losers:
         lines += ["", *_losers(found)]
     return "\n".join(lines) + "\n"

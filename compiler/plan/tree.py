@@ -30,6 +30,7 @@ from parcompile.spec import (
     Spec,
     Training,
 )
+from parcompile.spec.resolve.model import refuse_huge
 from parcompile.spec.values import workload_of
 from parcompile.text.typed import shown
 from parcompile.user_files import parse_json, read_text
@@ -89,6 +90,7 @@ def plan_from_tree(tree: Mapping[str, Any]) -> Plan:
         plan = Plan(spec_from_tree(tree), tree["spec_hash"], tree["plan_hash"], refusals)
         # A hash that was made to fit does not help: what the values give is compared with what stands there.
         same = _body(plan) == body
+        written(plan)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise PlanError(f"the plan is incomplete or damaged ({error!r}): compile it again") from None
     if not same:
@@ -162,6 +164,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     if not isinstance(training["activation_checkpointing"], str):
         training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
     config = tree["model"]["hf_config"]
+    refuse_huge(config, "model.hf_config")
     spec = Spec(
         name=tree["name"],
         model=Model(tree["model"]["source"], shape_from_config(config), config),

@@ -163,7 +163,8 @@ def first_spec(
     try:
         space = narrow_space(base, folder)
     except Unavailable as error:
-        return FirstSpec(reason=f"the model's {error} cannot be read")
+        Resolution(base, (), folder).require_shape()
+        return FirstSpec(reason=f"its {error} cannot be read")
     if not estimate:
         return _exact_only(space)
     found = search(space, progress)

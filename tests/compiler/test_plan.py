@@ -166,11 +166,13 @@ def test_a_damaged_plan_is_refused_or_read_as_it_stands_also_with_a_hash_that_fi
         ("parallelism", "hierarchical_cp_sizes", [None, None]),
         ("parallelism", "hierarchical_cp_sizes", [1, 2]),
         ("parallelism", "ep", -1),
+        ("provenance", "model", {"value": "llama", "origin": "spec", "detail": ""}),
+        ("model", "hf_config", {"num_hidden_layers": 2**31}),
     ],
 )
 def test_what_a_reader_of_a_plan_would_stumble_over_is_refused(tmp_path, section, key, value) -> None:
     tree = plan_tree(compile_tree(SPECS["tp and cp"], tmp_path))
-    tree[section][key] = {**tree[section][key], **value} if isinstance(value, dict) else value
+    tree[section][key] = {**tree[section].get(key, {}), **value} if isinstance(value, dict) else value
     tree["plan_hash"] = digest({name: one for name, one in tree.items() if name != "plan_hash"})
     with pytest.raises(PlanError, match="damaged"):
         plan_from_tree(tree)

@@ -289,6 +289,20 @@ def test_json_holds_the_winner_the_front_and_the_losers(run: Run) -> None:
     assert found["pareto_front"]
 
 
+def test_what_stands_in_the_way_of_every_layout_is_said(run: Run) -> None:
+    tree = llama()
+    tree["cluster"]["accelerator"] = "none.json"
+    Path("open.json").write_text(json.dumps(tree), encoding="utf-8")
+    code, out, _ = run("search", "open.json")
+    assert code == 1
+    assert "H002  accelerator none.json:" in out
+    assert "cannot be read: No such file" in " ".join(out.split())
+    Path("config.json").write_text('{"num_hidden_layers": 2}', encoding="utf-8")
+    code, out, err = run("init", "--hf-config", "config.json")
+    assert (code, out) == (2, "")
+    assert "Error: config.json: model_type is None" in err
+
+
 def test_when_nothing_fits_the_smallest_layout_is_named(run: Run) -> None:
     tree = llama()
     tree["model"] = {"preset": "llama-3.1-405b"}

@@ -65,6 +65,14 @@ class ModelValues(ParallelismValues):
         """
         return shape_from_config(self.model_config)
 
+    def require_shape(self) -> None:
+        """Says why there are no dimensions.
+
+        Raises:
+            ModelConfigError: the configuration describes no model.
+        """
+        _ = self.described_shape
+
     @functools.cached_property
     def shape(self) -> ModelShape:
         """The dimensions of the model."""
@@ -117,12 +125,21 @@ def read_config(path: FilePath) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
     found: dict[str, Any] = _of_plan(config, path) if "plan_version" in config else config
-    text = found.get("text_config")
-    for key, value in (*found.items(), *(text.items() if isinstance(text, dict) else ())):
+    refuse_huge(found, path)
+    return found
+
+
+def refuse_huge(config: Mapping[str, Any], place: object) -> None:
+    """Refuses dimensions above `most`.
+
+    Raises:
+        ModelConfigError: there is one; the message names the place.
+    """
+    text = config.get("text_config")
+    for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
         limit = most(key)
         if isinstance(value, int) and limit is not None and value > limit:
-            raise ModelConfigError(f"{path}: {key} is {value}, more than the limit of {limit}", "hf_config")
-    return found
+            raise ModelConfigError(f"{place}: {key} is {value}, more than the limit of {limit}", "hf_config")
 
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
