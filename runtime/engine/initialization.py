@@ -241,7 +241,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     return model
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, stay: bool) -> None:
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, stay: bool = False) -> None:
     """Moves a model to its device; weights are cast to `dtype` on the way, one after the other. Buffers keep theirs.
 
     With `stay` weights are cast alone.
