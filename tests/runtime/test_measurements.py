@@ -51,7 +51,7 @@ def test_runs_leave_rows_that_calibrate_takes(axis: str, tmp_path: Path) -> None
     folder = tmp_path / "plan"
     write({"plan.json": to_text(plan_tree(plan))}, folder)
     assert run_ranks(2, train_often, str(folder)) == [[], []]
-    assert sorted(one.name for one in folder.iterdir()) == ["measurements.csv", "plan.json"]
+    assert sorted(one.name for one in folder.iterdir()) == ["measurements.csv", "plan.json", "records"]
 
     rows = read_plain(folder / "measurements.csv")
     assert len(rows) == RUNS
