@@ -149,8 +149,11 @@ class Records:
         file = self.folder / ring_name(self.facts["rank"])
         with contextlib.suppress(OSError):  # a full disk, or no right to write there
             self.folder.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(b" " * (HEAD_BYTES + KEPT * SLOT_BYTES))
-            with file.open("r+b") as stream:
+            # A new file: another job may have mapped the one of this name, and a link may name a file of someone else.
+            file.unlink(missing_ok=True)
+            with file.open("x+b") as stream:
+                stream.write(b" " * (HEAD_BYTES + KEPT * SLOT_BYTES))
+                stream.flush()
                 self._ring = mmap.mmap(stream.fileno(), 0)
             self._write_head()
 
@@ -205,6 +208,8 @@ class Records:
             return  # nothing is recorded
         lists = (one for name, one in model.named_modules() if name == path or name.endswith(f".{path}"))
         for name, layer in next(lists, nn.Module()).named_children():
+            if not name.isdecimal():
+                continue  # a module of the user's own
             layer.register_forward_pre_hook(lambda *_, number=int(name): self.at(layer=number))
             layer.register_forward_hook(lambda _, __, output, number=int(name): self._leave(number, output))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parcompile.doctor import judge, read_all
-from parcompile.doctor.records import KEPT, file_name
+from parcompile.doctor.records import KEPT, file_name, ring_name
 from parcompile.runtime.liveness import records
 from parcompile.runtime.liveness.recording import Records, name_groups, start
 from parcompile.runtime.local import LocalWorld
@@ -141,3 +141,29 @@ def test_who_waits_for_whom_is_read_from_what_is_written(tmp_path: Path) -> None
     found = judge(read_all([tmp_path]))
     assert (found.kind, found.cause, found.ranks, found.axis, found.step) == ("hang", "busy", (1,), "world", KEPT)
     assert "rank 0 waits in all_reduce [2] on world" in found.evidence[0]
+
+
+def test_a_second_job_in_the_folder_takes_a_new_file_and_no_link_is_followed(tmp_path: Path) -> None:
+    ring, other = tmp_path / "records" / ring_name(0), tmp_path / "other"
+    other.write_text("of someone else")
+    ring.parent.mkdir()
+    ring.symlink_to(other)
+    jobs = [Records(), Records()]
+    for job in jobs:
+        job.facts, job.folder = {"rank": 0}, ring.parent
+        job.open_ring()
+    assert other.read_text() == "of someone else"
+    first, second = (job._ring for job in jobs)
+    assert first is not None
+    assert second is not None
+    first[:5] = b"first"
+    assert second[:5] != b"first"
+    assert ring.read_bytes() == second[:]
+
+
+def test_a_list_of_layers_whose_names_are_no_numbers_is_passed_over() -> None:
+    model, own = nn.Module(), Records()
+    model.layers = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    own.facts = {"rank": 0}
+    own.follow_layers(model, "layers")
+    assert not model.layers["first"]._forward_hooks
