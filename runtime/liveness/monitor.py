@@ -195,11 +195,8 @@ class Monitor:
                     return
                 self._beat()
                 if self._channel.is_off():
-                    records.write(str(self._channel.posted("off")[1]))
-                    self._channel.count("heard", 1)
-                    if self.rank == 0:
-                        self._wait_for_others("heard")
-                    self._let_first_end()
+                    with contextlib.suppress(*LOST):  # rank 0 has ended with its store: the reason was said
+                        self._let_first_end()
                     _end(FAILED)
                 lost = self._lost()
                 if lost and self._was_stopped():
@@ -223,9 +220,14 @@ class Monitor:
     def _let_first_end(self) -> None:
         """A launcher names the process that ends first as the cause: that of the rank that has failed, on its machine.
 
-        The others of that machine wait some seconds for it.
+        The others of that machine wait some seconds for it. Once all have counted up, the store may be gone.
         """
-        host, pid = self._process(int(self._channel.posted("off")[0]))
+        first, why = self._channel.posted("off")
+        host, pid = self._process(int(first))
+        records.write(str(why))
+        self._channel.count("heard", 1)
+        if self.rank == 0:
+            self._wait_for_others("heard")
         end = time.monotonic() + PARTING_SECONDS
         if host == socket.gethostname():
             while is_running(pid) and time.monotonic() < end:
@@ -302,10 +304,8 @@ class Monitor:
         text = "; ".join([*lines[:NAMED], *more])
         records.write(text)
         if self._channel.call_off_first(text):
-            self._mark_said()
             say(f"error: {text}")
-            if self._wait_for_others("heard", without=len(lost)):
-                self._unmark()
+            self._wait_for_others("heard", without=len(lost))
         else:
             self._channel.count("heard", 1)
         _end(FAILED)
@@ -357,45 +357,31 @@ class Monitor:
         _, activity, heard = self._last[0]
         return f"; {time.monotonic() - heard:.1f} s before, it was {activity}"
 
-    def _mark_said(self) -> bool:
-        """Whether no other rank of this machine has said why the job ends; from now on the others find the mark.
-
-        A rank that runs so rarely that the store ends before it has read the reason there stays silent by that mark.
-        """
+    def _say_once(self, text: str) -> None:
+        """On this machine: the others find the mark of the first."""
+        records.write(text)
         with contextlib.suppress(OSError):
             if time.time() - self._mark.stat().st_mtime > MARK_SECONDS:
                 self._mark.unlink()  # of a process that was killed before it could
         try:
             os.close(os.open(self._mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return False
+            return
         except OSError:
-            pass
-        return True
-
-    def _say_once(self, text: str) -> None:
-        """On this machine."""
-        records.write(text)
-        if not self._mark_said():
+            say(text)
             return
         say(text)
         # The others notice it within that time.
         time.sleep(2 * self._period + 1)
-        self._unmark()
-
-    def _unmark(self) -> None:
         with contextlib.suppress(OSError):
             self._mark.unlink()
 
-    def _wait_for_others(self, name: str, *, without: int = 0) -> bool:
-        """Waits until all other ranks have counted up `name`, or some seconds have passed; whether they have."""
+    def _wait_for_others(self, name: str, *, without: int = 0) -> None:
+        """Until all other ranks have counted up `name`, or some seconds have passed."""
         wanted = self.world_size - without - (0 if name == "ended" else 1)
         end = time.monotonic() + max(PARTING_SECONDS, 4 * self._period)
-        while self._channel.count(name) < wanted:
-            if time.monotonic() > end:
-                return False
+        while self._channel.count(name) < wanted and time.monotonic() < end:
             time.sleep(0.02)
-        return True
 
     def _beat(self) -> None:
         self._beats += 1

@@ -64,6 +64,32 @@ def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
     join(plan)
 
 
+def join_and_hear_late(folder: Path, plan: Plan) -> None:
+    """Rank 0 names who is lost. Another one that has heard of it goes on only when rank 0 has ended with its store."""
+    from parcompile.runtime import join
+    from parcompile.runtime.liveness.monitor import Monitor
+    from parcompile.runtime.liveness.watchdog import StoreChannel, is_running
+
+    count, note = StoreChannel.count, folder / "first"
+
+    def late(channel: StoreChannel, name: str, by: int = 0) -> int:
+        counted = count(channel, name, by)
+        if name == "heard" and by:
+            while is_running(first):
+                time.sleep(0.05)
+        return counted
+
+    if os.environ["RANK"] == "0":
+        note.write_text(str(os.getpid()))
+    else:
+        Monitor._lost = lambda _: {}  # type: ignore[method-assign]
+        StoreChannel.count = late  # type: ignore[method-assign]
+    join(plan)
+    first = int(note.read_text())
+    leave(folder, "ready")
+    time.sleep(BOUND)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     jobs: list[Ranks] = []
@@ -100,6 +126,16 @@ def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, ran
     # Who was stopped before the others had read its entry is known by its store alone.
     assert named in line or (rank == 0 and "rank 0, which keeps the store at 127.0.0.1:" in line)
     assert ("has answered nothing for" if rank == 0 else "has given no sign of life for") in line
+
+
+def test_a_rank_that_hears_late_of_the_loss_blames_no_other(start) -> None:
+    job = start(3, join_and_hear_late, make_plan(3, {}, training={"global_batch_size": 3}))
+    job.wait_for("ready")
+    job.signal(2, signal.SIGKILL)
+    assert job.end(0, 1, within=BOUND) == [1, 1]
+    said = job.said
+    assert len(said) == 1, "\n".join(said)
+    assert f"rank 2 on host {socket.gethostname()} (process {job.processes[2].pid}) ended without a message" in said[0]
 
 
 def test_a_rank_whose_network_is_cut_ends_as_all_others_do(start) -> None:
