@@ -217,17 +217,18 @@ class Monitor:
         host, pid = self._processes[0]
         return host == socket.gethostname() and not is_running(pid)
 
-    def _let_first_end(self) -> None:
+    def _let_first_end(self, *, lost: int = 0) -> None:
         """A launcher names the process that ends first as the cause: that of the rank that has failed, on its machine.
 
-        The others of that machine wait some seconds for it. Once all have counted up, the store may be gone.
+        The others of that machine wait some seconds for it, and rank 0 until all have heard but so many that are lost.
+        Once all have counted up, the store may be gone.
         """
         first, why = self._channel.posted("off")
         host, pid = self._process(int(first))
         records.write(str(why))
         self._channel.count("heard", 1)
         if self.rank == 0:
-            self._wait_for_others("heard")
+            self._wait_for_others("heard", without=lost)
         end = time.monotonic() + PARTING_SECONDS
         if host == socket.gethostname():
             while is_running(pid) and time.monotonic() < end:
@@ -307,7 +308,8 @@ class Monitor:
             say(f"error: {text}")
             self._wait_for_others("heard", without=len(lost))
         else:
-            self._channel.count("heard", 1)
+            with contextlib.suppress(*LOST):
+                self._let_first_end(lost=len(lost))
         _end(FAILED)
 
     def _was_stopped(self) -> bool:

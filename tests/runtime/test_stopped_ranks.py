@@ -64,28 +64,44 @@ def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
     join(plan)
 
 
-def join_and_hear_late(folder: Path, plan: Plan) -> None:
-    """Rank 0 names who is lost. Another one that has heard of it goes on only when rank 0 has ended with its store."""
+def join_and_hear_late(folder: Path, plan: Plan, first: int) -> None:
+    """Rank `first` of 0 and 1 names who is lost; rank 3 goes on only when rank 0 may have ended with its store."""
     from parcompile.runtime import join
     from parcompile.runtime.liveness.monitor import Monitor
     from parcompile.runtime.liveness.watchdog import StoreChannel, is_running
 
-    count, note = StoreChannel.count, folder / "first"
+    rank, count, is_off, lost = int(os.environ["RANK"]), StoreChannel.count, StoreChannel.is_off, Monitor._lost
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
 
-    def late(channel: StoreChannel, name: str, by: int = 0) -> int:
-        counted = count(channel, name, by)
+    def until_rank_0_ends() -> None:
+        end = time.monotonic() + 1.0  # it waits for six
+        while is_running(int((folder / "process-0").read_text())) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def counted_late(channel: StoreChannel, name: str, by: int = 0) -> int:
+        found = count(channel, name, by)
         if name == "heard" and by:
-            while is_running(first):
-                time.sleep(0.05)
-        return counted
+            until_rank_0_ends()
+        return found
 
-    if os.environ["RANK"] == "0":
-        note.write_text(str(os.getpid()))
-    else:
-        Monitor._lost = lambda _: {}  # type: ignore[method-assign]
-        StoreChannel.count = late  # type: ignore[method-assign]
+    def heard_late(channel: StoreChannel) -> bool:
+        if count(channel, "heard"):
+            until_rank_0_ends()
+            return is_off(channel)
+        return False
+
+    def second(monitor: Monitor) -> dict[int, str]:
+        return lost(monitor) if is_off(monitor._channel) else {}
+
+    if rank != first:
+        Monitor._lost = second if rank == 0 else lambda _: {}  # type: ignore[method-assign]
+        StoreChannel.is_off = lambda _: False  # type: ignore[method-assign]
+    if rank == 3:
+        StoreChannel.count = counted_late  # type: ignore[method-assign]
+        StoreChannel.is_off = heard_late if first else is_off  # type: ignore[method-assign]
+    elif rank == 1 and first == 0:
+        StoreChannel.is_off = is_off  # type: ignore[method-assign]
     join(plan)
-    first = int(note.read_text())
     leave(folder, "ready")
     time.sleep(BOUND)
 
@@ -128,11 +144,12 @@ def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, ran
     assert ("has answered nothing for" if rank == 0 else "has given no sign of life for") in line
 
 
-def test_a_rank_that_hears_late_of_the_loss_blames_no_other(start) -> None:
-    job = start(3, join_and_hear_late, make_plan(3, {}, training={"global_batch_size": 3}))
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_hears_late_of_the_loss_blames_no_other(start, first: int) -> None:
+    job = start(4, join_and_hear_late, make_plan(4, {}, training={"global_batch_size": 4}), first)
     job.wait_for("ready")
     job.signal(2, signal.SIGKILL)
-    assert job.end(0, 1, within=BOUND) == [1, 1]
+    assert job.end(0, 1, 3, within=BOUND) == [1, 1, 1]
     said = job.said
     assert len(said) == 1, "\n".join(said)
     assert f"rank 2 on host {socket.gethostname()} (process {job.processes[2].pid}) ended without a message" in said[0]
