@@ -432,7 +432,13 @@ def _least_waiting(ranks: Mapping[int, Rank]) -> dict[int, float]:
 def _nothing(found: Evidence) -> Verdict:
     if found.ranks and len(found.ranks) >= found.world_size > 0:
         advice = ["if it hangs or is slow all the same, send SIGUSR1 to every rank and read the records again"]
-        return Verdict("nothing", "none", "nothing is wrong in what was read", advice=advice)
+        said = "nothing is wrong in what was read"
+        if open_ranks := [rank for rank, one in sorted(found.ranks.items()) if not one.events]:
+            said += f"; {some(open_ranks)} left no word of an end"
+            advice.append(
+                "if they run no more, they were killed together: look at the launcher, the scheduler, the machine"
+            )
+        return Verdict("nothing", "none", said, advice=advice)
     if found.metrics and not found.ranks:
         return Verdict("nothing", "none", "the metrics show nothing wrong", advice=_RECORD)
     return Verdict("unknown", "too little", "what was read does not say what is wrong", advice=_RECORD)

@@ -39,8 +39,8 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"zero.stage {stage} with pp {pp}: DeepSpeed runs pipelines up to stage 1",
             _STAGE,
-            help=f"use stage 1, or pp 1: the weights are sharded over {spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp} "
-            "ranks of dp · cp then"
+            help=f"use stage 1, or pp 1: stage 3 then shards the weights over the "
+            f"{spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp} ranks of dp · cp"
             if stage > 2
             else "use stage 1, or pp 1",
             fixes=_lower(),

@@ -167,3 +167,14 @@ def test_a_list_of_layers_whose_names_are_no_numbers_is_passed_over() -> None:
     own.facts = {"rank": 0}
     own.follow_layers(model, "layers")
     assert not model.layers["first"]._forward_hooks
+
+
+def test_ranks_that_were_killed_together_are_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        one = Records()
+        one.facts, one.folder = {"rank": rank, "world_size": 2}, tmp_path
+        one.open_ring()
+    verdict = judge(read_all([tmp_path]))
+    assert verdict.kind == "nothing"
+    assert "ranks 0, 1 left no word of an end" in verdict.summary
+    assert "they were killed together" in verdict.advice[-1]
