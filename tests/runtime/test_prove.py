@@ -158,7 +158,7 @@ def test_a_red_cell_shrinks_to_what_it_needs(plain: Engine) -> None:
         (
             {"mistake": "mean of means", "masks": "uneven"},
             "the gradient of the output of lm_head, micro-batch 1 of step 1 on rank 1",
-            "times that of one process, when that of the first is 1",
+            "times that of one process, counted from the first",
         ),
         (
             {"mistake": "ranks weigh alike"},
