@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from parcompile.model.blocks.experts import CORRECTION_BIASES
 from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
+from parcompile.runtime.engine.router_bias import RouterBiases
+from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.model_class import causal_model
 
 RATE, STEPS = 0.05, 3
@@ -108,3 +112,18 @@ def test_the_families_with_a_bias_are_known() -> None:
             names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
             found |= {name} if any(one.rpartition(".")[2] in CORRECTION_BIASES for one in names) else set()
     assert found == CORRECTED
+
+
+@pytest.mark.parametrize(("family", "is_refused"), [("ernie4_5_moe", True), ("deepseek_v3", False)])
+def test_a_bias_that_is_a_parameter_is_refused_where_weights_are_sharded(family: str, is_refused: bool) -> None:
+    from transformers import AutoConfig
+
+    values = dict(tiny_config(family))
+    with torch.device("meta"):
+        model = causal_model(AutoConfig.for_model(values.pop("model_type"), **values))
+    for stage_3 in (False, True):
+        spec = SimpleNamespace(shards_weights=stage_3)
+        mesh: Any = SimpleNamespace(plan=SimpleNamespace(spec=spec), device=torch.device("meta"))
+        refused = pytest.raises(RunError, match=r"at zero.stage 3: .* is a parameter, which this stage shards")
+        with refused if is_refused and stage_3 else contextlib.nullcontext():
+            RouterBiases(model, mesh, RATE)
