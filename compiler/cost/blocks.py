@@ -37,7 +37,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import INPUTS
-from parcompile.model.table import Parameter
+from parcompile.model.table import Parameter, within
 
 from .context_exchanges import ContextExchange
 from .workload import Workload
@@ -140,8 +140,8 @@ def late_gradient(work: Workload, stage: Stage) -> tuple[float, int]:
 def _late_rows(shape: ModelShape, layers: range) -> tuple[tuple[Parameter, int], ...]:
     """Parameters whose gradients come late, and the layers of these that stand before the last which has one."""
     late = (row for row in parameter_table(shape).layer if _is_late(shape, row))
-    here = ((row, max(set(row.layers or ()) & set(layers), default=None)) for row in late)
-    return tuple((row, last - layers[0]) for row, last in here if last is not None)
+    here = ((row, within(row.layers, layers)) for row in late)
+    return tuple((row, own[-1] - layers[0]) for row, own in here if own)
 
 
 def _is_late(shape: ModelShape, row: Parameter) -> bool:
@@ -277,7 +277,7 @@ def _streams(shape: ModelShape, element_bytes: float) -> float:
 def compressed_layers(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, int]]:
     """How many of these layers have compressed keys of each kind, and the features of a key."""
     for own, one in shape.by_kind:
-        if one.compressed is not None and (count := len(set(own) & set(layers))):
+        if one.compressed is not None and (count := len(within(own, layers))):
             yield count, one.compressed, one.head_dim
 
 

@@ -49,7 +49,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Experts, Family
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import Parameter
+from parcompile.model.table import Parameter, within
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS
@@ -280,7 +280,7 @@ def routed_layers(shape: ModelShape, stage: Stage) -> int:
 def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:
     """How many tensors of a row of the parameter table a stage holds."""
     if parameter.layers is not None:
-        return len(set(parameter.layers) & set(stage.layers))
+        return len(within(parameter.layers, stage.layers))
     table = parameter_table(work.shape)
     if parameter in table.before:
         tied = work.shape.tie_word_embeddings and parameter == table.before[0]

@@ -8,6 +8,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
+from parcompile.model.table import within
 
 from .blocks import compressed_layers, gathered_bytes
 from .workload import Workload
@@ -29,7 +30,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         length, queries = work.sequence_length, work.sequence_length // work.cp
         scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
         return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
-    if indexer is None or not set(indexer.layers) & set(stage.layers):
+    if indexer is None or not within(indexer.layers, stage.layers):
         return 0.0
     if indexer.block:  # what each query sees, twice
         return 2.0 * work.local_tokens * work.sequence_length
@@ -51,8 +52,8 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
     most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, work.sequence_length)
     # Of blocks what each query sees is kept, a byte for each key.
     chosen = work.sequence_length if indexer.block else INDEX_BYTES * most
-    attending = len(set(indexer.attending) & set(stage.layers))
-    own = len(set(indexer.layers) & set(stage.layers))
+    attending = len(within(indexer.attending, stage.layers))
+    own = len(within(indexer.layers, stage.layers))
     if work.recomputes_layers:
         return work.local_tokens * (hiding * bool(attending) + chosen * own)
     return float(work.local_tokens * hiding * attending)

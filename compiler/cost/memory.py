@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
+from parcompile.model.table import within
 
 from .parameters import trained_tensors
 from .workload import Workload
@@ -123,7 +124,7 @@ def bucket_numel(work: Workload) -> int:
 def untrained_bytes(work: Workload, stage: Stage) -> float:
     """The weights of layers of a stage that get no gradient: every tp rank holds them whole."""
     rows = (one for one in parameter_table(work.shape).layer if not one.trained and one.expert_dim is None)
-    held = (one.numel * len(set(one.layers or ()) & set(stage.layers)) for one in rows)
+    held = (one.numel * len(within(one.layers, stage.layers)) for one in rows)
     return float(work.element_bytes * sum(held))
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
-from parcompile.model.shape import ModelShape, count_in
+from parcompile.model.shape import ModelShape
+from parcompile.model.table import within
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
 from .blocks import (
@@ -95,7 +96,7 @@ class _Held:
         busiest = work.busiest_shape
         dense, sparse = (keeps(busiest, routed=one) for one in (False, work.shape.moe is not None))
         routed = routed_layers(work.shape, stage) > 0
-        kinds = [one for own, one in busiest.by_kind if count_in(own, stage.layers)] if work.shape.kinds else []
+        kinds = [one for own, one in busiest.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
         each, usual = (keeps(one, routed=routed) for one in kinds), sparse if routed else dense
         return cls(
             work,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import tensor_layout
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.shape import ModelShape, count_in
-from parcompile.model.table import Parameter, ParameterTable
+from parcompile.model.shape import ModelShape
+from parcompile.model.table import Parameter, ParameterTable, within
 
 
 def stage_numel(
@@ -40,7 +40,7 @@ def trained_tensors(table: ParameterTable, stage: Stage, *, tied: bool = False) 
         yield from ((parameter, 1) for parameter in table.before if parameter.trained)
     for parameter in table.layer:
         assert parameter.layers is not None
-        if parameter.trained and (count := count_in(parameter.layers, stage.layers)):
+        if parameter.trained and (count := len(within(parameter.layers, stage.layers))):
             yield parameter, count
     if stage.has_head:
         yield from ((parameter, 1) for parameter in table.after)
@@ -55,7 +55,7 @@ def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: i
     for parameter in parameter_table(shape).layer:
         assert parameter.layers is not None
         if parameter.expert_dim is not None:
-            held = count_in(parameter.layers, stage.layers)
+            held = len(within(parameter.layers, stage.layers))
             found += tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp).local_numel * held
     return found
 

@@ -11,6 +11,7 @@ from parcompile.model.blocks.mamba1 import Mamba1
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import STATE_BYTES, Recurrent
 from parcompile.model.blocks.short_convolution import ShortConvolution
+from parcompile.model.table import within
 
 from .activations import LayerBytes
 from .blocks import handed_bytes
@@ -90,7 +91,7 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     recurrent = work.shape.part(Recurrent)
     if recurrent is None or work.recomputes_layers or work.shape.blocks is not None or recurrent.beside_attention:
         return 0.0
-    last = max(set(recurrent.layers) & set(stage.layers))
+    last = within(recurrent.layers, stage.layers)[-1]
     behind = range(last + 1, stage.layers.stop)
     routed = work.shape.routed(range(last, stage.layers.stop))
     mlps = routed * sparse.mlp + (len(behind) + 1 - routed) * dense.mlp

@@ -186,13 +186,18 @@ def places_of(shape: ModelShape) -> list[tuple[Place, frozenset[int]]]:
         routed = frozenset(shape.moe.routed(len(every)))
     kinds = list(shape.by_kind)
     number_of = {layer: number for number, (layers, _) in enumerate(kinds) for layer in layers}
-    found: dict[tuple[int, tuple[Block, ...], bool, bool], list[int]] = {}
+    layers_of_parts = [frozenset(one.layers) for one in shape.parts]
+    layers_of: dict[tuple[int, tuple[int, ...], bool, bool], list[int]] = {}
     for layer in every:
-        parts = tuple(one for one in shape.parts if layer in one.layers)
+        parts = tuple(number for number, layers in enumerate(layers_of_parts) if layer in layers)
         key = (number_of.get(layer, -1), parts, layer in attending, layer in routed)
-        found.setdefault(key, []).append(layer)
+        layers_of.setdefault(key, []).append(layer)
     return [
-        (Place(shape if key[0] < 0 else kinds[key[0]][1], *key[1:]), frozenset(layers)) for key, layers in found.items()
+        (
+            Place(shape if kind < 0 else kinds[kind][1], tuple(shape.parts[number] for number in parts), *which),
+            frozenset(layers),
+        )
+        for (kind, parts, *which), layers in layers_of.items()
     ]
 
 

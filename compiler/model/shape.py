@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from .blocks.experts import MoeShape as MoeShape
 from .compressed_keys import CompressedKeys, LowRank
 from .layers import OF_MODEL, KeysAndValues, LayerBlocks, LayerKind, LayerRuns, LayerShape, Projections
 from .shared_blocks import INPUTS, SharedBlocks
+from .table import within
 from .user_module import UserModule
 
 B = TypeVar("B", bound=Block)
@@ -150,7 +150,7 @@ class ModelShape:
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
         if self.blocks is not None:
-            return count_in(self.blocks.attention, layers)
+            return len(within(self.blocks.attention, layers))
         return len(layers) - sum(one.count(layers) for one in self.parts if one.replaces_attention)
 
     @property
@@ -165,14 +165,14 @@ class ModelShape:
         if self.moe is None:
             return 0
         if self.blocks is not None:
-            return count_in(self.blocks.experts, layers)
+            return len(within(self.blocks.experts, layers))
         if self.moe.layers is not None:
-            return count_in(self.moe.layers, layers)
+            return len(within(self.moe.layers, layers))
         return len(range(max(self.moe.first_moe_layer, layers.start), layers.stop))
 
     def dense(self, layers: range) -> int:
         """How many of these layers have an MLP that is no mixture of experts."""
-        return len(layers) - self.routed(layers) if self.blocks is None else count_in(self.blocks.mlp, layers)
+        return len(layers) - self.routed(layers) if self.blocks is None else len(within(self.blocks.mlp, layers))
 
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
@@ -237,11 +237,6 @@ class ModelShape:
     def has_moe(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return self.moe is not None
-
-
-def count_in(numbers: Sequence[int], layers: range) -> int:
-    """How many of these ascending numbers of layers are within `layers`."""
-    return bisect_left(numbers, layers.stop) - bisect_left(numbers, layers.start)
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ rows, heads, kv heads and fused projections.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -116,9 +117,8 @@ class ParameterTable:
         for first in range(0, self.num_layers, self.layers_per_module):
             together = range(first, first + self.layers_per_module)
             for parameter in self.layer:
-                for index in together if parameter.layers is not None else ():
-                    if index in (parameter.layers or ()):
-                        yield parameter.name.format(layer=parameter.number(index)), parameter
+                for index in within(parameter.layers, together):
+                    yield parameter.name.format(layer=parameter.number(index)), parameter
         behind = max(self.registered_first, self.last_norm)
         late = (*self.after[self.registered_first : behind], *self.before[early:], *self.after[behind:])
         for parameter in late:
@@ -128,6 +128,12 @@ class ParameterTable:
     def numel(self) -> int:
         """Parameters of the whole model, tied weights counted once."""
         return sum(parameter.numel * parameter.count for parameter in self)
+
+
+def within(layers: Layers | None, among: range) -> Layers:
+    """Those of `layers` that are in `among`, consecutive numbers."""
+    held = layers or ()
+    return held[bisect_left(held, among.start) : bisect_left(held, among.stop)]
 
 
 def spans(layers: Layers) -> list[list[int]]:

@@ -37,6 +37,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
+def decimal(text: str) -> int | None:
+    """The number that these digits write; None of anything else, and of more than 18 digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def integer(value: object, name: str, *, least: int = -_MOST) -> int:
     """A whole number, also as text or as a fraction without a rest.
 

@@ -11,7 +11,7 @@ import pytest
 from parcompile.model.presets import Preset, presets
 from parcompile.model.tables import TableError, complete, counts_of, covered, left_out, parameters, table_of
 from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
-from parcompile.model.tables.parameters import cut_dim
+from parcompile.model.tables.parameters import cut_dim, in_layers
 
 LLAMA = {
     "vocab_size": 61,
@@ -95,6 +95,22 @@ def test_a_comparison_that_cannot_be_made_is_false() -> None:
     assert evaluate("layers[layer] == 'dense'", {"layers": ["dense"], "layer": 3}) is False
     assert evaluate("window > 0", {}) is False
     assert evaluate("not window > 0", {"window": None}) is True
+
+
+@pytest.mark.parametrize("listed", [[5, 1, 9, 3], [1, None, "2", 4], []])
+def test_numbers_below_another_are_counted_and_looked_up_in_the_list_that_is_given(listed: list[Any]) -> None:
+    below, among = "len([one for one in listed if one < layer])", "layer in listed"
+    for layer in (0, 3, 4, 20):
+        scope = {"listed": list(listed), "layer": layer}
+        assert evaluate(below, scope) == sum(isinstance(one, int) and one < layer for one in listed)
+        assert evaluate(among, scope) is (layer in listed)
+    assert evaluate(among, {"listed": [[3], 3], "layer": 3}) is True
+
+
+def test_values_that_layers_share_are_held_once() -> None:
+    shared, other = {"layer_types": ["a"] * 4}, {"layer_types": ["b"] * 4}
+    ((_, held),) = in_layers({0: shared, 1: other, 2: shared, 3: shared})
+    assert [layers for _, layers in held] == [(0, 2, 3), (1,)]
 
 
 @pytest.mark.parametrize(

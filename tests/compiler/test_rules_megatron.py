@@ -68,6 +68,14 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
     assert done.document.tree["nproc_per_node"].names == ("GPUS",)
 
 
+@pytest.mark.parametrize("count", ["9" * 5000, "²"])
+def test_a_launcher_s_count_that_is_no_number_is_left_alone(count: str, tmp_path: Path) -> None:
+    """Python refuses to read the first, and calls the second a digit."""
+    done = checked(SCRIPT.replace("$GPUS", count), tmp_path / "train.sh")
+    assert done.document is not None
+    assert "nproc_per_node" not in done.document.tree
+
+
 def test_a_finding_stands_at_the_value_of_its_flag(tmp_path: Path) -> None:
     (found,) = checked(SCRIPT, tmp_path / "train.sh").diagnostics
     assert (found.code, found.position.line, found.position.column) == ("F103", 2, 4)  # TP=2

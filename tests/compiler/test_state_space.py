@@ -19,7 +19,7 @@ from parcompile.model.presets import presets
 from parcompile.pipeline import check_read
 from parcompile.plan import compile_plan
 from parcompile.rules import check
-from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve import Resolution, model
 from parcompile.text import parse
 
 GRANITE_TINY: dict[str, Any] = {
@@ -271,3 +271,21 @@ def test_what_a_check_does_grows_less_than_the_layers(tmp_path: Path) -> None:
     calls(100)  # what is read once
     few = calls(150)
     assert calls(600) < 3 * few
+
+
+def test_a_model_of_too_many_modules_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters of every layer in every other: 10,000 layers took minutes, and each rule read the model again."""
+    kinds = ["hybrid" if layer % 6 == 0 else "linear_attention" for layer in range(10_000)]
+    config = {"model_type": "zamba2", "num_hidden_layers": 10_000, "layers_block_type": kinds, "use_mem_rope": True}
+    config |= {"max_position_embeddings": 4096, "use_shared_attention_adapter": True}
+    config |= {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tree = spec_tree(model={"hf_config": "config.json"}, parallelism={})
+    asked: list[str] = []
+    read = model.shape_from_config
+    monkeypatch.setattr(model, "shape_from_config", lambda config: asked.append(config["model_type"]) or read(config))
+    checked = check_read(parse(json.dumps(tree), "spec.json", "json"), tmp_path)
+    (refused,) = (one for one in checked.diagnostics if one.is_error)
+    assert "times in each of 10,000 layers: at most 200,000 in all are counted" in refused.message
+    assert "num_hidden_layers" in str(refused.help)
+    assert asked == ["zamba2"]

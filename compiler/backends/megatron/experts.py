@@ -8,6 +8,7 @@ from typing import Any
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router
 from parcompile.backends.reading import Arguments, Source
 from parcompile.model.shape import ModelShape, MoeShape
+from parcompile.text.typed import decimal
 
 OPTIONS = (
     "num_experts",
@@ -155,8 +156,8 @@ def layer_pattern(frequency: Any, layers: int) -> list[int]:
         InexpressibleError: it cannot be evaluated.
     """
     text = str(frequency).strip()
-    if text.isdigit() and int(text) > 0:
-        return [int(layer % int(text) == 0) for layer in range(layers)]
+    if every := decimal(text):
+        return [int(layer % every == 0) for layer in range(layers)]
     try:
         found = _evaluated(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError):

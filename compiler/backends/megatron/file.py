@@ -16,6 +16,7 @@ from typing import Any
 from parcompile.text import Document, Place, SourceError, SourceText
 from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
 from parcompile.text.shell.words import known, missing, shown, span
+from parcompile.text.typed import decimal
 from parcompile.user_files import read_bytes
 
 from .arguments import Arguments, Span, Unknown, Word, line, parsed, spelling
@@ -226,8 +227,8 @@ def _launched(words: list[Word]) -> Iterator[tuple[str, Any, Any]]:
             continue
         if value.text is None:
             yield name, Unknown(value.shown, value.names), value.span
-        elif value.text.isdigit():
-            yield name, int(value.text), value.span
+        elif (count := decimal(value.text)) is not None:
+            yield name, count, value.span
 
 
 def _place(key: Any, value: Any) -> Place:

@@ -8,6 +8,7 @@ from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope
 from parcompile.backends.reading import Arguments, Source
+from parcompile.text.typed import decimal
 
 OPTIONS = (
     "position_embedding_type",
@@ -141,7 +142,7 @@ def _read_window(window: Any) -> dict[str, Any]:
     if window is None:
         return {}
     left = str(window).strip("()[] ").partition(",")[0]
-    return {"window": int(left) + 1} if left.isdigit() else {}
+    return {"window": behind + 1} if (behind := decimal(left)) is not None else {}
 
 
 def _read_rope(source: Source, kind: str, *, latent: bool) -> Rope:

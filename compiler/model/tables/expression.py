@@ -15,6 +15,7 @@ import ast
 import functools
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -195,6 +196,8 @@ def _comparison(node: ast.Compare) -> Compiled:
     if len(node.ops) != 1 or type(node.ops[0]) not in _COMPARISONS:
         raise ExpressionError(f"{ast.unparse(node)}: this comparison is not part of the language")
     left, right, compare = _compile(node.left), _compile(node.comparators[0]), _COMPARISONS[type(node.ops[0])]
+    if isinstance(node.ops[0], ast.In) and isinstance(node.comparators[0], ast.Name):
+        right = _once_a_list(right, _as_set)
 
     def value(scope: Scope) -> bool:
         try:
@@ -203,6 +206,13 @@ def _comparison(node: ast.Compare) -> Compiled:
             return False
 
     return value
+
+
+def _as_set(listed: Any) -> Any:
+    try:
+        return frozenset(listed) if isinstance(listed, list) else listed
+    except TypeError:  # it lists lists
+        return listed
 
 
 def _choice(node: ast.IfExp) -> Compiled:
@@ -241,9 +251,44 @@ def _comprehension(node: ast.ListComp) -> Compiled:
     return value
 
 
+def _smaller(source: Compiled, limit: Compiled) -> Compiled:
+    """`len([number for number in source if number < limit])`: asked of every layer, so a list is sorted once."""
+    ascending = _once_a_list(source, lambda listed: sorted(one for one in listed if isinstance(one, int | float)))
+    return lambda scope: bisect_left(ascending(scope), limit(scope))
+
+
+def _once_a_list(source: Compiled, made: Callable[[Any], Any]) -> Compiled:
+    """What is made of a list, which an expression may read once for every layer: made anew for another list only."""
+    last: list[Any] = [None, None]
+
+    def value(scope: Scope) -> Any:
+        if (listed := source(scope)) is not last[0] or listed is None:
+            last[:] = listed, made(listed)
+        return last[1]
+
+    return value
+
+
 def _call(node: ast.Call) -> Compiled:
     if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords:
         raise ExpressionError(f"{ast.unparse(node)}: this function is not part of the language")
+    match node:
+        case ast.Call(
+            func=ast.Name("len"),
+            args=[
+                ast.ListComp(
+                    elt=ast.Name(name),
+                    generators=[
+                        ast.comprehension(
+                            target=ast.Name(of_loop),
+                            iter=source,
+                            ifs=[ast.Compare(left=ast.Name(compared), ops=[ast.Lt()], comparators=[ast.Name(limit)])],
+                        )
+                    ],
+                )
+            ],
+        ) if name == of_loop == compared != limit:
+            return _smaller(_compile(source), _key(ast.Name(limit)))
     function, arguments = _FUNCTIONS[node.func.id], [_compile(argument) for argument in node.args]
     return lambda scope: function(*(argument(scope) for argument in arguments))
 

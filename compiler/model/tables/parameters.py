@@ -21,6 +21,9 @@ from .reading import Row, Table, table_of
 MOST_REPEATED = 10_000
 """Layers, or experts that are stored one by one, of a model; the maximum of `num_hidden_layers` in a spec."""
 
+MOST_IN_LAYERS = 200_000
+"""Instances of one parameter that all layers have together, where a layer has several."""
+
 INDICES = ("layer", "item", "part")
 """The names of the numbers in a parameter's name, outermost first."""
 
@@ -103,8 +106,14 @@ _OF_LAYERS = "of layers"
 
 def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable], ...]:
     """Values that single layers have in the place of the model's, to be added to those of `repeated`."""
-    by_layer = tuple((layer, tuple((key, frozen(one)) for key, one in held.items())) for layer, held in own.items())
-    return ((_OF_LAYERS, by_layer),) if own else ()
+    by_values: dict[tuple[tuple[str, Hashable], ...], list[int]] = {}
+    frozen_once: dict[int, tuple[tuple[str, Hashable], ...]] = {}
+    for layer, held in own.items():
+        values = frozen_once.get(id(held))
+        if values is None:
+            values = frozen_once[id(held)] = tuple((key, frozen(one)) for key, one in held.items())
+        by_values.setdefault(values, []).append(layer)
+    return ((_OF_LAYERS, tuple((values, tuple(layers)) for values, layers in by_values.items())),) if own else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
         TableError: the table does not tell the parameters of this configuration.
     """
     given = thawed(values)
-    own = {layer: dict(pairs) for layer, pairs in given.pop(_OF_LAYERS, ())}
+    own = {layer: dict(pairs) for pairs, layers in given.pop(_OF_LAYERS, ()) for layer in layers}
     scope, found = follow(table, given), []
     first: dict[tuple[str, ...], int] = {}
     prefix = f"{stack}.{{layer}}."
@@ -138,7 +147,7 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
                 first.setdefault(tuple(parts[:end]), number)
             start = prefix.count(".") if row.name.startswith(prefix) else 0
             count = times_of(table.stacks[prefix[:-1]], scope) if start else None
-            for inner in numbers_of(table, parts, scope, start):
+            for inner in _bounded(row, list(numbers_of(table, parts, scope, start)), count or 1):
                 place = [(first[tuple(parts[: end + 1])], inner.get(part[1:-1], 0)) for end, part in enumerate(parts)]
                 name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
                 for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
@@ -146,6 +155,13 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
     except ExpressionError as error:
         raise TableError(str(error), error.key) from None
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _bounded(row: Row, instances: list[dict[str, int]], layers: int) -> list[dict[str, int]]:
+    if len(instances) > 1 and len(instances) * layers > MOST_IN_LAYERS:
+        times = f"{row.name} stands {len(instances):,} times in each of {layers:,} layers"
+        raise ExpressionError(f"{times}: at most {MOST_IN_LAYERS:,} in all are counted", "num_hidden_layers")
+    return instances
 
 
 def _by_shape(

@@ -56,14 +56,24 @@ class ModelValues(ParallelismValues):
         self.whole_config = read_config(self.folder / relative)
         return text_part(self.whole_config)
 
-    @functools.cached_property
+    @property
     def described_shape(self) -> ModelShape:
         """The dimensions of the model, for rules that say why there are none.
 
         Raises:
             ModelConfigError: the configuration describes no model.
         """
-        return shape_from_config(self.model_config)
+        if isinstance(self._read_shape, ModelConfigError):
+            raise self._read_shape
+        return self._read_shape
+
+    @functools.cached_property
+    def _read_shape(self) -> ModelShape | ModelConfigError:
+        """The dimensions, or why there are none: many rules ask for them."""
+        try:
+            return shape_from_config(self.model_config)
+        except ModelConfigError as error:
+            return error
 
     def require_shape(self) -> None:
         """Says why there are no dimensions.

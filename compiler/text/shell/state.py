@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from parcompile.text.typed import decimal
+
 from . import arithmetic
 from .syntax import MAX_MATCHED, Arithmetic, Assignment, Expansion, Literal, Substitution, Word, Work, bounded
 from .words import Array, Hole, Part, Piece, Value, fields, joined, known, missing
@@ -86,8 +88,8 @@ class State:
 
     def string(self, name: str) -> Value | None:
         """A variable's string, which is the first of a list; None when it is not set."""
-        if name.isdigit() and self.arguments is not None and int(name) > 0:
-            return self.arguments[int(name) - 1] if int(name) <= len(self.arguments) else ()
+        if self.arguments is not None and (place := decimal(name)):
+            return self.arguments[place - 1] if place <= len(self.arguments) else ()
         found = self.variables.get(name)
         if found is None or name not in self.arrays:
             return found  # type: ignore[return-value]  # arrays are told apart by their names
