@@ -15,20 +15,30 @@ from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
 from .gpt_neox.read import IMPORTER as GPT_NEOX_IMPORTER
 from .kinds import (
     ACCELERATE,
+    AUTOMODEL,
     AXOLOTL,
+    BRIDGE,
     DEEPSPEED,
     DISTRIBUTED,
     GPT_NEOX,
     LLAMA_FACTORY,
     MEGATRON,
+    MEGATRON_SWIFT,
     PARALLELISM,
+    SWIFT,
+    TORCHTITAN,
     TRAINER,
 )
+from .megatron.over_model import BRIDGE_IMPORTER
 from .megatron.read import IMPORTER as MEGATRON_IMPORTER
 from .reading import Importer
+from .torchtitan import IMPORTER as TORCHTITAN_IMPORTER
+from .trainers.automodel import IMPORTER as AUTOMODEL_IMPORTER
 from .trainers.axolotl import IMPORTER as AXOLOTL_IMPORTER
 from .trainers.llama_factory import IMPORTER as LLAMA_FACTORY_IMPORTER
 from .trainers.llama_factory import TRAINER_IMPORTER
+from .trainers.ms_swift import IMPORTER as SWIFT_IMPORTER
+from .trainers.ms_swift import MEGATRON_IMPORTER as MEGATRON_SWIFT_IMPORTER
 
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
@@ -41,6 +51,11 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
         AXOLOTL: AXOLOTL_IMPORTER,
         LLAMA_FACTORY: LLAMA_FACTORY_IMPORTER,
         TRAINER: TRAINER_IMPORTER,
+        TORCHTITAN: TORCHTITAN_IMPORTER,
+        BRIDGE: BRIDGE_IMPORTER,
+        AUTOMODEL: AUTOMODEL_IMPORTER,
+        SWIFT: SWIFT_IMPORTER,
+        MEGATRON_SWIFT: MEGATRON_SWIFT_IMPORTER,
     }
 )
 """The importers of this package."""

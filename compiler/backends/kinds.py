@@ -29,6 +29,8 @@ ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
 FILLERS = ("transformers", "accelerate", "lightning", "bare")
 """Who reads a DeepSpeed configuration and replaces "auto" in it; bare is `deepspeed.initialize` alone."""
 PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
+TORCHTITAN, BRIDGE, AUTOMODEL = "torchtitan", "megatron_bridge", "automodel"
+SWIFT, MEGATRON_SWIFT = "ms_swift", "megatron_swift"
 MODEL, PACKAGE, UNKNOWN = "model_config", "package", "unknown"
 
 
@@ -134,6 +136,8 @@ def recognise(tree: object) -> Recognition:
     if not isinstance(tree, dict):
         return _NOTHING
     keys = {str(key).replace("-", "_").lstrip("_") for key in tree}
+    if isinstance(tree.get("step_scheduler"), dict) and isinstance(tree.get("model"), dict):
+        return Recognition(AUTOMODEL, Certainty.CERTAIN)
     spec = _spec_sections(tree)
     if len(spec) >= 2 and (tree.get("version") == 1 or spec & {"cluster", "parallelism"}):
         certain = len(spec) >= 3 or tree.get("version") == 1
@@ -204,6 +208,10 @@ _DISTRIBUTED_KEYS = frozenset(
 """Fields of transformers' `DistributedConfig`."""
 
 
+_MEGATRON_SWIFT = frozenset({"micro_batch_size", "lr", "tensor_model_parallel_size", "expert_model_parallel_size"})
+"""Arguments of `megatron sft` that `swift sft` has not."""
+
+
 def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
     """A tool whose files are not checked here, by keys that it needs."""
     if keys <= _PARALLELISM_KEYS and keys & {"dp_shard_size", "cp_size", "sp_size"}:
@@ -214,6 +222,8 @@ def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
         return ACCELERATE
     if "base_model" in keys or ("rl" in keys and "datasets" in keys):
         return AXOLOTL
+    if isinstance(tree.get("model"), str) and keys & {"tuner_type", "train_type", "sft_type"}:
+        return MEGATRON_SWIFT if keys & _MEGATRON_SWIFT else SWIFT
     if "model_name_or_path" in keys and keys & {"finetuning_type", "stage", "template", "adapter_name_or_path"}:
         return LLAMA_FACTORY
     if keys & {"model_name_or_path", "per_device_train_batch_size", "output_dir"} and not _deepspeed_signs(tree):

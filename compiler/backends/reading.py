@@ -197,7 +197,8 @@ class Draft:
 
     def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
         """Asks for a value of the spec that hangs on an option which the file does not decide."""
-        self.ask(path, f'{error.option} is "{error.value.text}": {error.value.decided_by} sets it')
+        said = f' is "{error.value.text}"' if error.value.text else ""
+        self.ask(path, f"{error.option}{said}: {error.value.decided_by} sets it")
         source.used.setdefault(error.option, set()).add(path)
 
     def tree(self) -> dict[str, Any]:
@@ -256,6 +257,16 @@ CARRIED_VERBATIM = frozenset({Effect.NUMBERS, Effect.MEMORY, Effect.SPEED})
 _NO_LOSS = frozenset(
     {Effect.SPEED, Effect.DATA, Effect.TOKENIZER, Effect.CHECKPOINTS, Effect.REPORTS, Effect.JOB},
 )
+
+
+def fate_of(name: str, effects: Mapping[Effect, tuple[str, ...]]) -> Account | None:
+    """What there is to say of an option by the patterns of its effect, "*" at an end standing for anything."""
+    return next((effect.account(name) for effect, patterns in effects.items() if is_among(name, patterns)), None)
+
+
+def is_among(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one of these, or begins as one that ends with "*"."""
+    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in patterns)
 
 
 # One table for a tool: its options, and the values of a spec that they stand for. Both directions follow from it.

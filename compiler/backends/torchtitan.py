@@ -1,4 +1,4 @@
-"""torchtitan_config.py: a configuration function for torchtitan, which has no configuration files.
+"""torchtitan: the configuration that a plan is written as, and specs out of its Python functions and its earlier TOML.
 
 torchtitan 0.3 takes its configuration from a Python function that `--module` and `--config` name. The written module
 has two: `apply` changes any configuration into the plan's layout, batch, optimizer and schedule; `plan` does so with
@@ -7,13 +7,35 @@ torchtitan's own configuration of the model, where it has that model.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
-from parcompile.spec import LrScheduler, Precision, Spec
+from parcompile.spec import Precision, Spec
+from parcompile.text.python import Made
+from parcompile.text.typed import WrongValueError, integer, list_of, number
 
+from . import reading
 from .artefacts import Loss, header, order_loss, sequence_loss
+from .reading import (
+    Account,
+    Arguments,
+    Bundle,
+    Draft,
+    Effect,
+    Entry,
+    Importer,
+    Row,
+    Source,
+    SpecPath,
+    Undecided,
+    UndecidedError,
+    fate_of,
+)
+from .recipes import built, flattened
 
 VERSION = "0.3.0"
 """Version of torchtitan whose configuration classes were read and ran with what is written here."""
@@ -64,8 +86,12 @@ def plan():
 def files(plan: Plan) -> dict[str, str]:
     """torchtitan_config.py."""
     spec = plan.spec
-    rows = "\n".join(f"        {name}={value!r}," for name, value in _parallelism(spec).items())
-    settings = "\n".join(f"    config.{name} = {value}" for name, value in _settings(spec).items())
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in options(spec).items():
+        section, _, key = name.rpartition(".")
+        sections.setdefault(section, {})[key] = value
+    rows = "\n".join(f"        {name}={value!r}," for name, value in sections.pop("parallelism").items())
+    settings = "\n".join(f"    config.{name} = {value}" for name, value in _settings(sections))
     about = f"Written for torchtitan {VERSION}; apply() is the plan, plan() the plan with torchtitan's own model."
     text = _TEMPLATE.format(header="\n".join(header(plan, about)), version=VERSION, parallelism=rows, settings=settings)
     flavor = FLAVORS.get(spec.model.source)
@@ -74,71 +100,420 @@ def files(plan: Plan) -> dict[str, str]:
     return {"torchtitan_config.py": text}
 
 
-def _parallelism(spec: Spec) -> dict[str, Any]:
-    axes = spec.parallelism
-    found: dict[str, Any] = {
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": axes.dp,
-        "fsdp_reshard_after_forward": "always" if spec.zero_stage == 3 else "never",
-        "context_parallel_degree": axes.cp,
-        "tensor_parallel_degree": axes.tp,
-        "enable_sequence_parallel": axes.sequence_parallel,
-        "pipeline_parallel_degree": axes.pp,
-        "expert_parallel_degree": axes.ep,
-    }
-    if axes.cp > 1:
-        found["context_parallel_load_balancer"] = "headtail"
-    if axes.pp > 1:
-        interleaved = axes.num_virtual_stages_per_pipeline_rank > 1
-        found["pipeline_parallel_schedule"] = "Interleaved1F1B" if interleaved else "1F1B"
-        found["pipeline_parallel_microbatch_size"] = spec.training.micro_batch_size
-    return found
+_CALLS = {"optimizer": "default_adamw", "lr_scheduler": "LRSchedulersContainer.Config"}
+_RECOMPUTE = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
 
 
-def _settings(spec: Spec) -> dict[str, str]:
+def _settings(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Further attributes of the configuration, each as Python source."""
-    training, optimizer = spec.training, spec.training.optimizer
-    # A pipeline cuts the batch of a rank into its micro-batches; without one torchtitan accumulates gradients.
-    passes = training.gradient_accumulation_steps if spec.parallelism.pp > 1 else 1
-    precision = "float32" if training.precision is Precision.FP32 else "bfloat16"
-    arguments = {
-        "lr": optimizer.lr,
-        "betas": optimizer.betas,
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
+    for section, values in sections.items():
+        if section in _CALLS:
+            yield section, f"{_CALLS[section]}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+        elif section:
+            yield from ((f"{section}.{key}", _source(value)) for key, value in values.items())
+        else:
+            # One for all stages: `losses` refuses others.
+            yield from ((key, _RECOMPUTE[value]) for key, value in values.items())
+
+
+def _source(value: Any) -> str:
+    return 'float("inf")' if value == math.inf else repr(value)
+
+
+# What torchtitan's options are in a spec: the table that `files` writes and `IMPORTER` reads.
+
+_DEGREE = "parallelism.data_parallel_shard_degree"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_REPLICAS = "parallelism.data_parallel_replicate_degree"
+_STAGE: SpecPath = ("zero", "stage")
+
+
+def _write_sharding(spec: Spec) -> Arguments:
+    reshard = "always" if spec.zero_stage == 3 else "never"
+    return {_REPLICAS: 1, _DEGREE: spec.parallelism.dp, _RESHARD: reshard}
+
+
+def _read_sharding(source: Source, draft: Draft) -> None:
+    """FSDP is ZeRO stage 3, or 2 where weights stay gathered after the forward; DDP, which shards nothing, is 0."""
+    try:
+        replicas, degree = (
+            source.integer(_REPLICAS, ("parallelism", "dp")),
+            source.value(_DEGREE, ("parallelism", "dp")),
+        )
+        reshard, cp, pp = source.value(_RESHARD, _STAGE), source.value(_AXES["cp"]), source.value(_AXES["pp"])
+    except UndecidedError as error:
+        draft.leave_open(source, error, _STAGE)
+        return
+    degree = -1 if degree is None else integer(degree, _DEGREE, least=-1)
+    if degree > 0:
+        draft.set(("parallelism", "dp"), degree * (replicas or 1), said=source.has(_DEGREE) or source.has(_REPLICAS))
+    elif source.has(_DEGREE):
+        source.ignore(_DEGREE, "all ranks that are left: dp auto")
+    if replicas and replicas > 1 and degree != 1:
+        source.lose(_REPLICAS, "a spec shards over all of dp: less memory, the same numbers")
+    if not source.has(_RESHARD) and degree == 1 and cp == 1:
+        stage = 0
+    else:
+        stage = 2 if reshard == "never" or (reshard == "default" and pp != 1) else 3
+    draft.set(_STAGE, stage, said=True)
+
+
+_AXES = {
+    axis: f"parallelism.{name}_parallel_degree"
+    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert"))
+}
+_SP = "parallelism.enable_sequence_parallel"
+
+
+def _read_sequence(source: Source, draft: Draft) -> None:
+    if draft.values.get(("parallelism", "tp"), 1) == 1:
+        source.ignore(_SP, "one rank holds all heads")
+    else:
+        draft.carry(source, _SP, ("parallelism", "sequence_parallel"))
+
+
+_BALANCER = "parallelism.context_parallel_load_balancer"
+
+
+def _write_context(spec: Spec) -> Arguments:
+    return {_BALANCER: "headtail"} if spec.parallelism.cp > 1 else {}
+
+
+def _read_context(source: Source, draft: Draft) -> None:
+    """Torch gathers all keys, and deals a sequence out in zigzag unless it is told not to."""
+    if draft.values.get(("parallelism", "cp"), 1) == 1:
+        source.ignore(_BALANCER, "one rank holds the whole sequence")
+        return
+    draft.set(("parallelism", "cp_implementation"), "all_gather", said=True)
+    kind = source.value(_BALANCER, ("parallelism", "cp_layout"))
+    draft.set(("parallelism", "cp_layout"), "contiguous" if kind is None else "zigzag", said=True)
+
+
+_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
+_SCHEDULE_OF_STAGES, _MICRO = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_microbatch_size"
+_LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
+
+
+def _write_batch(spec: Spec) -> Arguments:
+    """A pipeline cuts the batch of a rank into its micro-batches; without one torchtitan accumulates gradients."""
+    training, found = spec.training, Arguments()
+    passes = 1
+    if spec.parallelism.pp > 1:
+        interleaved = spec.parallelism.num_virtual_stages_per_pipeline_rank > 1
+        found[_SCHEDULE_OF_STAGES] = "Interleaved1F1B" if interleaved else "1F1B"
+        found[_MICRO] = training.micro_batch_size
+        passes = training.gradient_accumulation_steps
+    return found | {_LOCAL: training.micro_batch_size * passes, _GLOBAL: training.global_batch_size}
+
+
+def _read_batch(source: Source, draft: Draft) -> None:
+    stages = draft.values.get(("parallelism", "pp"), 1)
+    path = ("training", "micro_batch_size")
+    try:
+        schedule = source.value(_SCHEDULE_OF_STAGES, ("parallelism", _VIRTUAL)) if stages != 1 else None
+        local, total = source.integer(_LOCAL, path, least=1), source.integer(_GLOBAL, _BATCH, least=-1)
+    except UndecidedError as error:
+        draft.leave_open(source, error, path)
+        return
+    micro = draft.carry(source, _MICRO if stages != 1 else _LOCAL, path, integer)
+    if stages == 1:
+        for name in (_MICRO, _SCHEDULE_OF_STAGES):
+            source.ignore(name, "there is one stage")
+    elif schedule in _SCHEDULES:
+        draft.set(("parallelism", _VIRTUAL), _SCHEDULES[schedule], said=schedule != "1F1B")
+    else:
+        source.lose(_SCHEDULE_OF_STAGES, "a spec has 1F1B, also interleaved: the same numbers in another order")
+    if total is not None and total > 0:
+        draft.set(_BATCH, total, said=True)
+    elif local and micro:
+        source.ignore(_GLOBAL, "one batch of each rank")
+        draft.set(("training", "gradient_accumulation_steps"), local // micro, said=True)
+
+
+_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+_BATCH: SpecPath = ("training", "global_batch_size")
+_DTYPE, _WORK = "training.dtype", "training.mixed_precision_param"
+_PRECISION: SpecPath = ("training", "precision")
+
+
+def _write_precision(spec: Spec) -> Arguments:
+    """Weights, sums and optimizer states are fp32 here as in the plan; the precision is that of a layer's work."""
+    work = "float32" if spec.training.precision is Precision.FP32 else "bfloat16"
+    return {_DTYPE: "float32", _WORK: work}
+
+
+def _read_precision(source: Source, draft: Draft) -> None:
+    draft.carry(
+        source, _WORK, _PRECISION, lambda value, _name: {"float32": "fp32", "bfloat16": "bf16"}.get(value, value)
+    )
+    if source.given.get(_DTYPE) == "bfloat16":
+        source.lose(_DTYPE, "weights and optimizer states of a spec are fp32, not bf16", changes=True)
+        draft.set(_PRECISION, "bf16", said=True)
+    draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
+
+
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+
+
+def _write_optimizer(spec: Spec) -> Arguments:
+    optimizer = spec.training.optimizer
+    return {
+        "optimizer.lr": optimizer.lr,
+        "optimizer.betas": optimizer.betas,
+        "optimizer.eps": optimizer.eps,
+        "optimizer.weight_decay": optimizer.weight_decay,
     }
-    adamw = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    recompute = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
-    found = {
-        "training.local_batch_size": repr(training.micro_batch_size * passes),
-        "training.global_batch_size": repr(training.global_batch_size),
-        "training.seq_len": repr(training.sequence_length),
-        "training.max_norm": repr(training.gradient_clipping or float("inf")).replace("inf", 'float("inf")'),
-        # Weights, sums and optimizer states are fp32 here as in the plan; the precision is that of a layer's work.
-        "training.dtype": repr("float32"),
-        "training.mixed_precision_param": repr(precision),
-        "optimizer": f"default_adamw({adamw})",
-        "lr_scheduler": _schedule(training.lr_scheduler, optimizer.lr, training.train_steps),
-        # One for all stages: `losses` refuses others.
-        "activation_checkpoint": recompute[str(training.activation_checkpointing)],
-        "debug.seed": repr(training.seed),
+
+
+def _read_optimizer(source: Source, draft: Draft) -> None:
+    kind = source.given.get("optimizer.name", "AdamW")
+    if kind != "AdamW":
+        draft.ask((*_OPTIMIZER, "type"), f"optimizer.name is {kind}: a spec has adam and adamw")
+    source.ignore("optimizer.name", "a spec has adamw")
+    for name in ("lr", "eps", "weight_decay"):
+        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
+    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+
+
+_RATES: SpecPath = ("training", "lr_scheduler")
+_RATE_OPTIONS = tuple(f"lr_scheduler.{name}" for name in ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor"))
+
+
+def _write_schedule(spec: Spec) -> Arguments:
+    schedule, train_steps = spec.training.lr_scheduler, spec.training.train_steps
+    warmup, ratio, kind, floor = _RATE_OPTIONS
+    if schedule is None or schedule.type in ("constant", "inverse_sqrt"):
+        return {warmup: 0 if schedule is None else schedule.warmup_steps, ratio: 0.0}
+    found: Arguments = {warmup: schedule.warmup_steps}
+    shape = str(schedule.type)
+    if schedule.decay_steps is not None and train_steps is not None:
+        shape, found[ratio] = str(schedule.decay_type), schedule.decay_steps / train_steps
+    return found | {
+        kind: "linear" if shape == "exponential" else shape,
+        floor: schedule.min_lr / spec.training.optimizer.lr,
     }
-    if training.train_steps is not None:
-        found["training.steps"] = repr(training.train_steps)
+
+
+def _read_schedule(source: Source, draft: Draft) -> None:
+    """A rise, a level and a fall (components/optimizer/lr_scheduler.py): linear and cosine fall at once, wsd last."""
+    try:
+        warmup, ratio = (source.value(name, _RATES) for name in _RATE_OPTIONS[:2])
+        kind, floor = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
+        lr = source.number("optimizer.lr")
+    except UndecidedError as error:
+        draft.leave_open(source, error, _RATES)
+        return
+    try:
+        steps = source.integer("training.steps")
+    except UndecidedError:
+        steps = None
+    warmup, floor = integer(warmup, _RATE_OPTIONS[0], least=0), number(floor, _RATE_OPTIONS[3])
+    decay = None if ratio is None else number(ratio, _RATE_OPTIONS[1])
+    if decay == 0:
+        if warmup:
+            draft.set(_RATES, {"type": "constant", "warmup_steps": warmup}, said=True)
+        for name in _RATE_OPTIONS[2:]:
+            source.ignore(name, "the rate never falls")
+        return
+    if steps is None:
+        draft.ask(("training", "train_steps"), "the schedule ends with the last step")
+        steps = draft.answers.get(("training", "train_steps"))
+    found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": floor * (lr or 0)}
+    if decay is not None or kind == "sqrt":
+        if not isinstance(steps, int):
+            draft.ask((*_RATES, "decay_steps"), "it is a share of all steps")
+            return
+        fall = steps - warmup if decay is None else min(round(steps * decay), steps - warmup)
+        found |= {"type": "wsd", "decay_steps": fall, "decay_type": kind}
+    for key, value in found.items():
+        draft.set((*_RATES, key), value, said=True)
+
+
+def _clip(value: float) -> float:
+    return value or math.inf
+
+
+def _limit(value: Any, name: str) -> float:
+    return 0.0 if str(value) in ("inf", "float('inf')") else number(value, name)
+
+
+def _recompute(value: Any, name: str) -> str:
+    if value not in _RECOMPUTE:
+        raise WrongValueError(name, value, "none, selective or full")
+    return str(value)
+
+
+def _read_optional(option: str, path: SpecPath) -> Row:
+    """A value that a spec may leave out: what a function sets that is not found is not asked for."""
+
+    def write_one(spec: Spec) -> Arguments:
+        value = reading.value_at(spec, path)
+        return {} if value is None else {option: value}
+
+    def read_one(source: Source, draft: Draft) -> None:
+        if not isinstance(source.given.get(option), Undecided):
+            draft.carry(source, option, path, integer)
+
+    return Bundle((option,), write_one, read_one)
+
+
+ROWS: tuple[Row, ...] = (
+    *(Entry(name, ("parallelism", axis), read=integer) for axis, name in _AXES.items()),
+    Bundle((_REPLICAS, _DEGREE, _RESHARD), _write_sharding, _read_sharding),
+    Bundle((_SP,), lambda spec: {_SP: spec.parallelism.sequence_parallel}, _read_sequence),
+    Bundle((_BALANCER,), _write_context, _read_context),
+    Bundle((_SCHEDULE_OF_STAGES, _MICRO, _LOCAL, _GLOBAL), _write_batch, _read_batch),
+    Entry("training.seq_len", ("training", "sequence_length"), read=integer),
+    Entry("training.max_norm", ("training", "gradient_clipping"), _clip, _limit),
+    Bundle((_DTYPE, _WORK), _write_precision, _read_precision),
+    Bundle(
+        tuple(f"optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay")), _write_optimizer, _read_optimizer
+    ),
+    _read_optional("training.steps", ("training", "train_steps")),
+    Bundle(_RATE_OPTIONS, _write_schedule, _read_schedule),
+    Entry("activation_checkpoint", ("training", "activation_checkpointing"), read=_recompute),
+    _read_optional("debug.seed", ("training", "seed")),
+)
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        **dict.fromkeys(_AXES.values(), 1),
+        _REPLICAS: 1,
+        _RESHARD: "default",
+        _SP: True,
+        _BALANCER: "headtail",
+        _SCHEDULE_OF_STAGES: "1F1B",
+        _MICRO: 1,
+        _LOCAL: 8,
+        "training.seq_len": 2048,
+        "training.max_norm": 1.0,
+        "training.steps": 10000,
+        _DTYPE: "float32",
+        _WORK: "bfloat16",
+        "optimizer.lr": 8e-4,
+        "optimizer.betas": [0.9, 0.95],
+        "optimizer.eps": 1e-8,
+        "optimizer.weight_decay": 0.1,
+        "lr_scheduler.warmup_steps": 200,
+        "lr_scheduler.decay_ratio": None,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "activation_checkpoint": "selective",
+        "debug.seed": None,
+    }
+)
+"""torchtitan's own values of the options that the table speaks of, of its classes and of its earlier TOML."""
+
+
+def options(spec: Spec) -> Arguments:
+    """Every option that a plan decides."""
+    return reading.write(ROWS, spec)
+
+
+_RENAMED = {
+    "training.seed": "debug.seed",
+    "training.batch_size": _LOCAL,
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "activation_checkpoint.mode": "activation_checkpoint",
+}
+"""Options of its TOML that have another name in its classes."""
+_MODEL_OPTION = "model"
+_NO_EFFECT: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
+    {
+        Effect.OTHER_RUN: ("debug.moe_force_load_balance", "training.skip_optimizer_step"),
+        Effect.DATA: ("dataloader.*", "training.dataset*", "loss*", "model_spec.*", "validat*"),
+        Effect.TOKENIZER: ("hf_assets_path", "tokenizer*", "model.tokenizer*", "model.hf_assets_path"),
+        Effect.CHECKPOINTS: ("checkpoint*",),
+        Effect.REPORTS: (
+            "profil*",
+            "metrics*",
+            "job.*",
+            "dump_folder",
+            "debug.*",
+            "memory_estimation*",
+            "experimental*",
+        ),
+        Effect.JOB: ("comm.*", "fault_tolerance*"),
+        Effect.SPEED: (
+            *("compile.*", "training.compile", "training.gc_*", "optimizer.implementation", "override*"),
+            *("activation_checkpoint*", "parallelism.enable_*", "parallelism.disable_loss_parallel", "optimizer.fused"),
+            *("parallelism.spmd_backend", "training.disable_cuda_graphs", "parallelism.context_parallel_rotate_method"),
+        ),
+        Effect.MEMORY: ("parallelism.pipeline_parallel_*", "parallelism.module_fqns*", "training.enable_cpu_offload"),
+        Effect.NUMBERS: (
+            *("model.converters", "quantize*", "float8*", "mx*", "training.deterministic", "optimizer.*", "training.*"),
+            *("lr_scheduler.*", "parallelism.*"),
+        ),
+    }
+)
+"""What options do that have no place in a spec; the first pattern counts."""
+
+
+def _given(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a file by their names in torchtitan's classes, with `model` for the model and its flavor."""
+    found = {_RENAMED.get(name, name): value for name, value in flattened(tree, DEFAULTS).items()}
+    made, root = found.pop("model_spec", None), built(tree)
+    found.pop("optimizer", None)  # what default_adamw is given stands below it
+    if isinstance(made, Made) and made.said:
+        found[_MODEL_OPTION] = f"{made.name.split('.')[-2]} {made.said}"
+    elif root is not None and root.is_left and root.name.count(".") >= 2:
+        found[_MODEL_OPTION] = f"{root.name.split('.')[-3]} {root.name.rpartition('.')[2]}"
+    elif "model.name" in found:
+        found[_MODEL_OPTION] = f"{found.pop('model.name')} {found.pop('model.flavor', 'debugmodel')}"
+    kind = found.get("activation_checkpoint", "")
+    if isinstance(kind, Made):
+        name = kind.name.rpartition(".Config")[0].rpartition(".")[2]
+        found["activation_checkpoint"] = {"SelectiveAC": "selective", "FullAC": "full"}.get(name, name)
+    elif kind is None:
+        found["activation_checkpoint"] = "none"
+    betas = [found.pop(f"optimizer.beta{number}", None) for number in (1, 2)]
+    if any(one is not None for one in betas):
+        found["optimizer.betas"] = [own if one is None else one for one, own in zip(betas, (0.9, 0.95), strict=True)]
+    return {
+        name: f"{value.name}()" if isinstance(value, Made) else value
+        for name, value in found.items()
+        if value is not None or name in DEFAULTS
+    }
+
+
+def _read(source: Source, draft: Draft) -> None:
+    """Everything of a configuration that a spec can say."""
+    name = source.given.get(_MODEL_OPTION)
+    if isinstance(name, str):
+        module, _, flavor = name.partition(" ")
+        own = flavor.lower().replace(".", "_").replace("-", "_")
+        preset = next((one for one, at in FLAVORS.items() if at in ((module, own), (module, f"{module}_{own}"))), None)
+        source.used[_MODEL_OPTION] = {("model",)}
+        if preset is not None and ("model",) not in draft.answers:
+            draft.set(("model", "preset"), preset, said=True)
+        else:
+            draft.ask(("model",), f"{flavor} of torchtitan's {module} is no preset")
+    reading.read(ROWS, source, draft)
+
+
+def _meaning(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file means where one option hangs on others."""
+    found = dict(given)
+    if found.get(_RESHARD, "default") == "default":
+        found[_RESHARD] = "never" if found.get(_AXES["pp"], 1) != 1 else "always"
+    if found.get(_AXES["tp"], 1) == 1:
+        found[_SP] = False
     return found
 
 
-def _schedule(schedule: LrScheduler | None, lr: float, train_steps: int | None) -> str:
-    if schedule is None or schedule.type in ("constant", "inverse_sqrt"):
-        steps = 0 if schedule is None else schedule.warmup_steps
-        return f"LRSchedulersContainer.Config(warmup_steps={steps}, decay_ratio=0.0)"
-    floor = schedule.min_lr / lr
-    shape, share = schedule.type, ""
-    if schedule.decay_steps is not None and train_steps is not None:
-        shape, share = str(schedule.decay_type), f"decay_ratio={schedule.decay_steps / train_steps!r}, "
-    shape = "linear" if shape == "exponential" else shape
-    settings = f"warmup_steps={schedule.warmup_steps}, {share}decay_type={shape!r}, min_lr_factor={floor!r}"
-    return f"LRSchedulersContainer.Config({settings})"
+def _fate(name: str, _value: object) -> Account | None:
+    return fate_of(name, _NO_EFFECT)
+
+
+IMPORTER = Importer(
+    tool="torchtitan",
+    options=_given,
+    defaults=lambda: DEFAULTS,
+    read=_read,
+    written=lambda plan: options(plan.spec),
+    fate=_fate,
+    meaning=_meaning,
+    changes=lambda name: name.startswith(("optimizer.", "lr_scheduler.", "training.")) and name != _LOCAL,
+)
 
 
 def losses(plan: Plan) -> list[Loss]:

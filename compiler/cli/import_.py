@@ -14,6 +14,7 @@ from parcompile.atomic import write_file
 from parcompile.backends.importers import added_kind, kinds
 from parcompile.backends.kinds import SPEC
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
+from parcompile.backends.recipes import RECIPES, recipe
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.importing import ImportConflictError, Imported, import_document
 from parcompile.lint.files import recognised
@@ -25,7 +26,10 @@ from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
 from .saying import say
 
-TOOLS = "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl or LLaMA-Factory"
+TOOLS = (
+    "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl, LLaMA-Factory, torchtitan, ms-swift, "
+    "Megatron-Bridge or NeMo Automodel"
+)
 
 _OPTIONS: dict[SpecPath, str] = {
     ("model",): "--model",
@@ -43,6 +47,7 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.argument("file")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the spec to.")
 @click.option("--kind", metavar="KIND", help="What FILE is. By default its keys tell.")
+@click.option("--function", metavar="NAME", help="The configuration that is meant in a Python FILE with several.")
 @click.option("--model", help="A preset, or the path of a Hugging Face config.json, when FILE does not describe it.")
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Rows of the embedding, when FILE does not say them.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
@@ -59,6 +64,7 @@ def command(
     file: str,
     output: Path | None,
     kind: str | None,
+    function: str | None,
     model: str | None,
     vocab_size: int | None,
     nodes: int | None,
@@ -76,29 +82,35 @@ def command(
     """Convert another tool's configuration into a spec.
 
     FILE is a configuration of DeepSpeed, Megatron-LM (a shell script, YAML or JSON), gpt-neox, accelerate, axolotl,
-    LLaMA-Factory or transformers (arguments of its Trainer, ParallelismConfig, DistributedConfig). The command asks
-    for values that FILE does not contain and never guesses them: give them with the options or with --set, as in --set
-    training.seed=7. The spec goes to standard output or to -o, a report to standard error: it ends with what changes
-    your training.
+    LLaMA-Factory, ms-swift (a shell script, YAML or JSON), NeMo Automodel, torchtitan (Python or TOML), Megatron-Bridge
+    (Python) or transformers (arguments of its Trainer, ParallelismConfig, DistributedConfig). Python is read and not
+    run: --function says which of its functions is meant. The command asks for values that FILE does not contain and
+    never guesses them: give them with the options or with --set, as in --set training.seed=7. The spec goes to standard
+    output or to -o, a report to standard error: it ends with what changes your training.
     """
     if kind is not None and kind not in kinds():
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
+    if function is not None and Path(file).suffix != ".py":
+        raise click.UsageError(f"--function names a function of a Python file, and {file} is none")
+    given = dict(map(_variable, variables))
     try:
-        found, recognition = recognised(read_file(file), kind, variables=dict(map(_variable, variables)))
+        found, known = (recipe(file, function, given) if kind in (None, *RECIPES) else None) or (None, None)
+        if found is None:
+            read, recognition = recognised(read_file(file), kind, variables=given)
+            found, known, why = read.document, recognition.kind, read.why_unread
     except SourceError as error:
         raise click.ClickException(str(error)) from None
-    if recognition.kind == SPEC:
+    if known == SPEC:
         raise click.ClickException(f"{file} is a spec already")
-    if found.document is None or not isinstance(found.document.tree, dict):
-        why = found.why_unread or "a configuration is an object of keys and values"
-        raise click.ClickException(f"{file} cannot be read: {why}")
-    known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
+    if found is None or not isinstance(found.tree, dict):
+        raise click.ClickException(f"{file} cannot be read: {why or 'a configuration is an object of keys and values'}")
+    known = known if known in kinds() else added_kind(found.tree)
     if known is None:
         raise click.ClickException(
             f"{file} is not recognised as a configuration of {TOOLS}; --kind says what it is: {', '.join(kinds())}"
         )
     folder = output.parent if output else Path()
-    given: dict[SpecPath, Any] = {
+    options: dict[SpecPath, Any] = {
         ("model",): chosen_model(model, None, folder).section if model else None,
         ("model", "vocab_size"): vocab_size,
         ("cluster", "nodes"): nodes,
@@ -107,9 +119,9 @@ def command(
         ("training", "sequence_length"): sequence_length,
         ("training", "precision"): precision,
     }
-    answers = {path: value for path, value in given.items() if value is not None} | dict(map(_setting, settings))
+    answers = {path: value for path, value in options.items() if value is not None} | dict(map(_setting, settings))
     try:
-        result = import_document(known, found.document, answers, folder)
+        result = import_document(known, found, answers, folder)
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output)
@@ -181,12 +193,7 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
         lines.append(hanging("fix before compiling: ", said, width))
     lines += _changes(result, width)
     if result.complete and output is not None:
-        # What the runtime refuses is meant for the tool that the file comes from.
-        launched = result.spec.get("zero", {}).get("stage") == 3
-        lines.append(f"next: parcompile check {'-t accelerate-deepspeed ' if launched else ''}{output}")
-        if launched:
-            said = "parcompile.runtime runs ZeRO stages 0 to 2: write one of them to run the plan with it"
-            lines.append(hanging("      ", said, width))
+        lines.append(f"next: parcompile check {output}")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 from parcompile.diagnostics import Position
 
 from .document import Document, Place, Result, SourceError, SourceText
-from .reading import MAX_BYTES, STDIN, parse, parse_bytes, read_file
+from .reading import MAX_BYTES, STDIN, parse, parse_bytes, read_file, read_source
 
 __all__ = [
     "MAX_BYTES",
@@ -17,4 +17,5 @@ __all__ = [
     "parse",
     "parse_bytes",
     "read_file",
+    "read_source",
 ]

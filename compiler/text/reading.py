@@ -43,9 +43,24 @@ def read_file(path: str | os.PathLike[str]) -> Result:
     if name == "-":
         return parse_bytes(sys.stdin.buffer.read(MAX_BYTES + 1), STDIN)
     if FilePath(name).suffix.lower() == ".toml":
-        raise SourceError(
-            f"{name}: parcompile reads JSON and YAML, no TOML; torchtitan's is written: --target torchtitan"
-        )
+        raise SourceError(f"{name}: parcompile reads JSON and YAML, no TOML; `parcompile import` reads torchtitan's")
+    return parse_bytes(*_content(name))
+
+
+def read_source(name: str) -> SourceText:
+    """The text of a file in any other language.
+
+    Raises:
+        SourceError: The file cannot be opened, is too large or is no UTF-8.
+    """
+    read = parse_bytes(*_content(name), parsed=False)
+    if read.diagnostics:
+        raise SourceError(f"{name}: {read.diagnostics[0].message}")
+    return read.source
+
+
+def _content(name: str) -> tuple[bytes, str, int]:
+    """The bytes of a file, its name and its size."""
     try:
         # A pipe or a device may block, or never end: its kind is asked for before it is opened.
         if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):  # noqa: PTH112, PTH116 -- see below
@@ -62,10 +77,10 @@ def read_file(path: str | os.PathLike[str]) -> Result:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SourceError(f"{name}: cannot be read: {reason}") from None
-    return parse_bytes(content, name, size_bytes=size)
+    return content, name, size
 
 
-def parse_bytes(content: bytes, file: str, *, size_bytes: int | None = None) -> Result:
+def parse_bytes(content: bytes, file: str, size_bytes: int | None = None, *, parsed: bool = True) -> Result:
     """Decode and parse the bytes of a file. `size_bytes` is the file's size when `content` may be cut short."""
     if len(content) > MAX_BYTES:
         size = f"has {max(size_bytes or 0, len(content)):,} bytes" if size_bytes else "is too large"
@@ -84,7 +99,7 @@ def parse_bytes(content: bytes, file: str, *, size_bytes: int | None = None) -> 
         return _not_utf8(body, file, error)
     if "\0" in text[:64] and (wide := _looks_wide(body)):
         return _wide(file, wide)
-    return parse(text, file, bom=bom)
+    return parse(text, file, bom=bom) if parsed else Result(SourceText(file, text, bom), None)
 
 
 def parse(text: str, file: str, format: str | None = None, *, bom: bool = False) -> Result:  # noqa: A002

@@ -112,6 +112,8 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         found = _schedule(source)
     except UndecidedError as error:
         draft.leave_open(source, error, _SCHEDULE)
+        for name in filter(source.has, SCHEDULE_OPTIONS):
+            source.used.setdefault(name, set()).add(_SCHEDULE)
         return
     if isinstance(found, str):
         for name in SCHEDULE_OPTIONS:
@@ -156,6 +158,9 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     fraction = value("lr_warmup_fraction")
     warmup: Any = steps(source, "warmup") if fraction is None else None if end is None else fraction * end
     kind = {theirs: ours for ours, theirs in _STYLES.items()}.get(style, style)
+    if kind != "wsd":
+        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"):
+            source.ignore(name, "only --lr-decay-style WSD reads it")
     if style == "constant" and not warmup:
         source.ignore("min_lr", "the rate never changes")
         return {}

@@ -8,17 +8,17 @@ from parcompile.backends.reading import Draft, Importer, Source
 from .read import reader, with_deepspeed
 from .tool import ADAPTER, DATA, METHOD, MODEL, QUANTISED, SAVING, SPEED, TF32, Tool, options
 
-_SAVING = (
+SAVING_OPTIONS = (
     *("output_dir", "overwrite_output_dir", "save_*", "logging_*", "log_*", "eval_*", "report_to", "run_name"),
     *("plot_loss", "resume_from_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("do_train", "do_eval", "do_predict", "predict_with_generate", "push_to_hub*", "hub_*", "disable_tqdm"),
     *("per_device_eval_batch_size", "include_*", "use_swanlab", "swanlab_*", "compute_accuracy", "project"),
 )
-_SPEED = (
+SPEED_OPTIONS = (
     *("ddp_*", "torch_compile*", "enable_liger_kernel", "use_liger_kernel", "flash_attn", "use_unsloth*"),
     *("gradient_checkpointing_kwargs", "disable_gradient_checkpointing_of_*", "use_reentrant_gc", "ray_*", "use_ray"),
 )
-_DATA = (
+DATA_OPTIONS = (
     *(
         "dataset*",
         "eval_dataset",
@@ -34,7 +34,7 @@ _DATA = (
     *("enable_thinking", "preserve_thinking", "ignore_pad_token_for_loss", "remove_unused_columns", "group_by_length"),
     *("label_names", "data_seed", "average_tokens_across_devices", "train_sampling_strategy", "data_shared_*"),
 )
-_OPTIMIZER_LEFT = {
+OPTIMIZER_LEFT = {
     "the optimizer of a spec has no such setting": (
         *("optim_args", "optim_target_modules", "lr_scheduler_kwargs", "label_smoothing_factor", "neftune_noise_alpha"),
     )
@@ -45,14 +45,14 @@ TOOL = Tool(
     model="model_name_or_path",
     length="cutoff_len",
     settled={
-        DATA: _DATA,
-        SAVING: _SAVING,
+        DATA: DATA_OPTIONS,
+        SAVING: SAVING_OPTIONS,
         MODEL: (
             *("trust_remote_code", "model_revision", "cache_dir", "resize_vocab", "add_tokens", "rope_scaling"),
             *("image_*", "video_*", "audio_*", "freeze_*", "low_cpu_mem_usage", "use_fast_tokenizer", "hf_hub_token"),
             *("adapter_name_or_path", "print_param_status", "shift_attn", "mixture_of_depths", "upcast_*", "infer_*"),
         ),
-        SPEED: _SPEED,
+        SPEED: SPEED_OPTIONS,
         ADAPTER: (
             *("finetuning_type", "lora_*", "additional_target", "create_new_adapter", "use_dora", "use_rslora"),
             *("pissa_*", "loraplus_*", "oft_*", "freeze_trainable_*", "freeze_extra_modules"),
@@ -60,7 +60,7 @@ TOOL = Tool(
         TF32: ("tf32",),
         QUANTISED: ("quantization_*", "double_quantization", "export_*", "fp8*"),
         METHOD: ("pref_*", "dpo_*", "kto_*", "simpo_*", "ppo_*", "ref_model*", "reward_model*", "bco_*", "ld_alpha"),
-        **_OPTIMIZER_LEFT,
+        **OPTIMIZER_LEFT,
     },
 )
 
@@ -94,7 +94,7 @@ _TRAINER = Tool(
     name="transformers' Trainer",
     model="model_name_or_path",
     length="max_length",
-    settled={DATA: _DATA, SAVING: _SAVING, SPEED: _SPEED, TF32: ("tf32",), **_OPTIMIZER_LEFT},
+    settled={DATA: DATA_OPTIONS, SAVING: SAVING_OPTIONS, SPEED: SPEED_OPTIONS, TF32: ("tf32",), **OPTIMIZER_LEFT},
 )
 TRAINER_IMPORTER = Importer(
     tool="transformers",

@@ -116,7 +116,7 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
             if value is None:
                 source.ignore(name, "null: as if it was left out")
         inner = read_deepspeed(source, draft)
-        _model(tool, source, draft)
+        read_model(tool.model, source, draft)
         _training(tool, source, draft)
         _precision(tool, source, draft)
         _optimizer(tool, source, draft)
@@ -132,12 +132,13 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
     return read
 
 
-def _model(tool: Tool, source: Source, draft: Draft) -> None:
-    name = source.given.get(tool.model)
+def read_model(option: str, source: Source, draft: Draft) -> None:
+    """A model by its name: a preset, or the folder of its config.json."""
+    name = source.given.get(option)
     if not isinstance(name, str):
         return
     if ("model",) in draft.answers:
-        source.reasons[tool.model] = Account(tool.model, Outcome.CARRIED, "model (as you say)")
+        source.reasons[option] = Account(option, Outcome.CARRIED, "model (as you say)")
         return
     preset, file = find_preset(name), Path(name) / "config.json"
     if preset is not None:
@@ -147,10 +148,10 @@ def _model(tool: Tool, source: Source, draft: Draft) -> None:
     elif (alike := preset_alike(name)) is not None:
         draft.set(("model", "preset"), alike.name, said=True)
         said = f"{name} is read as the preset {alike.name}: where its config.json differs, name that file with --model"
-        source.reasons[tool.model] = Account(tool.model, Outcome.CARRIED, said, changes=True)
+        source.reasons[option] = Account(option, Outcome.CARRIED, said, changes=True)
     else:
         draft.ask(("model",), f"{name} is no preset: download its config.json")
-    source.used[tool.model] = {("model",)}
+    source.used[option] = {("model",)}
 
 
 def _training(tool: Tool, source: Source, draft: Draft) -> None:
@@ -375,6 +376,3 @@ def _joined(tool: Tool, draft: Draft, inner: Draft) -> None:
     for path, question in inner.questions.items():
         if not any(known[: len(path)] == path for known in draft.values):
             draft.questions.setdefault(path, question)
-
-
-__all__ = ["PREFIX", "reader"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from parcompile.backends.reading import Undecided
+from parcompile.backends.reading import Undecided, is_among
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -75,11 +75,7 @@ class Tool:
 
     def reason(self, option: str) -> str | None:
         """Why an option has no place in a spec, where that is known."""
-        return next((why for why, names in self.settled.items() if _is_among(option.split(".")[0], names)), None)
-
-
-def _is_among(option: str, names: tuple[str, ...]) -> bool:
-    return any(option == one or (one.endswith("*") and option.startswith(one[:-1])) for one in names)
+        return next((why for why, names in self.settled.items() if is_among(option.split(".")[0], names)), None)
 
 
 def options(tree: Mapping[str, Any]) -> dict[str, Any]:

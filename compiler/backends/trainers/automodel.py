@@ -1,0 +1,231 @@
+"""NeMo Automodel's YAML. Source: Automodel 36044ad3, `recipes/llm/train_ft.py` and `components/`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from parcompile.backends import reading as table
+from parcompile.backends.reading import (
+    Account,
+    Bundle,
+    Draft,
+    Effect,
+    Entry,
+    Importer,
+    Row,
+    Source,
+    SpecPath,
+    fate_of,
+)
+from parcompile.backends.recipes import flattened
+from parcompile.text.typed import integer, list_of, number
+
+from .read import read_model
+from .tool import ADAPTER, METHOD, QUANTISED
+
+_LENGTHS = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
+_SEEDS = ("rng.seed", "seed")
+_NAMES = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config")
+_TARGET, _RESHARD, _ZERO3 = "optimizer._target_", "distributed.reshard_after_forward", "distributed.zero_dp_strategy"
+_STRATEGY, _DP, _RECOMPUTE = "distributed.strategy", "distributed.dp_size", "distributed.activation_checkpointing"
+_DTYPES = ("model.torch_dtype", "model.config.torch_dtype")
+_OPTIMIZER: SpecPath = ("training", "optimizer")
+_RATES: SpecPath = ("training", "lr_scheduler")
+_SCHEDULE = tuple(
+    f"lr_scheduler.{name}"
+    for name in ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "init_lr", "min_lr", "max_lr")
+)
+
+
+def _unwritten(*_spec: Any) -> dict[str, Any]:
+    return {}
+
+
+def _read_model(source: Source, draft: Draft) -> None:
+    name = next((one for one in _NAMES if isinstance(source.given.get(one), str)), None)
+    if name is not None:
+        read_model(name, source, draft)
+    elif source.under("model"):
+        draft.ask(("model",), "the file builds it from its own settings")
+
+
+def _read_sharding(source: Source, draft: Draft) -> None:
+    """fsdp2 shards weights as ZeRO stage 3; a pipeline keeps them gathered, as stage 2, unless it is told not to."""
+    strategy = source.value(_STRATEGY, ("zero", "stage"))
+    reshard, pp = source.value(_RESHARD, ("zero", "stage")), draft.values.get(("parallelism", "pp"), 1)
+    keeps = reshard is False or (reshard is None and pp != 1)
+    stage = {"ddp": 0, "megatron_fsdp": source.integer(_ZERO3, ("zero", "stage"))}.get(strategy, 2 if keeps else 3)
+    draft.set(("zero", "stage"), stage, said=True)
+    draft.carry(source, _DP, ("parallelism", "dp"), integer)
+
+
+def _read_length(source: Source, draft: Draft) -> None:
+    for name in _LENGTHS:
+        if draft.values.get(("training", "sequence_length")) is None and source.given.get(name):
+            draft.carry(source, name, ("training", "sequence_length"), integer)
+        elif source.has(name):
+            source.ignore(name, "no packing" if name == _LENGTHS[0] else "packing decides the length")
+
+
+def _read_seed(source: Source, draft: Draft) -> None:
+    """The recipe seeds its ranks with `seed`, and reads no rng section where it does not build one."""
+    for name in _SEEDS:
+        if ("training", "seed") not in draft.values and source.has(name):
+            draft.carry(source, name, ("training", "seed"), integer)
+        else:
+            source.ignore(name, "set by rng.seed")
+
+
+def _read_precision(source: Source, draft: Draft) -> None:
+    draft.set(("training", "precision"), "bf16", said=True)
+    for name in _DTYPES:
+        kind = str(source.given.get(name, "")).rpartition(".")[2]
+        if kind in ("bfloat16", "bf16", "auto"):
+            why = "weights and optimizer states are of this type there, and fp32 in a plan"
+            source.lose(name, why, changes=True)
+        elif kind in ("float32", "fp32"):
+            source.used[name] = {("training", "precision")}
+
+
+def _read_optimizer(source: Source, draft: Draft) -> None:
+    kind = str(source.value(_TARGET, (*_OPTIMIZER, "type"))).rpartition(".")[2]
+    own = {"Adam": "adam", "AdamW": "adamw", "FusedAdam": "adamw"}.get(kind)
+    if own is not None:
+        draft.set((*_OPTIMIZER, "type"), own, said=True)
+    elif (*_OPTIMIZER, "type") not in draft.answers:
+        draft.ask((*_OPTIMIZER, "type"), f"{_TARGET} is {kind}: a spec has adam and adamw")
+        source.lose(_TARGET, "a spec has adam and adamw with states of 32 bits", changes=True)
+    for name in ("lr", "eps", "weight_decay"):
+        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
+    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+
+
+def _read_schedule(source: Source, draft: Draft) -> None:
+    """Without the section the rate stays; with it, from a tenth of the rate up, and down to a hundredth."""
+    if not source.under("lr_scheduler"):
+        return
+    style, warmup, end, start, least, most = (source.value(name, _RATES) for name in _SCHEDULE)
+    lr, steps = source.number("optimizer.lr"), draft.values.get(("training", "train_steps"))
+    if style not in ("constant", "linear", "cosine", "inverse-square-root"):
+        source.lose(_SCHEDULE[0], "of these schedules constant, linear, cosine and inverse_sqrt are read", changes=True)
+        draft.ask(_RATES, f"{_SCHEDULE[0]} is {style!r}")
+    elif steps is None and (warmup is None or style in ("linear", "cosine")):
+        draft.ask(("training", "train_steps"), "the schedule is a share of all steps")
+    elif lr is not None:
+        if most is not None and number(most, _SCHEDULE[5]) != lr:
+            source.lose(_SCHEDULE[5], f"a spec's schedule rises to the rate of the optimizer, {lr:g}", changes=True)
+        if end is not None and end != steps:
+            source.lose(_SCHEDULE[2], f"a spec's schedule ends with the training steps ({steps})", changes=True)
+        rises = min(1000, (steps or 0) // 10) if warmup is None else integer(warmup, _SCHEDULE[1], least=0)
+        found: dict[str, Any] = {
+            "type": str(style).replace("inverse-square-root", "inverse_sqrt"),
+            "warmup_steps": rises,
+        }
+        found["min_lr"] = lr / 100 if least is None else number(least, _SCHEDULE[4])
+        if rises:
+            found["warmup_start_lr"] = lr / 10 if start is None else number(start, _SCHEDULE[3])
+        for key, value in found.items():
+            draft.set((*_RATES, key), value, said=True)
+
+
+def _recompute(value: Any, _name: str) -> str:
+    return {True: "full", False: "none"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+ROWS: tuple[Row, ...] = (
+    Bundle(_NAMES, _unwritten, _read_model),
+    *(Entry(f"distributed.{axis}_size", ("parallelism", axis), read=integer) for axis in ("tp", "cp", "pp", "ep")),
+    Entry("distributed.sequence_parallel", ("parallelism", "sequence_parallel")),
+    Bundle((_STRATEGY, _RESHARD, _ZERO3, _DP), _unwritten, _read_sharding),
+    Entry("step_scheduler.local_batch_size", ("training", "micro_batch_size"), read=integer),
+    Entry("step_scheduler.global_batch_size", ("training", "global_batch_size"), read=integer),
+    Entry("step_scheduler.max_steps", ("training", "train_steps"), read=integer),
+    Bundle(_LENGTHS, _unwritten, _read_length),
+    Entry("clip_grad_norm.max_norm", ("training", "gradient_clipping"), read=number),
+    Bundle(_SEEDS, _unwritten, _read_seed),
+    Bundle(_DTYPES, _unwritten, _read_precision),
+    Bundle((_TARGET,), _unwritten, _read_optimizer),
+    Bundle(_SCHEDULE, _unwritten, _read_schedule),
+    Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
+)
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        **{f"distributed.{axis}_size": 1 for axis in ("tp", "cp", "pp", "ep")},
+        _STRATEGY: "fsdp2",
+        _ZERO3: 3,
+        _RECOMPUTE: False,
+        "clip_grad_norm.max_norm": 1.0,
+        _TARGET: "AdamW",
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.eps": 1e-8,
+        "optimizer.weight_decay": 0.01,
+        "lr_scheduler.lr_decay_style": "cosine",
+    }
+)
+_EFFECTS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
+    {
+        Effect.DATA: ("dataset*", "dataloader*", "validation_data*", "packed_sequence*", "step_scheduler.num_epochs"),
+        Effect.CHECKPOINTS: ("checkpoint*", "step_scheduler.ckpt*", "step_scheduler.save*"),
+        Effect.REPORTS: (
+            "wandb*",
+            "mlflow*",
+            "logger*",
+            "step_scheduler.*",
+            "benchmark*",
+            "ci.*",
+            "moe_metrics*",
+            "nvtx",
+        ),
+        Effect.JOB: ("dist_env*", "slurm*", "rng.*", "recipe", "auto_map*"),
+        Effect.TOKENIZER: ("tokenizer*", "model.tokenizer*"),
+        Effect.SPEED: (
+            *("compile*", "optimizer.foreach", "optimizer.fused", "model.backend*", "model.attn_implementation"),
+            *("model.use_liger*", "model._target_", "model.config._target_", "model.trust_remote_code", "loss_fn*"),
+            *(
+                "model.config.*",
+                "model.use_cache",
+                "model.force_hf",
+                "model.load_*",
+                "model.output_*",
+                "model.use_sdpa*",
+                "sdpa_method",
+                "optimizer._*",
+            ),
+        ),
+        Effect.MEMORY: ("distributed.*",),
+        Effect.NUMBERS: ("optimizer.*", "lr_scheduler.*", "model.*", "clip_grad_norm.*", "neftune*"),
+    }
+)
+_CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization": QUANTISED, "teacher_model": METHOD}
+"""Sections that make another training."""
+
+
+def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flattened(tree, ()).items() if value not in (None, "None", "none")}
+
+
+def _read(source: Source, draft: Draft) -> None:
+    table.read(ROWS, source, draft)
+    for section, why in _CHANGING.items():
+        if source.given.get(f"{section}.enabled", True) is not False:
+            for name in source.under(section):
+                source.lose(name, why, changes=True)
+    kind = str(source.given.get("recipe", ""))
+    if kind and "NextTokenPrediction" not in kind:
+        source.lose("recipe", METHOD, changes=True)
+
+
+def _fate(name: str, _value: object) -> Account | None:
+    return fate_of(name, _EFFECTS)
+
+
+IMPORTER = Importer(
+    tool="NeMo Automodel",
+    options=_options,
+    defaults=lambda: DEFAULTS,
+    read=_read,
+    written=lambda _plan: {},
+    fate=_fate,
+)
