@@ -305,7 +305,7 @@ class Monitor:
         text = "; ".join([*lines[:NAMED], *more])
         records.write(text)
         if self._channel.call_off_first(text):
-            say(f"error: {text}")
+            say(f"error: {text}{records.pointer()}")
             self._wait_for_others("heard", without=len(lost))
         else:
             with contextlib.suppress(*LOST):
@@ -362,6 +362,7 @@ class Monitor:
     def _say_once(self, text: str) -> None:
         """On this machine: the others find the mark of the first."""
         records.write(text)
+        text += records.pointer()
         with contextlib.suppress(OSError):
             if time.time() - self._mark.stat().st_mtime > MARK_SECONDS:
                 self._mark.unlink()  # of a process that was killed before it could

@@ -255,6 +255,10 @@ class Records:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_file(self.folder / file_name(self.facts["rank"]), json.dumps(self.to_json()))
 
+    def pointer(self) -> str:
+        """How to go on from a line that names a lost rank, to be put behind it."""
+        return "" if self.folder is None else f"; for what each rank did last: parcompile doctor {self.folder}"
+
     def _named_groups(self) -> dict[str, Any]:
         return {name: {"axis": self._axes.get(name), "ranks": ranks} for name, ranks in self._groups.items() if ranks}
 

@@ -148,6 +148,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(tmp_path: Path) -> Non
         end([run])
     (line,) = (one for one in log.read_text().splitlines() if "parcompile:" in one)
     assert f"(process {ranks[1]}) ended without a message" in line
+    assert line.endswith(f"parcompile doctor {tmp_path / 'records'}")
 
     from parcompile.runtime.checkpoint import verify
 
