@@ -254,7 +254,10 @@ def _account(
             return Account(name, Outcome.CARRIED, f"{where} (as you say)")
         if paths:
             return Account(name, Outcome.OPEN, f"{value.decided_by} decides {where}")
-        return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}")
+        if not value.text:
+            return Account(name, Outcome.OPEN, f"left to {value.decided_by.rstrip(',')}")
+        is_call = name.endswith("()")  # it may set anything
+        return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}", is_call)
     if name in source.reasons and not (comparison.is_written(name) and comparison.agrees(name)):
         return source.reasons[name]
     if comparison.names and (paths or comparison.is_written(name)):

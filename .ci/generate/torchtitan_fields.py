@@ -1,8 +1,8 @@
 """tests/compiler/torchtitan_fields.json: the fields of torchtitan's configuration classes, and its models.
 
-Run it where torchtitan is installed, with its output into that file. Triton is not needed: nothing here runs a kernel.
-With a written torchtitan_config.py as the argument, torchtitan's own parser reads that instead, and what it understood
-is printed.
+Run it where torchtitan is installed, with its output into that file. What it depends on need not be: nothing here runs
+a kernel, a loader or its command line. With a written torchtitan_config.py as the argument, its `plan` is called, and
+what torchtitan's classes have built is printed as JSON beside their defaults.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from unittest.mock import MagicMock
 MODELS = ("llama3", "qwen3", "deepseek_v3", "gpt_oss")
 
 
+_IMPORTED = ("triton", "tensorboard", "torchdata", "tyro", "spmd_types", "torch_checkpointing", "datasets", "google")
+"""What torchtitan imports at the top of modules."""
+
+
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for triton, which torchtitan imports at the top of modules."""
+    """Stands in for those of them that are not installed: it comes last on the path of finders."""
 
     def find_spec(self, name: str, _path: Any, _target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
+        is_known = name.split(".")[0] in _IMPORTED
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_known else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name)
@@ -45,7 +50,8 @@ def _stand_in(name: str) -> Any:
         return "3.0.0"
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {}) if name[0].isupper() else MagicMock(name=name)
+    made = {"__init__": lambda _self, *_given, **_named: None}
+    return type(name, (), made) if name[0].isupper() else MagicMock(name=name)
 
 
 def _fields(kind: Any) -> dict[str, str | list[Any]]:
@@ -85,12 +91,20 @@ def main() -> None:
     sys.meta_path.append(_Absent())
     warnings.simplefilter("ignore")
     from torchtitan.components.optimizer import LRSchedulersContainer
-    from torchtitan.config import ConfigManager, DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 
     if sys.argv[1:]:
         file = Path(sys.argv[1])
         sys.path.insert(0, str(file.parent))
-        print(ConfigManager().parse_args(["--module", file.stem, "--config", "plan"]).to_dict())
+        own = {
+            "parallelism": ParallelismConfig(),
+            "training": TrainingConfig(),
+            "lr_scheduler": LRSchedulersContainer.Config(),
+            "debug": DebugConfig(),
+        }
+        built = importlib.import_module(file.stem).plan().to_dict()
+        defaults = {name: dataclasses.asdict(one) for name, one in own.items()}
+        print(json.dumps({"plan": built, "defaults": defaults}, default=str))
         return
     kinds = {
         "ParallelismConfig": ParallelismConfig,

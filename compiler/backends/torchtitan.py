@@ -246,7 +246,7 @@ def _read_precision(source: Source, draft: Draft) -> None:
     draft.carry(
         source, _WORK, _PRECISION, lambda value, _name: {"float32": "fp32", "bfloat16": "bf16"}.get(value, value)
     )
-    if source.given.get(_DTYPE) == "bfloat16":
+    if not isinstance(source.given.get(_DTYPE), Undecided) and source.value(_DTYPE, _PRECISION) == "bfloat16":
         source.lose(_DTYPE, "weights and optimizer states of a spec are fp32, not bf16", changes=True)
         draft.set(_PRECISION, "bf16", said=True)
     draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
@@ -318,7 +318,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     if steps is None:
         draft.ask(("training", "train_steps"), "the schedule ends with the last step")
         steps = draft.answers.get(("training", "train_steps"))
-    found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": floor * (lr or 0)}
+    found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
     if decay is not None or kind == "sqrt":
         if not isinstance(steps, int):
             draft.ask((*_RATES, "decay_steps"), "it is a share of all steps")
@@ -546,12 +546,15 @@ def losses(plan: Plan) -> list[Loss]:
         found.append(Loss("tied embeddings with pp", "torchtitan refuses them", "pp 1", fatal=True))
     if training.precision is Precision.FP16:
         found.append(Loss("precision fp16", "torchtitan has bfloat16 and float32", "precision bf16", fatal=True))
+    if training.gradient_accumulation_dtype is not Precision.FP32:
+        name = f"gradient_accumulation_dtype {training.gradient_accumulation_dtype.value}"
+        found.append(Loss(name, "torchtitan reduces and sums gradients in float32", "fp32"))
     if training.optimizer.type == "adam":
         found.append(Loss("optimizer adam", "torchtitan's default is AdamW", "weight_decay 0, or adamw"))
     if (schedule := training.lr_scheduler) is not None:
         if schedule.warmup_steps and schedule.warmup_start_lr > 0:
             why = "torchtitan's warm-up starts at lr / warmup_steps"
-            found.append(Loss("warm-up from a first rate", why, "it starts there"))
+            found.append(Loss(f"warmup_start_lr {schedule.warmup_start_lr:g}", why, "it starts there"))
         if schedule.type == "inverse_sqrt":
             why = "torchtitan has no such schedule: the rate stays after the warm-up"
             found.append(Loss("lr_scheduler inverse_sqrt", why, "another type"))

@@ -438,6 +438,9 @@ class _Reader:
             again.fields |= named if last == "replace" else {}
             return again
         texts = [one for one in given if isinstance(one, str) and not isinstance(one, Open)]
+        if name == "float" and texts == given:
+            with suppress(ValueError):
+                return float(texts[0])  # "inf"
         return Made(name, texts[0] if len(given) == 1 and texts else None, named)
 
     def _mapping(self, node: ast.Dict, local: dict[str, Any], module: _Module) -> Any:

@@ -1,13 +1,14 @@
 """The torchtitan configuration fits torchtitan 0.3.0's classes, whose fields were recorded from its wheel.
 
-`.ci/generate/torchtitan_fields.py` records them; with a written configuration as its argument it has torchtitan's own
-parser read that. Here the recorded fields stand in for the classes, and refuse what those would refuse.
+`.ci/generate/torchtitan_fields.py` records them; with a written configuration as its argument the real classes build
+it. Elsewhere the recorded fields stand in for the classes, and refuse what those would refuse.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 from parcompile.backends.registry import render
-from parcompile.backends.torchtitan import FLAVORS, VERSION
+from parcompile.backends.torchtitan import DEFAULTS, FLAVORS, VERSION, options
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import compile_file
 
+ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((Path(__file__).parent / "torchtitan_fields.json").read_text(encoding="utf-8"))
 SUMS = {"sequence_length": 512, "gradient_accumulation_dtype": "fp32"}
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "NoneType": type(None)}
@@ -137,6 +139,33 @@ def test_a_pipeline_cuts_the_batch_of_a_rank(tmp_path: Path, monkeypatch: pytest
     config = run(text, tmp_path, monkeypatch)
     assert config.training.local_batch_size == 16  # 32 sequences over dp 2
     assert config.parallelism.pipeline_parallel_microbatch_size == 2
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason="its own classes did NOT build the file: pip install --no-deps torchtitan==0.3.0",
+)
+def test_torchtitans_own_classes_build_the_file_and_have_the_defaults_of_the_importer(tmp_path: Path) -> None:
+    file = tmp_path / "torchtitan_config.py"
+    training = {"sequence_length": 512, "train_steps": 50, "lr_scheduler": {"type": "wsd", "warmup_steps": 5}}
+    training["lr_scheduler"] |= {"min_lr": 3e-5, "decay_steps": 20, "decay_type": "sqrt"}
+    training["activation_checkpointing"] = "full"
+    file.write_text(written(tmp_path, parallelism={"tp": 2, "cp": 2}, training=training), encoding="utf-8")
+    command = [sys.executable, str(ROOT / ".ci" / "generate" / "torchtitan_fields.py"), str(file)]
+    said = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout)
+    plan, _ = compile_file(tmp_path / "spec.json")
+    assert plan is not None
+    built, (group,) = said["plan"], said["plan"]["optimizer"]["param_groups"]
+    assert (group["optimizer_name"], built["activation_checkpoint"] is None) == ("AdamW", False)
+    for name, value in options(plan.spec).items():
+        section, _, key = name.partition(".")
+        if key:
+            found = group["optimizer_kwargs"][key] if section == "optimizer" else built[section][key]
+            assert found == (list(value) if isinstance(value, tuple) else value), name
+    for name, value in DEFAULTS.items():
+        section, _, key = name.partition(".")
+        if section in said["defaults"]:
+            assert said["defaults"][section][key] == value, name
 
 
 def test_models_that_torchtitan_has_are_the_same_models() -> None:

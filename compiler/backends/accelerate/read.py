@@ -261,8 +261,11 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
                 source.used[prefix + field] = {("parallelism", "dp")}
     if (replicate or 1) > 1 and (shard or 1) > 1:
         source.lose(prefix + "dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
-    for name in source.under(prefix.rstrip("_.")) if prefix else list(source.unread()):
-        if name.rpartition(".")[2].startswith((f"{_OF_ACCELERATE}sp_", "sp_handler")) and name not in source.used:
+    if source.given.get(prefix + "sp_seq_length_is_variable") is False:
+        draft.carry(source, prefix + "sp_seq_length", ("training", "sequence_length"), integer)
+        source.ignore(prefix + "sp_seq_length_is_variable", "off")
+    for name in list(source.unread()):
+        if name.removeprefix(prefix).startswith(("sp_", "sp_handler")):
             source.lose(name, "a setting of DeepSpeed's Ulysses; the runtime has its own")
 
 

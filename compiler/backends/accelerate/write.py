@@ -96,6 +96,7 @@ def losses(plan: Plan) -> list[Loss]:
         found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
     if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:
         why = "ParallelismConfig takes it in a cp_handler: TorchContextParallelConfig(cp_comm_strategy='alltoall')"
-        found.append(Loss("cp_comm_strategy in parallelism_config.json", why, "add that cp_handler, or it gathers"))
+        name = f"cp_implementation {parallelism.cp_implementation.value} in parallelism_config.json"
+        found.append(Loss(name, why, "add that cp_handler, or it gathers"))
     found.append(Loss("batch, optimizer and clipping", "they are the script's", "take them from plan.json"))
     return found

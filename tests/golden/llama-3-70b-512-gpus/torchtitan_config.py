@@ -14,14 +14,14 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 def apply(config):
     """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
     config.parallelism = ParallelismConfig(
+        tensor_parallel_degree=8,
+        context_parallel_degree=1,
+        pipeline_parallel_degree=4,
+        expert_parallel_degree=1,
         data_parallel_replicate_degree=1,
         data_parallel_shard_degree=16,
         fsdp_reshard_after_forward='never',
-        context_parallel_degree=1,
-        tensor_parallel_degree=8,
         enable_sequence_parallel=True,
-        pipeline_parallel_degree=4,
-        expert_parallel_degree=1,
         pipeline_parallel_schedule='1F1B',
         pipeline_parallel_microbatch_size=1,
     )
@@ -31,9 +31,9 @@ def apply(config):
     config.training.max_norm = 1.0
     config.training.dtype = 'float32'
     config.training.mixed_precision_param = 'bfloat16'
+    config.training.steps = 100000
     config.optimizer = default_adamw(lr=0.0003, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1)
     config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
     config.activation_checkpoint = SelectiveAC.Config()
     config.debug.seed = 1234
-    config.training.steps = 100000
     return config

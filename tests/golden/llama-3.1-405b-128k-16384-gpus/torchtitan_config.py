@@ -14,14 +14,14 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 def apply(config):
     """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
     config.parallelism = ParallelismConfig(
+        tensor_parallel_degree=8,
+        context_parallel_degree=16,
+        pipeline_parallel_degree=16,
+        expert_parallel_degree=1,
         data_parallel_replicate_degree=1,
         data_parallel_shard_degree=8,
         fsdp_reshard_after_forward='never',
-        context_parallel_degree=16,
-        tensor_parallel_degree=8,
         enable_sequence_parallel=True,
-        pipeline_parallel_degree=16,
-        expert_parallel_degree=1,
         context_parallel_load_balancer='headtail',
         pipeline_parallel_schedule='1F1B',
         pipeline_parallel_microbatch_size=1,

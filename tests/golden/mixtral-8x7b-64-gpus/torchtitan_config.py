@@ -14,14 +14,14 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 def apply(config):
     """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
     config.parallelism = ParallelismConfig(
+        tensor_parallel_degree=4,
+        context_parallel_degree=1,
+        pipeline_parallel_degree=1,
+        expert_parallel_degree=8,
         data_parallel_replicate_degree=1,
         data_parallel_shard_degree=16,
         fsdp_reshard_after_forward='never',
-        context_parallel_degree=1,
-        tensor_parallel_degree=4,
         enable_sequence_parallel=True,
-        pipeline_parallel_degree=1,
-        expert_parallel_degree=8,
     )
     config.training.local_batch_size = 1
     config.training.global_batch_size = 256
