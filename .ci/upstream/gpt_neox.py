@@ -43,6 +43,7 @@ REST = {
 
 def verdict(neox: Any, text: str) -> dict[str, Any]:
     """{"refused": why} or {"deepspeed": configuration}."""
+    import torch
     import yaml
 
     with tempfile.TemporaryDirectory() as folder:
@@ -61,6 +62,9 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
             rest["global_num_gpus"] = world
             with contextlib.redirect_stdout(io.StringIO()):
                 made = neox.from_ymls([str(file)], overwrite_values=rest)
+            numbers = {name: made.optimizer["params"].get(name) for name in ("lr", "eps", "betas")}
+            # The optimizer is made of them: torch ends at a text.
+            torch.optim.Adam([torch.zeros(1)], **{name: one for name, one in numbers.items() if one is not None})
         except Exception as error:
             return {"refused": f"{type(error).__name__}: {error}"[:300]}
         return {"deepspeed": made.deepspeed_config}
@@ -74,7 +78,10 @@ def micro(given: dict[str, Any]) -> int:
 
 def main() -> None:
     """Answers requests until there are no more."""
+    import torch
+
     folder = Path(sys.argv[1])
+    torch.optim.Adam([torch.zeros(1)])  # it imports what the stubs would stand in for
     stubs.install(STUBS)
     stubs.answer_for_missing_versions()
     # setuptools brings this module no more.

@@ -40,6 +40,9 @@ def options(folder: Path) -> dict[str, list[Option]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             for flag, option in _added(node):
                 found.setdefault(flag, []).append(option)
+        elif isinstance(node, ast.Attribute) and node.attr == "add_config_arguments":
+            for flag in ("--deepspeed", "--deepspeed_config", "--deepscale", "--deepscale_config"):
+                found.setdefault(flag, []).append(Option())  # DeepSpeed's function adds them
         elif (
             is_made
             and isinstance(node, ast.ClassDef)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.text import Document, Place, SourceError, SourceText, read_source
-from parcompile.text.python import Configuration, Made, Open, configuration, functions, parsed_python, values
+from parcompile.text.python import Configuration, Made, Open, configuration, functions, parsed_python
 from parcompile.text.shell import ShellLimitError, Value, invocations
 from parcompile.text.shell.words import known, missing, shown
 
@@ -108,7 +108,7 @@ def flattened(tree: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     read = tree.get("")
     if not isinstance(read, Configuration):
         return {name: _plain(value) for name, value in _leaves(tree, ())}
-    made = {"": read.built, **{".".join(path): value for path, value in values(read.built)}}
+    made = {"": read.built, **{".".join(path): value for path, value in read.parts.items()}}
     found = {
         name: _plain(value)
         for name, value in made.items()
@@ -155,11 +155,14 @@ def _leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[st
 # Scripts that call ms-swift.
 
 _TRAINING = frozenset({"pt", "sft", "rlhf"})
+_CALL = re.compile(r"\b(swift|megatron)\s+(pt|sft|rlhf)\b")
 _RANKS = {"NPROC_PER_NODE": "nproc_per_node", "NNODES": "nnodes"}
 
 
 def _swift(source: SourceText, variables: dict[str, str]) -> tuple[Document, str] | None:
     """The first call of ms-swift in a script that trains."""
+    if not _CALL.search(source.text):
+        return None
     try:
         run = invocations(source.text, variables)
     except ShellLimitError as error:

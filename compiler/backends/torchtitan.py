@@ -16,7 +16,7 @@ from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
 from parcompile.text.python import Made
-from parcompile.text.typed import WrongValueError, integer, list_of, number
+from parcompile.text.typed import WrongValueError, integer, list_of, number, word
 
 from . import reading
 from .artefacts import Loss, header, order_loss, sequence_loss
@@ -338,7 +338,7 @@ def _limit(value: Any, name: str) -> float:
 
 
 def _recompute(value: Any, name: str) -> str:
-    if value not in _RECOMPUTE:
+    if word(value, name) not in _RECOMPUTE:
         raise WrongValueError(name, value, "none, selective or full")
     return str(value)
 

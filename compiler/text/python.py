@@ -23,7 +23,7 @@ from parcompile.user_files import read_bytes
 from .document import SourceError, SourceText
 
 LARGEST_BYTES = 1 << 20
-MOST_STEPS, MOST_CALLS, PARENTS = 20_000, 40, 6
+MOST_STEPS, MOST_VALUES, MOST_CALLS, PARENTS = 20_000, 5_000, 40, 6
 _LENGTH = 80
 """Characters of an expression that a message shows."""
 
@@ -91,10 +91,14 @@ class _Module:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a function builds. `unread` are calls that may change it and are not followed."""
+    """What a function builds: the whole, and every part of it by its path.
 
-    function: str
+    A part that a call has made stands beside its attributes. `unread` are calls that may change something and are not
+    followed.
+    """
+
     built: Made
+    parts: Mapping[tuple[str, ...], Any]
     unread: tuple[str, ...]
 
 
@@ -140,21 +144,44 @@ def configuration(source: SourceText, function: str, kept: re.Pattern[str]) -> C
     if not isinstance(node, ast.FunctionDef):
         raise SourceError(f"{source.file} has no function {function}")
     required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
-    built = reader.called(_Function(node, module), [Made(f"{function}.{one.arg}") for one in required], {})
+    given = [Made(f"{function}.{one.arg}") for one in required]
+    try:
+        built = reader.called(_Function(node, module), given, {})
+    except RecursionError:
+        raise SourceError(f"{source.file}: {function} is nested too deeply") from None
     if not isinstance(built, Made):
         raise SourceError(f"{source.file}:{node.lineno}: {function} returns no configuration that can be read")
-    return Configuration(function, built, tuple(dict.fromkeys(reader.unread)))
+    parts = _parts(built)
+    if parts is None:
+        raise SourceError(f"{source.file}:{node.lineno}: what {function} returns holds itself, or too much")
+    return Configuration(built, parts, tuple(dict.fromkeys(reader.unread)))
 
 
-def values(made: Made, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Everything that was built, by its path: what a call made stands for its text, or its name, and its attributes."""
-    for name, value in made.fields.items():
-        where = (*path, name)
-        if isinstance(value, Made):
-            yield where, value
-            yield from values(value, where)
-        else:
-            yield where, value.dotted if isinstance(value, _Name) else value
+def _parts(made: Made) -> dict[tuple[str, ...], Any] | None:
+    """Everything that was built, by its path; None where it has no end."""
+    found: dict[tuple[str, ...], Any] = {}
+    waiting: list[tuple[tuple[str, ...], Made]] = [((), made)]
+    for path, one in waiting:
+        for name, value in one.fields.items():
+            where = (*path, name)
+            if len(found) > MOST_VALUES or len(where) > MOST_CALLS:
+                return None
+            found[where] = value.dotted if isinstance(value, _Name) else value
+            if isinstance(value, Made):
+                waiting.append((where, value))
+            elif isinstance(value, (list, dict)) and not _is_small(value):
+                found[where] = Open(name, "Python, which is not run")
+    return found
+
+
+def _is_small(value: list[Any] | dict[Any, Any]) -> bool:
+    """Whether lists in lists hold no more than a message could show."""
+    waiting: list[Any] = [value]
+    for one in waiting:
+        waiting += one if isinstance(one, list) else one.values() if isinstance(one, dict) else ()
+        if len(waiting) > MOST_VALUES:
+            return False
+    return True
 
 
 _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
@@ -390,7 +417,8 @@ class _Reader:
                 for one in node.values
             ]
             if all(isinstance(one, (str, int, float)) and not isinstance(one, Open) for one in parts):
-                return "".join(map(str, parts))
+                text = "".join(str(one)[:MOST_VALUES] for one in parts)
+                return text if len(text) < MOST_VALUES else Open(_text(node), "Python, which is not run")
         if isinstance(node, ast.Subscript):
             owner, key = self.value(node.value, local, module), self.value(node.slice, local, module)
             with suppress(TypeError, IndexError, KeyError):

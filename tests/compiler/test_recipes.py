@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parcompile.backends.importers import importer
-from parcompile.backends.reading import Outcome
+from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.backends.recipes import recipe
 from parcompile.importing import Imported, import_document
 from parcompile.lint.files import recognised
@@ -120,6 +120,45 @@ def test_python_that_builds_no_configuration_is_refused(
     (tmp_path / "mine.py").write_text(text, encoding="utf-8")
     with pytest.raises(SourceError, match=said):
         recipe(str(tmp_path / "mine.py"), function)
+
+
+HEAD = "import torchtitan\nfrom torchtitan.trainer import Trainer\ndef run():\n    c = Trainer.Config(a=1)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("c.x = c", "holds itself, or too much"),
+        ("c = Trainer.Config(a=c, b=c)\n    " * 40, "holds itself, or too much"),
+        ("for _ in range(9**9): c.a = 2\n    " + "c.a = 2\n    " * 10_000, "too long"),
+        ("text = 'x'\n    " + "text = f'{text}{text}'\n    " * 60 + "c.activation_checkpoint = text", None),
+        ("parts = [1]\n    " + "parts = [parts, parts]\n    " * 60 + "c.training = parts", None),
+    ],
+)
+def test_python_without_an_end_is_left_soon(body: str, said: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{HEAD}    {body}\n    return c\n", encoding="utf-8")
+    if said is None:
+        assert recipe(str(file)) is not None
+        return
+    with pytest.raises(SourceError, match=said):
+        recipe(str(file))
+
+
+@pytest.mark.parametrize("value", [[1], "x", True])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("AUTOMODEL", "local_batch_size: 2"),
+        ("MEGATRON_SWIFT", "lr_warmup_fraction: 0.05"),
+        ("MEGATRON_SWIFT", "lr: 1e-4"),
+    ],
+)
+def test_a_value_of_another_type_is_one_clear_error(text: str, key: str, value: Any, tmp_path: Path) -> None:
+    name = key.partition(":")[0]
+    wrong = globals()[text].replace(key, f"{name}: {json.dumps(value)}")
+    with pytest.raises(RefusedError, match=f"{name} is "):
+        imported(tmp_path, "run.yaml", wrong)
 
 
 TOML = """

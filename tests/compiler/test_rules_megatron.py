@@ -229,6 +229,31 @@ def test_a_fork_with_its_own_parser_may_take_other_values(tmp_path: Path) -> Non
     assert (found.code, found.severity.value) == ("K004", "warning")
 
 
+def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    parser = (
+        "group.add_argument('--num-attention-heads', type=int)\ngroup.add_argument('--micro-batch-size', type=int)\n"
+    )
+    (tmp_path / "megatron" / "arguments.py").write_text(parser)
+    text = f"torchrun tasks.py {LAYOUT} --DDP-impl local\n"
+    for is_there, severities in ((False, ["warning"]), (True, ["error"])):
+        if is_there:
+            (tmp_path / "tasks.py").write_text("from megatron.training import pretrain\n")
+        (found,) = checked(text, tmp_path / "train.sh").diagnostics
+        assert [found.severity.value] == severities
+        assert found.message == "the parser of this program has no --DDP-impl: Megatron-LM had it until 23.06"
+    (tmp_path / "tasks.py").write_text("parser.add_argument('--DDP-impl')\n")
+    assert {one.severity.value for one in checked(text, tmp_path / "train.sh").diagnostics} == {"info"}
+
+
+def test_what_only_one_way_through_a_script_does_is_a_warning(tmp_path: Path) -> None:
+    text = f"if [ $1 = fp16 ]; then HOW=--fp16; fi\ntorchrun pretrain_gpt.py {LAYOUT} $HOW --bf16\n"
+    (found,) = [one for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "F121"]
+    assert (found.severity.value, found.message.endswith("where [ $1 = fp16 ]")) == ("warning", True)
+    (found,) = [one for one in checked(f"HOW=--fp16\n{text}", tmp_path / "train.sh").diagnostics if one.code == "F121"]
+    assert found.severity.value == "error"
+
+
 def test_what_a_script_sources_from_its_own_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "moe.sh").write_text("MODEL_ARGS=(--num-experts 8 --disable-bias-linear)\n")

@@ -62,6 +62,8 @@ RECIPE = "MODEL_ARGS"
 """The key of the arguments in a recipe of Megatron-LM's functional tests."""
 _INFERS = re.compile("inference|generation")
 """In names of Megatron-LM's programs that do not train: `gpt_dynamic_inference.py`, `run_text_generation_server.py`."""
+_LAUNCHING = ("torch.distributed.", "accelerate.")
+"""Modules that start other programs."""
 _LAUNCHED = {
     "nnodes": ("nnodes", "num_nodes"),
     "nproc_per_node": ("nproc_per_node", "num_gpus", "gpus_per_node"),
@@ -163,7 +165,8 @@ def _call(source: SourceText, one: Invocation) -> Call | None:
     words = [_word(value) for value in one.words]
     program = next((number for number, word in enumerate(words) if word.shown.endswith(".py")), None)
     if program is None:
-        program = next((number for number, word in enumerate(words[:-1]) if word.shown == "-m"), None)
+        modules = [number for number, word in enumerate(words[:-1]) if word.shown == "-m"]
+        program = next((one for one in modules if not words[one + 1].shown.startswith(_LAUNCHING)), None)
     start = 0 if program is None else program + 1
     found = _document(source, words[:start], words[start:], one.assumptions)
     if found is None or program is None:

@@ -16,7 +16,7 @@ from parcompile.backends.recipes import flattened
 from parcompile.backends.trainers.read import read_model
 from parcompile.backends.trainers.tool import ADAPTER
 from parcompile.text.python import Made
-from parcompile.text.typed import number
+from parcompile.text.typed import integer, number
 
 from . import layout, training
 from .arguments import line
@@ -34,6 +34,19 @@ def read_megatron(source: Source, draft: Draft) -> None:
     if not source.has("global_batch_size") and source.defaults["global_batch_size"] is None:
         draft.ask(("training", "global_batch_size"), "the file does not say it")
     source.defaults = own
+
+
+def typed(name: str, value: Any) -> Any:
+    """A value by the type of Megatron-LM's option; numbers may be text, as in scripts and YAML 1.1.
+
+    Raises:
+        WrongValueError: it is of another type.
+    """
+    option = line().options.get(name)
+    if option is None or value is None or isinstance(value, Undecided) or option.newest.kind != "value":
+        return value
+    read = {"int": integer, "float": number}.get(option.newest.type)
+    return value if read is None else read(value, name)
 
 
 def settle(source: Source) -> None:
@@ -132,7 +145,7 @@ def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
         if option == "use_distributed_optimizer":
             found[option] = True if found.get(option) is True else value  # either turns on both
         elif value is not None:
-            found[option] = value
+            found[option] = typed(option, value)
     return found
 
 

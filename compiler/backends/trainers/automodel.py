@@ -20,7 +20,7 @@ from parcompile.backends.reading import (
     fate_of,
 )
 from parcompile.backends.recipes import flattened
-from parcompile.text.typed import integer, list_of, number
+from parcompile.text.typed import integer, list_of, number, word
 
 from .read import read_model
 from .tool import ADAPTER, METHOD, QUANTISED
@@ -53,7 +53,7 @@ def _read_model(source: Source, draft: Draft) -> None:
 
 def _read_sharding(source: Source, draft: Draft) -> None:
     """fsdp2 shards weights as ZeRO stage 3; a pipeline keeps them gathered, as stage 2, unless it is told not to."""
-    strategy = source.value(_STRATEGY, ("zero", "stage"))
+    strategy = word(source.value(_STRATEGY, ("zero", "stage")), _STRATEGY)
     reshard, pp = source.value(_RESHARD, ("zero", "stage")), draft.values.get(("parallelism", "pp"), 1)
     keeps = reshard is False or (reshard is None and pp != 1)
     stage = {"ddp": 0, "megatron_fsdp": source.integer(_ZERO3, ("zero", "stage"))}.get(strategy, 2 if keeps else 3)

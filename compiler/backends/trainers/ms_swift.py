@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.backends.kinds import SWIFT
-from parcompile.backends.megatron.arguments import line
-from parcompile.backends.megatron.over_model import read_megatron, settle
+from parcompile.backends.megatron.over_model import read_megatron, settle, typed
 from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided
 from parcompile.backends.recipes import flattened
 from parcompile.text import Document
-from parcompile.text.typed import integer, number
+from parcompile.text.typed import integer, word
 
 from .llama_factory import DATA_OPTIONS, OPTIMIZER_LEFT, SAVING_OPTIONS, SPEED_OPTIONS
 from .read import read_model, reader, with_deepspeed
@@ -174,7 +173,7 @@ def _read(source: Source, draft: Draft) -> None:
     if not source.has("gradient_accumulation_steps"):
         why = "ms-swift takes 16 sequences / per_device_train_batch_size / ranks"
         draft.ask(("training", "gradient_accumulation_steps"), why)
-    if source.given.get("fsdp") in _FSDP:
+    if source.has("fsdp") and word(source.given["fsdp"], "fsdp") in _FSDP:
         draft.carry(source, "fsdp", ("zero", "stage"), lambda value, _name: _FSDP[value])
     _rate(source, draft, "learning_rate")
     _read_common(source, draft)
@@ -212,14 +211,7 @@ _OF_MEGATRON = {
 
 def _megatron_options(tree: Mapping[str, Any]) -> dict[str, Any]:
     found = {_OF_MEGATRON.get(name, name): value for name, value in _options(flattened(tree, ())).items()}
-    return {name: _typed(name, value) for name, value in found.items() if value != "none"}
-
-
-def _typed(name: str, value: Any) -> Any:
-    """A number that a script or YAML 1.1 has as text."""
-    option = line().options.get(name)
-    kind = option.newest.type if option is not None and isinstance(value, str) else ""
-    return integer(value, name) if kind == "int" else number(value, name) if kind == "float" else value
+    return {name: typed(name, value) for name, value in found.items() if value != "none"}
 
 
 def _read_megatron(source: Source, draft: Draft) -> None:

@@ -28,12 +28,23 @@ def check_file(document: Document) -> list[Diagnostic]:
     """What is wrong with the calls of a script, each time once."""
     first = document if isinstance(document, Call) else from_tree(document)
 
-    found: dict[tuple[Any, ...], Diagnostic] = {}
-    for call in map(_without_placeholders, (first, *first.others)):
+    calls = list(map(_without_placeholders, (first, *first.others)))
+    found: dict[tuple[Any, ...], list[tuple[Call, Diagnostic]]] = {}
+    for call in calls:
         rules = map(call.locate, check_settings(MegatronSettings(call), MEGATRON))
-        for one in (*_of_words(call), *rules):
-            found.setdefault((one.code, one.position, one.message), one)
-    return list(found.values())
+        for key, one in {(one.code, one.position, one.message): one for one in (*_of_words(call), *rules)}.items():
+            found.setdefault(key, []).append((call, one))
+    return [_in_some_ways(each, len(each) < len(calls)) for each in found.values()]
+
+
+def _in_some_ways(each: list[tuple[Call, Diagnostic]], is_partial: bool) -> Diagnostic:
+    """A finding of several ways through a script: a warning where only conditions lead to it that others decide."""
+    one = each[0][1]
+    ways = [[text for text, _ in call.arguments.assumptions] for call, _ in each]
+    conditions = [text for text in ways[0] if all(text in way for way in ways)]
+    if not is_partial or not one.is_error or not conditions:
+        return one
+    return replace(one, severity=Severity.WARNING, message=f"{one.message}, where {' and '.join(conditions)}")
 
 
 _SIZES = (
@@ -92,7 +103,7 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
     # A program with options of its own has its own history of them too.
     is_known = call.is_command_line and (program.is_own or not any(one.kind == "unknown" for one in arguments.problems))
-    versions = _versions(arguments) if is_known else ()
+    versions = [*_refused(arguments, program)] or (_versions(arguments) if is_known else ())
     yield from (_placed(call, one, None) for one in (*versions, *_out_of_range(arguments, program)))
 
 
@@ -110,15 +121,19 @@ class _Program:
     is_own: bool
     options: frozenset[str] = frozenset()
     """Those that its files add, as they are spelled."""
+    words: frozenset[str] = frozenset()
+    """Every word of those files; none where no parser of a whole Megatron-LM is among them."""
+    is_found: bool = False
+    """Whether the file of the program is among them."""
 
     @classmethod
     def of(cls, call: Call) -> _Program:
         unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
         name = (call.program or "").rpartition("/")[2]
-        added = _added_options(call) if call.arguments.problems else frozenset()
+        added, words, is_found = _parsers_of(call)
         # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
         is_own = name in _OWN_PROGRAMS and len(unknown) < 2 and not any(spelling(one.flag) in added for one in unknown)
-        return cls(is_own, added)
+        return cls(is_own, added, words, is_found)
 
 
 _OWN_PROGRAMS = frozenset(
@@ -130,22 +145,29 @@ _OWN_PROGRAMS = frozenset(
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
-_FORKS = ("*megatron*/arg*.py", "*megatron*/training/arg*.py")
+_WORD = re.compile(r"[A-Za-z][\w-]+")
+_FORKS = ("*megatron*/arg*.py", "*megatron*/training/arg*.py", "*megatron*/training/config/*.py")
 _FILES = 200
 """So many files are read: those that may hold the fork's parser, and those beside the program."""
 _SEVERAL, _NAMED = 3, 8
 """From so many on, unknown options of another program are one warning, which names so many of them."""
 
 
-def _added_options(call: Call) -> frozenset[str]:
-    """Options that the program of a call, a file beside it, or a parser under it or beside the script adds."""
+_NO_PARSER = frozenset[str](), frozenset[str](), False
+
+
+def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool]:
+    """What the program of a call, a file beside it, or a parser under it or beside the script adds; their words."""
+    arguments = call.arguments
     if call.program is None or not call.program.endswith(".py") or call.source.file is None:
-        return frozenset()
+        return _NO_PARSER
+    if not arguments.problems and not any(_is_gone(arguments, name) for name in arguments.values):
+        return _NO_PARSER
     script = Path(call.source.file).absolute()
     folders = (script.parent, *script.parents[1:PARENTS], Path.cwd())
     tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
     program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
-    found: set[str] = set()
+    found, words, is_whole = set[str](), set[str](), False
     beside = [folder.glob(name) for folder in list(script.parents)[:PARENTS] for name in _FORKS]
     if program is not None:
         beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
@@ -153,7 +175,16 @@ def _added_options(call: Call) -> frozenset[str]:
         with suppress(OSError):
             text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
             found |= {spelling(flag) for flag in _ADDED.findall(text)}
-    return frozenset(found)
+            words |= {spelling(word) for word in _WORD.findall(text)}
+            is_whole |= file.name == "arguments.py" and "megatron" in (file.parent.name, file.parent.parent.name)
+    is_whole &= {"num_attention_heads", "micro_batch_size"} <= words
+    return frozenset(found), frozenset(words if is_whole else ()), program is not None
+
+
+def _is_gone(arguments: Arguments, name: str) -> bool:
+    """Whether the newest version of the parser has an option of its past no more."""
+    versions = arguments.versions_of(name)
+    return bool(versions) and arguments.line.newest not in versions
 
 
 def _packages(folder: Path) -> list[Path]:
@@ -171,6 +202,9 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
     if problem.kind == "unknown":
         near = closest(problem.flag, parsers.flags)
         message = f"{_tool(parsers)} has no {problem.flag}"
+        if program.words and program.is_found and spelling(problem.flag) not in program.words:
+            message = f"the parser of this program has no {problem.flag}"
+            return Diagnostic("K001", Severity.ERROR, message, path, help=f"did you mean {near}?" if near else None)
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
         help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"
         return Diagnostic("K001", error if near else Severity.WARNING, message, path, help=help_)
@@ -234,6 +268,17 @@ def _some_version_takes(option: Option, text: str) -> bool:
 
 def _tool(parsers: Line) -> str:
     return "Megatron-LM" if parsers.name.startswith("NVIDIA/") else parsers.name
+
+
+def _refused(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
+    """Options that Megatron-LM once had, and of which the parser near the script knows not even the name."""
+    for name in arguments.values if program.words else ():
+        if _is_gone(arguments, name) and name not in program.words:
+            flag, last = arguments.flags[name], max(arguments.versions_of(name))
+            until = f"{_tool(arguments.line)} had it until {arguments.line.versions[last]}"
+            message = f"the parser of this program has no {flag}: {until}"
+            severity = Severity.ERROR if program.is_found else Severity.WARNING
+            yield Diagnostic("K001", severity, message, (name,), help=f"remove {flag}")
 
 
 def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
