@@ -69,6 +69,7 @@ class _Here(threading.local):
 
     current: MicroBatch = _NONE
     recomputing: bool = False
+    ahead: bool = False
 
 
 _here = _Here()
@@ -101,9 +102,19 @@ def working_on(batch: MicroBatch) -> Iterator[None]:
         _here.current = before
 
 
-def is_recomputing() -> bool:
-    """Whether what runs now has run before, in its forward pass."""
-    return _here.recomputing
+def is_repeated() -> bool:
+    """Whether what runs now is no forward pass that trains: it is computed again, or looked at before its step."""
+    return _here.recomputing or _here.ahead
+
+
+@contextmanager
+def looking_ahead() -> Iterator[None]:
+    """Within it micro-batches go forward that will be trained on later."""
+    _here.ahead = True
+    try:
+        yield
+    finally:
+        _here.ahead = False
 
 
 def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from .inject.loading import load_pretrained
 from .labels import IGNORED_LABEL, shift_labels
 from .loss import entropy, log_probs, whole_sequences
 from .model.building import build_model
+from .model.lora import without_peft
 from .ring_attention import split_sequence
 
 __all__ = ["PlanTrainer", "parallelise", "training_arguments"]
@@ -230,8 +231,9 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
         return loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **others: Any) -> Tensor:
-        """As in `Trainer`; through a pipeline the micro-batches of a step go together, when the last has come."""
-        if self.mesh.size("pp") == 1:
+        """As in `Trainer`; micro-batches that a pipeline, or a loss, takes together go when the last has come."""
+        ahead = getattr(without_peft(self.model_wrapped.module).loss_function, "looks_ahead", False)
+        if self.mesh.size("pp") == 1 and not ahead:
             loss: Tensor = super().training_step(model, inputs, *args, **others)
             return loss
         self._waiting.append(inputs)

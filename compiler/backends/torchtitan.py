@@ -591,10 +591,9 @@ def losses(plan: Plan) -> list[Loss]:
                 "less memory, more communication; the numbers of a step are the same up to the order of sums",
             )
         )
-    if (rate := training.moe_router_bias_update_rate) is not None:
-        found.append(
-            Loss(f"moe_router_bias_update_rate {rate}", "it is load_balance_coeff of a model's own arguments", "set it")
-        )
+    if training.router is not None:
+        why = "bias_update_rate is load_balance_coeff of a model's own arguments; it has no losses of routers"
+        found.append(Loss(f"router {', '.join(training.router.said)}", why, "set load_balance_coeff"))
     if not isinstance(training.activation_checkpointing, str):
         found.append(
             Loss(

@@ -32,7 +32,7 @@ What a rank of each stage sends to other stages in a step, as the runtime's sche
 |---|---|---|
 | pp | hidden states [b, S/c, h], all streams; with sequence parallelism a share; to the next | micro-batches · chunks |
 | pp | their gradients to the stage before | the same |
-| pp | beside each of both, where a loss balances experts: two fp32 numbers for each expert | the same |
+| pp | beside each of both, losses of routers so far, and sums of all experts where layers are one | the same |
 | embedding | all-reduce of the gradient of a tied embedding, between the first and the last stage | once a step |
 """
 
@@ -125,6 +125,8 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         found[Axis.CP, "send"] = Sent(before.messages + messages, before.wire_bytes + size)
     for window in window_exchanges(work, stage.layers, cp_rank):
         found[Axis.CP, window.operation] = Sent(window.messages, window.wire_bytes)
+    if work.router_scope or work.router_z_loss:
+        _router_counts(work, stage, send)
     if work.ep > 1:
         found.update(_experts(work, stage))
     dealt = work.dealt_parameters(stage)
@@ -136,6 +138,25 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
     if work.expert_shards > 1 and dealt:
         _gradients(work, dealt, EXPERT_DP, work.expert_shards, send)
     return found
+
+
+def _router_counts(work: Workload, stage: Stage, send: _Send) -> None:
+    """How often each expert was chosen: of a micro-batch's sequences over cp, of a step over dp · cp.
+
+    The passes that count the choices of a step before it trains are left out.
+    """
+    moe, scope = work.shape.moe, work.router_scope
+    routers = 0 if moe is None else routed_layers(work.shape, stage) - moe.looked_up(stage.layers)
+    if moe is None or not routers:
+        return
+    chunks = work.virtual_stages * work.micro_batches
+    of_layer = float(_FP32_BYTES * moe.num_choices)
+    if work.cp > 1 and (work.router_z_loss or scope in ("sequence", "micro_batch_per_layer")):
+        send(Axis.CP, "all-reduce", chunks, of_layer * routers * work.micro_batch / work.virtual_stages, work.cp)
+    if work.cp > 1 and scope == "micro_batch" and stage.has_head:
+        send(Axis.CP, "all-reduce", work.micro_batches, of_layer, work.cp)
+    if work.shards > 1 and scope == "global_batch" and work.micro_batches == 1:
+        send("dp-cp", "all-reduce", chunks, of_layer * routers, work.shards)
 
 
 def _experts(work: Workload, stage: Stage) -> Collectives:
@@ -329,9 +350,14 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
 
 # What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.
 
-BALANCE_BYTES = 8
-"""Of each expert: the sum of its probabilities and how often it was chosen, in fp32."""
 _FP32_BYTES = 4
+
+
+def _handed_router_bytes(work: Workload) -> int:
+    """The loss so far, and of a loss over all layers what each expert was given and how often it was chosen."""
+    if work.shape.moe is None or not (work.router_scope or work.router_z_loss):
+        return 0
+    return _FP32_BYTES * (1 + 2 * work.shape.moe.num_choices * (work.router_scope == "micro_batch"))
 
 
 def stage_exchanges(work: Workload, stage: int) -> Collectives:
@@ -341,9 +367,9 @@ def stage_exchanges(work: Workload, stage: int) -> Collectives:
         return found
     sends = sum(work.schedule.sends(stage))
     size = hidden_bytes(work)
-    balance = BALANCE_BYTES * work.shape.moe.num_experts if work.balances_experts and work.shape.moe else 0
-    messages = 1 + bool(balance) + (work.shape.layer_inputs is not None)
-    found[Axis.PP, "send"] = Sent(sends * messages, float(sends * (size + balance)))
+    routers = _handed_router_bytes(work)
+    messages = 1 + bool(routers) + (work.shape.layer_inputs is not None)
+    found[Axis.PP, "send"] = Sent(sends * messages, float(sends * (size + routers)))
     if work.shape.tie_word_embeddings and stage in (0, work.pp - 1):
         found[EMBEDDING, "all-reduce"] = Sent(1, float(_embedding_gradient_bytes(work)))
     return found

@@ -9,7 +9,7 @@ from parcompile.model.shape import mean_over_layers
 
 from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
-from .collectives import stream_bytes
+from .collectives import routed_layers, stream_bytes
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
@@ -20,6 +20,16 @@ LOSS_CHUNK_ELEMENTS = 2**25
 
 FP32_LOGITS = types_with("fp32_logits")
 """Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
+
+
+def router_bytes(work: Workload, stage: Stage) -> float:
+    """What the losses of routers keep of a micro-batch for backward: its scores in fp32, and its logits for z_loss.
+
+    Every rank of tp has them for all tokens.
+    """
+    losses = bool(work.router_scope) + work.router_z_loss
+    choices = 0 if work.shape.moe is None else work.shape.moe.num_choices
+    return 4.0 * losses * choices * work.local_tokens * routed_layers(work.shape, stage)
 
 
 def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:

@@ -31,6 +31,7 @@ from .layer_passes import (
     input_bytes,
     kept_attention,
     loss_chunk_bytes,
+    router_bytes,
     row_copies,
 )
 from .memory import (
@@ -262,6 +263,7 @@ def _at_peak(one: _Held, logits: float) -> dict[str, float]:
     else:
         kept, one_layer = _kept(one), (one.sparse if one.routed else one.dense).total * one.tokens
     kept["attention"] += choice * one.copies
+    kept["mlp"] += router_bytes(work, stage) * one.copies
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0

@@ -302,8 +302,11 @@ def step_time(
     )
     slowest = max(stages)
     index = stages.index(slowest)
-    layer, layers, passes = of_stages[index], terms.stage_layers[index], work.micro_batches
-    bubble = (sum(stages) - slowest) / work.virtual_stages
+    layer, layers = of_stages[index], terms.stage_layers[index]
+    # A forward pass before the step is a third of a pass, and a fourth where layers are computed twice.
+    ahead = 1 / (4 if work.recompute == "full" else 3) if work.counts_ahead else 0.0
+    passes = work.micro_batches * (1 + ahead)
+    bubble = (sum(stages) - slowest) / work.virtual_stages * (1 + ahead)
     exchange = 0.0
     if work.pp > 1:
         far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node

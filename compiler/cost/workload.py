@@ -96,7 +96,9 @@ class Workload:
     virtual_stages: int = 1
     micro_batch_group: int | None = None
     stage_layers: tuple[Stage, ...] | None = None
-    balances_experts: bool = False
+    router_scope: str | None = None
+    """The tokens over which a loss balances experts (`Router.aux_loss_scope`); None: none does."""
+    router_z_loss: bool = False
     expert_imbalance: float | None = None
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
     document_length: int | None = None
@@ -189,6 +191,11 @@ class Workload:
         """Whether whole layers are computed again in backward; where stages differ, only `of_stage` knows."""
         assert isinstance(self.recompute, str), "stages recompute different things: take the step of one of them"
         return self.recompute == "full"
+
+    @property
+    def counts_ahead(self) -> bool:
+        """Whether all micro-batches of a step go forward before it trains: to balance experts over the step."""
+        return self.router_scope == "global_batch" and self.micro_batches > 1
 
     @property
     def world_size(self) -> int:

@@ -178,6 +178,15 @@ RUNTIME_FAMILIES = tuple(BUILT_IN)
 CORRECTED = types_with("corrected_routers")
 """Model types whose routers have such scores."""
 
+_ROUTER_SCORES = by_type("router_scores")
+
+
+def router_scores(model_type: str) -> str | None:
+    """What makes scores of a router's logits: "softmax" or "sigmoid"; None: its class has no logits of these."""
+    found: str | None = _ROUTER_SCORES.get(model_type, "sigmoid" if model_type in CORRECTED else "softmax")
+    return found
+
+
 SCALED_INPUTS = types_with("scaled_inputs")
 """Model types of which the router's scores scale what experts take, not what they give."""
 

@@ -17,7 +17,7 @@ from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.model.shape import architecture
-from parcompile.spec.values import workload_of
+from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
@@ -306,7 +306,12 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             **schedule,
             "gradient_clipping": training.gradient_clipping,
             "loss_scale": training.loss_scale,
-            "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
+            **{f"router.{key}": value for key, value in _fields(training.router).items()},
+            **(
+                {"micro_batch_size": training.micro_batch_size}
+                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
+                else {}
+            ),
             "train_steps": training.train_steps,
             "seed": training.seed,
             **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},

@@ -27,6 +27,7 @@ from parcompile.spec import (
     Parallelism,
     Precision,
     Provenance,
+    Router,
     Spec,
     Training,
 )
@@ -158,7 +159,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         raise ValueError("hierarchical_cp_sizes do not fit cp")
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
-    schedule = training.pop("lr_scheduler")
+    schedule, router = training.pop("lr_scheduler"), training.pop("router")
     for name in ("precision", "gradient_accumulation_dtype"):
         training[name] = Precision(training[name])
     if not isinstance(training["activation_checkpointing"], str):
@@ -175,6 +176,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
                 **training,
                 optimizer=_typed(Optimizer(**optimizer)),
                 lr_scheduler=None if schedule is None else _typed(LrScheduler(**schedule)),
+                router=None if router is None else _typed(Router(**router)),
             )
         ),
         zero_stage=tree["zero"]["stage"],

@@ -28,9 +28,9 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
     # Only here: the parser's options are a large table.
     from parcompile.backends.megatron.read import refusal
 
-    has_schedule = spec.given("training", "lr_scheduler")
+    has_schedule, balances = spec.given("training", "lr_scheduler"), spec.given("training", "router", "aux_loss")
     for name, value in spec.get(*_MEGATRON).items():
-        why = refusal(name, value, has_schedule=has_schedule)
+        why = refusal(name, value, has_schedule=has_schedule, balances=balances)
         if why is not None:
             place = (*_MEGATRON, name)
             fix = Fix(f"remove {name}", Safety.CHANGES_NUMERICS, (Edit(place, remove=True),))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
-from parcompile.model.catalogue import CORRECTED
+from parcompile.model.catalogue import CORRECTED, router_scores
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
 from .registry import Finding, rule
 
 _EP = ("parallelism", "ep")
-_RATE = ("training", "moe_router_bias_update_rate")
+_ROUTER = ("training", "router")
+_RATE = (*_ROUTER, "bias_update_rate")
+_AUX, _SCOPE, _Z = ((*_ROUTER, name) for name in ("aux_loss", "aux_loss_scope", "z_loss"))
 _EXPERT_TP = ("parallelism", "expert_tp")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MIXTRAL = {
@@ -135,11 +138,11 @@ def enough_experts(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "M004",
     "the routers have no correction bias",
-    """moe_router_bias_update_rate moves the scores that a router adds for its choice of experts and does not learn
+    """bias_update_rate moves the scores that a router adds for its choice of experts and does not learn
     (e_score_correction_bias of deepseek_v3 and its like). The model has to have them; other mixtures of experts are
-    balanced by a loss (output_router_logits).""",
-    wrong={"model": {**MIXTRAL}, "training": {"moe_router_bias_update_rate": 0.001}},
-    right={"model": {**_LATENT}, "training": {"moe_router_bias_update_rate": 0.001}},
+    balanced by a loss (aux_loss).""",
+    wrong={"model": {**MIXTRAL}, "training": {"router": {"bias_update_rate": 0.001}}},
+    right={"model": {**_LATENT}, "training": {"router": {"bias_update_rate": 0.001}}},
     sources=("arXiv 2408.15664", "Megatron-Core transformer_config.py"),
 )
 def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
@@ -147,15 +150,96 @@ def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
     if not spec.given(*_RATE) or spec.shape.model_type in CORRECTED:
         return
     yield Finding(
-        f"moe_router_bias_update_rate {spec.get(*_RATE)}, but the routers of {spec.shape.model_type} have no "
-        "correction bias"
+        f"bias_update_rate {spec.get(*_RATE)}, but the routers of {spec.shape.model_type} have no correction bias"
         if spec.shape.has_moe
-        else f"moe_router_bias_update_rate {spec.get(*_RATE)}, but {spec.shape.model_type} has no experts",
+        else f"bias_update_rate {spec.get(*_RATE)}, but {spec.shape.model_type} has no experts",
         _RATE,
-        help="remove it" + (", or set output_router_logits in the model" if spec.shape.has_moe else ""),
-        fixes=(Fix("remove moe_router_bias_update_rate", Safety.SAFE, (Edit(_RATE, remove=True),)),),
+        help="remove it" + (", or set aux_loss beside it" if spec.shape.has_moe else ""),
+        fixes=(Fix("remove bias_update_rate", Safety.SAFE, (Edit(_RATE, remove=True),)),),
         related=also(spec, model_path(spec, "model_type")),
     )
+
+
+@rule(
+    "M006",
+    "the routers' losses do not fit the model",
+    """aux_loss and z_loss are computed from the scores of a router: the model has to have one, whose class gives its
+    logits. A balancing loss is asked for once, by training.router or by the model's own output_router_logits, and
+    aux_loss_scope says something only where aux_loss is above 0.""",
+    wrong={"model": {"preset": "llama-3.2-1b"}, "training": {"router": {"aux_loss": 0.01}}},
+    right={"model": {**MIXTRAL}, "training": {"router": {"aux_loss": 0.01, "z_loss": 0.001}}},
+    sources=("arXiv 2101.03961", "arXiv 2202.08906", "transformers load_balancing_loss_func"),
+)
+def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
+    """Fires for a model without routers, two balancing losses, and a scope of none."""
+    weights = {path: spec.get(*path) for path in (_AUX, _Z) if spec.given(*path) and spec.get(*path)}
+    if spec.given(*_SCOPE) and not spec.get(*_AUX):
+        yield Finding(
+            f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0",
+            _SCOPE,
+            help="set aux_loss, or remove aux_loss_scope",
+            fixes=(Fix("remove aux_loss_scope", Safety.SAFE, (Edit(_SCOPE, remove=True),)),),
+        )
+    kind, related = spec.shape.model_type, also(spec, model_path(spec, "model_type"))
+    for path, weight in weights.items():
+        removal = Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+        if not spec.shape.has_moe:
+            why = f"{kind} has no experts, and so no router"
+        elif router_scores(kind) is None:
+            why = f"the class of {kind} does not give the logits of its routers with the function that scores them"
+        else:
+            continue
+        yield Finding(
+            f"{path[-1]} {weight}, but {why}", path, help=f"remove {path[-1]}", fixes=(removal,), related=related
+        )
+    if _AUX in weights and spec.shape.has_moe and (found := _own_loss(spec)) is not None:
+        yield Finding(
+            f"aux_loss {weights[_AUX]} beside output_router_logits of the model: two losses would balance experts",
+            _AUX,
+            help="keep one of them: output_router_logits is aux_loss router_aux_loss_coef with scope micro_batch",
+            fixes=(Fix("remove aux_loss", Safety.CHANGES_NUMERICS, (Edit(_ROUTER, remove=True),)),),
+            related=also(spec, found),
+        )
+
+
+def _own_loss(spec: Resolution) -> tuple[str, ...] | None:
+    """Where the model asks for the balancing loss of its class; None where it does not."""
+    return model_path(spec, "output_router_logits") if spec.model_config.get("output_router_logits") else None
+
+
+@rule(
+    "M007",
+    "the balancing loss depends on the micro-batch",
+    """Over a micro-batch, the product of choices and scores is another one than over single sequences or over the whole
+    step: a mean over micro-batches changes with micro_batch_size, and so do the gradients. sequence and global_batch
+    are the same in every layout. global_batch counts the choices of all micro-batches in a forward pass of its own,
+    before the step trains.""",
+    wrong={"model": {**MIXTRAL}, "training": {"router": {"aux_loss": 0.01, "aux_loss_scope": "micro_batch"}}},
+    right={"model": {**MIXTRAL}, "training": {"router": {"aux_loss": 0.01}}},
+    severity=Severity.INFO,
+    sources=("arXiv 2501.11873", "Megatron-Core router.py"),
+)
+def scope_of_the_balance_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says over which tokens experts are balanced, and what that costs."""
+    aux = spec.get(*_AUX) if spec.given(*_AUX) else 0
+    if not spec.shape.has_moe or not (aux or _own_loss(spec)):
+        return
+    scope, micro, steps = spec.get(*_SCOPE), spec.micro_batch_size, spec.gradient_accumulation_steps
+    if not aux or scope.startswith(MICRO_BATCH):
+        counted = f"micro_batch_size {micro} · sequence_length {spec.sequence_length}"
+        yield Finding(
+            f"experts are balanced over {micro * spec.sequence_length} tokens, {counted}: another micro-batch is "
+            "another loss",
+            _SCOPE if aux else _own_loss(spec) or _SCOPE,
+            help="aux_loss_scope sequence or global_batch of training.router is the same in every layout",
+        )
+    elif scope == GLOBAL_BATCH and steps > 1:
+        yield Finding(
+            f"aux_loss_scope global_batch with {steps} micro-batches: a forward pass of each counts choices before the "
+            "step trains",
+            _SCOPE,
+            help="sequence needs none",
+        )
 
 
 @rule(

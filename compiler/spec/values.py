@@ -143,6 +143,27 @@ class LrScheduler:
     decay_type: str | None = None
 
 
+MICRO_BATCH, GLOBAL_BATCH = "micro_batch", "global_batch"
+"""Scopes of the balancing loss: all layers and tokens of a micro-batch as one; the tokens of a step, layer by layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Losses of the routers of experts, and the move of their correction bias: `training.router`."""
+
+    aux_loss: float
+    aux_loss_scope: str
+    z_loss: float
+    bias_update_rate: float | None
+
+    @property
+    def said(self) -> list[str]:
+        """What it asks for, in words."""
+        words = [f"aux_loss {self.aux_loss} ({self.aux_loss_scope})"] if self.aux_loss else []
+        words += [f"z_loss {self.z_loss}"] if self.z_loss else []
+        return words + ([] if self.bias_update_rate is None else [f"bias_update_rate {self.bias_update_rate}"])
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Batch, sequence, precision and optimizer. Sizes are in sequences and tokens."""
@@ -162,7 +183,7 @@ class Training:
     loss_scale: float
     train_steps: int | None
     seed: int
-    moe_router_bias_update_rate: float | None = None
+    router: Router | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +306,7 @@ def workload_of(spec: Spec) -> Workload:
     axes, training = spec.parallelism, spec.training
     if training.sequence_length < axes.cp:
         raise ValueError(f"sequence_length {training.sequence_length} < cp {axes.cp}")
-    machine = spec.provenance.get("cluster.accelerator")
+    machine, router = spec.provenance.get("cluster.accelerator"), training.router
     return Workload(
         shape=spec.model.shape,
         nodes=spec.cluster.nodes,
@@ -313,12 +334,21 @@ def workload_of(spec: Spec) -> Workload:
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
         virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
         micro_batch_group=axes.microbatch_group_size_per_virtual_pipeline_stage,
-        balances_experts=bool(spec.model.hf_config.get("output_router_logits")),
+        router_scope=router_scope(spec),
+        router_z_loss=bool(router and router.z_loss),
         stage_layers=spec.stages,
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
         **_gathering(spec),
     )
+
+
+def router_scope(spec: Spec) -> str | None:
+    """The tokens over which a loss balances experts; None where none does. The model's own is over a micro-batch."""
+    router = spec.training.router
+    if router is not None and router.aux_loss:
+        return router.aux_loss_scope
+    return MICRO_BATCH if spec.model.shape.has_moe and spec.model.hf_config.get("output_router_logits") else None
 
 
 def _gathering(spec: Spec) -> dict[str, Any]:

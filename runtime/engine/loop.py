@@ -18,9 +18,10 @@ from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
-from parcompile.runtime.loss import BalancedLoss, loss_of_step, own_part
+from parcompile.runtime.loss import loss_of_step, own_part
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.pipeline import PipelinedLoop
+from parcompile.runtime.router_losses import RouterLosses, without_router_losses
 
 # How an engine goes through the micro-batches of its steps: `engine.train_batch` and `engine.eval_batch`.
 
@@ -93,8 +94,8 @@ def _train_batch(engine: Any, batches: Iterator[Batch]) -> Tensor:
     """
     count = engine.gradient_accumulation_steps()
     batches = _whole_step(batches, count)
-    with engine.loop.together():
-        return loss_of_step(engine.loop.train(batches), count, engine.mesh)
+    with engine.loop.together(), _looked_at(engine, batches, count) as known:
+        return loss_of_step(engine.loop.train(known), count, engine.mesh)
 
 
 def _eval_batch(engine: Any, batches: Iterator[Batch]) -> Tensor:
@@ -104,8 +105,24 @@ def _eval_batch(engine: Any, batches: Iterator[Batch]) -> Tensor:
     """
     count = engine.gradient_accumulation_steps()
     batches = _whole_step(batches, count)
-    with evaluating(engine), engine.loop.together():
-        return loss_of_step(engine.loop.evaluate(batches, count), count, engine.mesh)
+    with evaluating(engine), engine.loop.together(), _looked_at(engine, batches, count) as known:
+        return loss_of_step(engine.loop.evaluate(known, count), count, engine.mesh)
+
+
+@contextlib.contextmanager
+def _looked_at(engine: Any, batches: Iterator[Batch], count: int) -> Iterator[Iterator[Batch]]:
+    """The same micro-batches, for a loss of routers that has to know the whole step before its first backward pass."""
+    losses = without_peft(engine.module).loss_function
+    if not (isinstance(losses, RouterLosses) and losses.looks_ahead):
+        yield batches
+        return
+    held = list(batches)
+    with losses.ahead():
+        engine.loop.evaluate(iter(held), count)
+    try:
+        yield iter(held)
+    finally:
+        losses.forget()
 
 
 @contextlib.contextmanager
@@ -149,7 +166,7 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
     """The mean loss of a data set's predicted tokens, the same on every rank: nats per token.
 
     Forward passes take the plan's `eval_micro_batch_size` sequences. dp shares the sequences out; the result does not
-    depend on the layout. A loss that balances experts is not counted.
+    depend on the layout. Losses of routers are not counted.
 
     Args:
         engine: from `initialize`.
@@ -176,26 +193,13 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
             total[1] += (batch["shift_labels"] != IGNORED_LABEL).sum()
             yield {**batch, "num_items_in_batch": 1.0}
 
-    with evaluating(engine), _without_balance(engine.module), engine.loop.together():
+    with evaluating(engine), without_router_losses(engine.module), engine.loop.together():
         for loss in engine.loop.evaluate(read(), passes):
             total[0] += loss
         dist.all_reduce(total, group=mesh.group("dp-cp"))
         if mesh.size("pp") > 1:
             dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
     return float(total[0] / total[1].clamp(min=1))
-
-
-@contextlib.contextmanager
-def _without_balance(model: nn.Module) -> Iterator[None]:
-    """Within it the loss of a model does not balance its experts."""
-    causal: Any = without_peft(model)
-    before = causal.loss_function
-    if isinstance(before, BalancedLoss):
-        causal.loss_function = before.causal
-    try:
-        yield
-    finally:
-        causal.loss_function = before
 
 
 # What is done to an engine's model outside of the engine: evaluation is right there, a backward pass is not.

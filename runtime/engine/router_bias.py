@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parcompile.model.blocks.experts import CORRECTION_BIASES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.micro_batch import is_recomputing
+from parcompile.runtime.micro_batch import is_repeated
 
 _KEPT = "parcompile_router_biases"
 
@@ -46,7 +46,7 @@ class RouterBiases:
         sharded = [name for name in self._names if isinstance(_of(model, name), nn.Parameter)]
         if sharded and mesh.plan.spec.shards_weights:
             raise RunError(
-                f"moe_router_bias_update_rate {rate} at zero.stage 3: {sharded[0]} is a parameter, which this stage "
+                f"router.bias_update_rate {rate} at zero.stage 3: {sharded[0]} is a parameter, which this stage "
                 "shards; use zero.stage 2, or leave the rate out",
                 everywhere=True,
             )
@@ -93,7 +93,8 @@ def keep_biases(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         RunError: see `RouterBiases`.
     """
-    rate = mesh.plan.spec.training.moe_router_bias_update_rate
+    router = mesh.plan.spec.training.router
+    rate = None if router is None else router.bias_update_rate
     if rate is not None and getattr(model, _KEPT, None) is None:
         setattr(model, _KEPT, RouterBiases(model, mesh, rate))
 
@@ -123,7 +124,7 @@ def _counting(load: Tensor) -> Any:
     """A hook of experts, which are called with hidden states, the choices of each token and their weights."""
 
     def count(module: nn.Module, given: tuple[Any, ...]) -> None:
-        if module.training and not is_recomputing():
+        if module.training and not is_repeated():
             chosen: Tensor = given[1].detach().reshape(-1)
             load.scatter_add_(0, chosen, torch.ones_like(chosen))
 

@@ -16,11 +16,12 @@ from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.loss import BalancedLoss, ParallelCausalLoss, balances_experts
+from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.pipeline import ChunkForward, hold_stage
+from parcompile.runtime.router_losses import RouterLosses, losses_of
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
@@ -133,8 +134,8 @@ class _Injection:
 
     def _compute(self) -> None:
         loss: Any = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
-        if balances_experts(self.model):
-            loss = BalancedLoss(loss, self.model, self.mesh)
+        if (losses := losses_of(self.model, self.mesh.plan)) is not None:
+            loss = RouterLosses(loss, self.model, self.mesh, losses)
         self.model.loss_function = loss
         if draws(self.model):
             path = self.placed.stack

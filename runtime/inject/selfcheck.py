@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from parcompile.runtime.model.shrinking import borders, shrunk
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
+from parcompile.runtime.router_losses import without_router_losses
 
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
@@ -213,7 +214,11 @@ class SelfCheck:
     def _run(self, model: nn.Module, ids: Tensor, positions: Tensor, further: dict[str, Tensor]) -> _Record:
         outputs: dict[str, Tensor] = {}
         batch = {"input_ids": ids, "position_ids": positions, "use_cache": False, **further}
-        with progress("comparing the injected model with the original"), unchanged(model, ids.device):
+        with ExitStack() as within:
+            within.enter_context(progress("comparing the injected model with the original"))
+            within.enter_context(unchanged(model, ids.device))
+            if self._mesh.plan.spec.training.router is not None:
+                within.enter_context(without_router_losses(model))
             model.eval()
             with _recording(model, outputs):
                 if "shift_labels" in further and self._mesh.size("pp") > 1:

@@ -13,6 +13,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.slices import cut
+from parcompile.runtime.router_losses import without_router_losses
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
@@ -124,7 +126,8 @@ class LocalRun:
         ):
             rows.append((name, f"{one:.8g}", f"{many:.8g}", f"{difference:.1e}"))
         verdict = "equal" if all(difference <= self.tolerance for difference in self.differences) else "DIFFERENT"
-        return f"one step:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
+        without = ", without the losses of routers" if self.plan.spec.training.router else ""
+        return f"one step{without}:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
 
 
 def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
@@ -182,7 +185,8 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- r
     for name, parameter in engine.module.named_parameters():
         with gathered(parameter):
             held[name] = _digest(parameter)
-    loss = float(engine.train_batch(iter(loader)))
+    with without_router_losses(engine.module) if plan.spec.training.router else nullcontext():
+        loss = float(engine.train_batch(iter(loader)))
     return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
 
 
@@ -208,7 +212,8 @@ def _step_of_one_process(plan: Plan, model: Any) -> StepResult:
     pieces, total = torch.split(samples, training.micro_batch_size), 0.0
     model.train(not trains_at_random(model))
     for ids in pieces:
-        loss = model(input_ids=ids, labels=ids).loss / len(pieces)
+        with without_router_losses(model) if training.router else nullcontext():
+            loss = model(input_ids=ids, labels=ids).loss / len(pieces)
         loss.backward()
         total += float(loss.detach())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)

@@ -193,8 +193,8 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     """Shapes and types of what goes from stage to stage for a micro-batch: hidden states [B, s, H] in `dtype`.
 
     Where a model keeps its hidden states in fp32 they are handed on as such. Under sequence parallelism s is the rank's
-    share of the sequence. Of a model with several residual streams all go. A loss that balances experts adds what it
-    counts, a second embedding the parts of all layers.
+    share of the sequence. Of a model with several residual streams all go. Losses of routers add what they have so far,
+    a second embedding the parts of all layers.
     """
     spec = mesh.plan.spec
     rows, length = batch["input_ids"].shape
@@ -206,9 +206,8 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     elif spec.model.shape.mixture_rank:
         hidden = *shape[:2], spec.model.shape.residual_streams * spec.model.shape.hidden_size
     found: list[Like] = [(hidden, torch.float32 if spec.model.shape.fp32_residual else dtype)]
-    if hasattr(without_peft(model).loss_function, "hand_on"):
-        assert spec.model.shape.moe is not None
-        found.append(((2, spec.model.shape.moe.num_experts), torch.float32))
+    if (size := getattr(without_peft(model).loss_function, "handed_size", None)) is not None:
+        found.append(((size,), torch.float32))
     if (inputs := spec.model.shape.layer_inputs) is not None:
         found.append(((*shape[:2], spec.model.shape.num_hidden_layers, inputs.width), dtype))
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from parcompile.runtime.expert_parallel import take_over_norm
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
+from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
@@ -107,7 +108,10 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
     """
     tracker.name_layers(model)
     engine, weights, master = _engine(model, mesh, tracker)
-    optimizer = engine.optimizer
+    optimizer, losses = engine.optimizer, cast(Any, without_peft(engine.module)).loss_function
+    if getattr(losses, "looks_ahead", False):
+        with losses.ahead():  # the passes before a step are not measured
+            pass
     _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
     gradients, bucket = 0, 0
 

@@ -168,8 +168,8 @@ def of_plan(plan: Plan, most_ranks: int) -> Given:
         left_out["training", "lr_scheduler"] = _LEFT_OUT["scheduler"]
     if plan.spec.training.gradient_clipping:
         left_out["training", "gradient_clipping"] = "cells clip at 0.5, which a tiny model exceeds"
-    if plan.spec.training.moe_router_bias_update_rate is not None:
-        left_out["training", "moe_router_bias_update_rate"] = _TRAINS_ELSE
+    if plan.spec.training.router is not None:
+        left_out["training", "router"] = _TRAINS_ELSE
     model = {
         key: 0.0 if isinstance(value, float) and any(word in key for word in _AT_RANDOM) else value
         for key, value in small.model.hf_config.items()

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from parcompile.backends.architecture.families import FAMILIES, Switches
+from parcompile.model.catalogue import CORRECTED
 from parcompile.model.families import FAMILIES as MODELS
 from parcompile.model.tables import reads
 from parcompile.pipeline import check_read
@@ -178,16 +179,33 @@ def trainings(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
 
 
 @st.composite
+def routers(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
+    """Losses of routers that Megatron-LM has too, and the move of their bias."""
+    found: dict[str, Any] = {}
+    if draw(st.booleans()):
+        found["aux_loss"] = draw(RATES)
+        found["aux_loss_scope"] = draw(st.sampled_from(["sequence", "micro_batch_per_layer", "global_batch"]))
+    if draw(st.booleans()):
+        found["z_loss"] = draw(RATES)
+    if model_type in CORRECTED and draw(st.booleans()):
+        found["bias_update_rate"] = draw(RATES)
+    return found
+
+
+@st.composite
 def specs(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> dict[str, Any]:
     """A whole spec on two nodes of eight ranks."""
     model = draw(models(names))
     layout = draw(layouts(model))
     ranks = 16 // (layout["tp"] * layout["cp"] * layout["pp"])
+    training, stage = draw(trainings(ranks)), draw(st.sampled_from([0, 1]))
+    if FAMILIES[model["model_type"]].router and draw(st.booleans()):
+        training["router"] = draw(routers(model["model_type"]))
     return {
         "version": 1,
         "model": model,
         "cluster": {"nodes": 2, "gpus_per_node": 8},
         "parallelism": layout,
-        "training": draw(trainings(ranks)),
-        "zero": {"stage": draw(st.sampled_from([0, 1]))},
+        "training": training,
+        "zero": {"stage": stage},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class Case(NamedTuple):
         """As a row of a table says it."""
         axes = " ".join(f"{axis}{self.parallelism[axis]}" for axis in AXES if self.parallelism.get(axis, 1) > 1)
         others = {name: value for name, value in self.parallelism.items() if name not in AXES}
-        said = [f"{name} {value}" for name, value in {**others, **self.training, **self.changes}.items()]
+        said = [f"{name} {value}" for name, value in _flat({**others, **self.training, **self.changes})]
         said += [f"ZeRO stage {self.zero}"] if self.zero != 1 else []
         return ", ".join([axes or "one rank", *(one.replace(" True", "") for one in said)])
 
@@ -58,6 +58,11 @@ class Case(NamedTuple):
         training = {"micro_batch_size": 1, "optimizer": {"lr": 1e-3, "eps": 1e-4}, **self.training}
         extra = {"zero": {"stage": self.zero}}
         return make_plan(self.ranks, self.parallelism, model=whole, whole_model=True, training=training, extra=extra)
+
+
+def _flat(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        yield from value.items() if isinstance(value, dict) else [(name, value)]
 
 
 def subsets() -> list[Case]:

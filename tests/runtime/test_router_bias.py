@@ -84,7 +84,7 @@ def of_one_process(plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.ranks
 def test_biases_are_those_of_one_process_and_are_saved_and_exported(tmp_path: Path) -> None:
     layout = {"tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True}
-    training = {"moe_router_bias_update_rate": RATE, "activation_checkpointing": "full"}
+    training = {"router": {"bias_update_rate": RATE}, "activation_checkpointing": "full"}
     plan = Case("deepseek_v3", layout, training).plan()
     losses, expected = of_one_process(plan)
     found = run_ranks(4, train, plan, str(tmp_path))

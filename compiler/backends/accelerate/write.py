@@ -90,8 +90,9 @@ def losses(plan: Plan) -> list[Loss]:
                 "less memory, more communication; the numbers of a step are the same up to the order of sums",
             )
         )
-    if (rate := spec.training.moe_router_bias_update_rate) is not None:
-        found.append(Loss(f"moe_router_bias_update_rate {rate}", "Trainer moves no bias of routers", "biases stay"))
+    if spec.training.router is not None:
+        why = "Trainer adds the balancing loss of a model's own output_router_logits and router_aux_loss_coef alone"
+        found.append(Loss(f"router {', '.join(spec.training.router.said)}", why, "scope micro_batch is set there"))
     if spec.training.activation_checkpointing == "selective":
         found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
     if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:

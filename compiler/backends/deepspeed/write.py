@@ -49,8 +49,12 @@ def ds_config(plan: Plan) -> dict[str, Any]:
 
 def losses(plan: Plan) -> list[Loss]:
     """What DeepSpeed alone, with the configuration and no runtime, does otherwise than the plan."""
+    found: list[Loss] = []
+    if (router := plan.spec.training.router) is not None:
+        asked = f"router {', '.join(router.said)}"
+        found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
     if (schedule := plan.spec.training.lr_scheduler) is None:
-        return []
+        return found
     first = "0" if schedule.type == "cosine" else "the first rate"
     why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late"
     if schedule.type == "cosine":
@@ -61,7 +65,7 @@ def losses(plan: Plan) -> list[Loss]:
         why += "; its warm-up rises from min_lr"
     if schedule.warmup_steps < _LEAST_WARMUP:
         why += f"; its warm-up has at least {_LEAST_WARMUP} steps"
-    return [Loss("lr_scheduler", why, "parcompile.runtime gives each step the plan's rate")]
+    return [*found, Loss("lr_scheduler", why, "parcompile.runtime gives each step the plan's rate")]
 
 
 def _optimizer(spec: Spec) -> dict[str, Any]:

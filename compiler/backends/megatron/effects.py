@@ -69,7 +69,7 @@ _NAMES: Mapping[Effect, str] = MappingProxyType(
             fp8_amax_compute_algo no_fp8_wgrad fp8_output_proj fp8_interval fp8_quantizer_factory first_last_layers_bf16
             num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4_format fp4_recipe fp4_quantizer_factory
             disable_bf16_reduced_precision_matmul moe_router_dtype moe_router_force_load_balancing
-            moe_router_force_biased moe_router_quantile_balancing_ema moe_z_loss_coeff moe_input_jitter_eps
+            moe_router_force_biased moe_router_quantile_balancing_ema moe_input_jitter_eps
             moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
             moe_enable_routing_replay moe_dispatch_fwd_dtype moe_combine_bwd_dtype moe_expert_rank_capacity_factor
             moe_router_padding_for_quantization moe_router_padding_for_fp8 use_kitchen_attention

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router
-from parcompile.backends.reading import Arguments, Source
+from parcompile.backends.artefacts import Loss
+from parcompile.backends.reading import Arguments, Draft, Source, SpecPath
 from parcompile.model.shape import ModelShape, MoeShape
-from parcompile.text.typed import decimal
+from parcompile.spec import Router as RouterTraining
+from parcompile.spec import Spec
+from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH, router_scope
+from parcompile.text.typed import decimal, number
 
 OPTIONS = (
     "num_experts",
@@ -26,13 +31,17 @@ OPTIONS = (
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
 )
+SCOPES = {"sequence": "seq_aux_loss", "micro_batch_per_layer": "aux_loss", "global_batch": "global_aux_loss"}
+"""Megatron-LM's words for the tokens over which a loss balances experts; it has none for all layers as one."""
+_ROUTER: SpecPath = ("training", "router")
 GROUP_TOPK = 2
 """Experts of a group whose scores are added to choose groups, in DeepSeek-V3's router of transformers."""
 
 
-def write(found: Architecture, shape: ModelShape, rate: float | None) -> Arguments:
-    """The options of experts and router, whose bias moves at a rate; none for a dense model.
+def write(found: Architecture, shape: ModelShape, training: RouterTraining | None) -> Arguments:
+    """The options of experts and of the router with its losses; none for a dense model.
 
     Raises:
         InexpressibleError: Megatron-LM has no option for something.
@@ -44,8 +53,7 @@ def write(found: Architecture, shape: ModelShape, rate: float | None) -> Argumen
         "num_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.intermediate_size,
         "moe_router_topk": moe.num_experts_per_token,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        **_write_losses(training),
     }
     if moe.shared_intermediate_size:
         options["moe_shared_expert_intermediate_size"] = moe.shared_intermediate_size
@@ -56,7 +64,27 @@ def write(found: Architecture, shape: ModelShape, rate: float | None) -> Argumen
     elif moe.first_moe_layer:
         dense, others = moe.first_moe_layer, shape.num_hidden_layers - moe.first_moe_layer
         options["moe_layer_freq"] = f"([0]*{dense}+[1]*{others})"
-    return options | _write_router(router, moe, rate)
+    return options | _write_router(router, moe, None if training is None else training.bias_update_rate)
+
+
+def _write_losses(training: RouterTraining | None) -> Arguments:
+    kind = SCOPES.get(training.aux_loss_scope) if training is not None and training.aux_loss else None
+    found: Arguments = {
+        "moe_router_load_balancing_type": kind or "none",
+        "moe_aux_loss_coeff": training.aux_loss if training is not None and kind else 0.0,
+    }
+    return found | ({"moe_z_loss_coeff": training.z_loss} if training is not None and training.z_loss else {})
+
+
+def losses(spec: Spec) -> Iterator[Loss]:
+    """What Megatron-LM's losses of routers do otherwise."""
+    scope, steps = router_scope(spec), spec.training.gradient_accumulation_steps
+    if scope == MICRO_BATCH:
+        why = "Megatron-LM balances each layer by itself, transformers' loss all layers as one"
+        yield Loss(f"aux_loss_scope {scope}", why, "no balancing loss is written; set micro_batch_per_layer")
+    elif scope == GLOBAL_BATCH and steps > 1:
+        why = f"of {steps} micro-batches Megatron-LM counts the choices so far, a plan those of the whole step"
+        yield Loss(f"aux_loss_scope {scope}", why, "other gradients; equal with one micro-batch")
 
 
 def _write_router(router: Router, moe: MoeShape, rate: float | None) -> Arguments:
@@ -99,13 +127,6 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
         return None, None
     width, topk = value("moe_ffn_hidden_size") or ffn, int(value("moe_router_topk"))
     shared, first = value("moe_shared_expert_intermediate_size") or 0, _first_layer(value("moe_layer_freq"), layers)
-    balancing, coefficient = value("moe_router_load_balancing_type"), value("moe_aux_loss_coeff")
-    balancing = balancing[0] if isinstance(balancing, list) and len(balancing) == 1 else balancing
-    if balancing == "sinkhorn":
-        raise InexpressibleError("moe_router_load_balancing_type sinkhorn", "a spec's routers take the highest scores")
-    if not _is_zero(coefficient) and balancing != "none":
-        source.lose("moe_aux_loss_coeff", "a spec has no loss that balances experts", changes=True)
-    source.ignore("moe_router_load_balancing_type", "a spec has no loss that balances experts")
     score = str(value("moe_router_score_function"))
     router = Router(
         score=score,
@@ -118,7 +139,6 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
         shared=bool(shared),
         dense_layers=first > 0,
     )
-    value("moe_router_bias_update_rate")
     moe = MoeShape(
         num_experts=int(count),
         num_experts_per_token=topk,
@@ -130,8 +150,37 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
     return router, moe
 
 
-def _is_zero(coefficient: Any) -> bool:
-    return not any(coefficient) if isinstance(coefficient, list) else not coefficient
+def read_training(source: Source, draft: Draft, router: Router) -> None:
+    """The losses of the routers, and the move of their bias.
+
+    Raises:
+        InexpressibleError: experts are chosen in a way that a spec has no word for.
+        UndecidedError: the file does not say a value.
+    """
+    if router.correction_bias and (rate := source.number("moe_router_bias_update_rate", _RATE)):
+        draft.set(_RATE, rate, said=source.has("moe_router_bias_update_rate"))
+    source.value("moe_router_bias_update_rate", _RATE)
+    if z_loss := source.number("moe_z_loss_coeff", _Z):
+        draft.set(_Z, z_loss, said=True)
+    balancing, coefficient = source.value(_TYPE, _SCOPE), source.value(_COEFFICIENT, _AUX)
+    balancing = balancing[0] if isinstance(balancing, list) and len(balancing) == 1 else balancing
+    coefficient = coefficient[0] if isinstance(coefficient, list) and len(coefficient) == 1 else coefficient
+    if balancing in ("sinkhorn", "quantile_balancing"):
+        raise InexpressibleError(f"{_TYPE} {balancing}", "a spec's routers take the highest scores")
+    scope = {theirs: ours for ours, theirs in SCOPES.items()}.get(str(balancing))
+    if not (any(coefficient) if isinstance(coefficient, list) else coefficient) or balancing == "none":
+        for name in (_TYPE, _COEFFICIENT):
+            source.ignore(name, "no loss balances experts")
+    elif scope is None or isinstance(coefficient, list):
+        source.lose(_COEFFICIENT, "a spec has one loss that balances experts", changes=True)
+        source.ignore(_TYPE, "a spec has one loss that balances experts")
+    else:
+        draft.set(_AUX, number(coefficient, _COEFFICIENT), said=True)
+        draft.set(_SCOPE, scope, said=source.has(_TYPE))
+
+
+_TYPE, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_AUX, _SCOPE, _Z, _RATE = ((*_ROUTER, name) for name in ("aux_loss", "aux_loss_scope", "z_loss", "bias_update_rate"))
 
 
 def _first_layer(frequency: Any, layers: int) -> int:

@@ -109,7 +109,7 @@ def _write(spec: Spec) -> Arguments:
         "vocab_size": shape.vocab_size,
         **activation.write(found),
         **positions.write(found),
-        **experts.write(found, shape, spec.training.moe_router_bias_update_rate),
+        **experts.write(found, shape, spec.training.router),
         **_write_heads(spec),
         "init_method_std": found.initializer_range,
         "attention_dropout": found.attention_dropout,
@@ -150,6 +150,7 @@ def _losses(spec: Spec) -> Iterator[Loss]:
             f"--hidden-dropout {found.hidden_dropout} is used there too",
             "equal dropouts",
         )
+    yield from experts.losses(spec)
     if spec.model.hf_config.get("num_nextn_predict_layers"):
         yield Loss("num_nextn_predict_layers", "the plan has no layers that predict further tokens", "none are written")
     yield Loss(
@@ -237,10 +238,8 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
     if None in (hidden, heads, layers, groups, ffn):
         return  # asked for already
     router, moe = experts.read(source, ffn=ffn, layers=layers)
-    if router is not None and router.correction_bias:
-        rate = ("training", "moe_router_bias_update_rate")
-        if value(rate[-1]):
-            draft.set(rate, float(value(rate[-1])), said=source.has(rate[-1]))
+    if router is not None:
+        experts.read_training(source, draft, router)
     width = hidden // heads if width is None else width
     wanted = Architecture(
         **switches,

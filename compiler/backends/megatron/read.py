@@ -146,13 +146,14 @@ REPLACEABLE = frozenset((*BALANCING, *SCHEDULE_OPTIONS))
 _SECTION = ("backends", "megatron")
 
 
-def refusal(name: str, value: Any, *, has_schedule: bool) -> str | None:
+def refusal(name: str, value: Any, *, has_schedule: bool, balances: bool = False) -> str | None:
     """Why an option cannot stand in `backends.megatron`; None where it can.
 
     Args:
         name: with underscores, without dashes.
         value: as the spec gives it.
         has_schedule: whether the spec has a schedule of its own.
+        balances: whether it has a loss that balances experts.
     """
     known = line(NVIDIA)
     option = known.options.get(name)
@@ -161,6 +162,8 @@ def refusal(name: str, value: Any, *, has_schedule: bool) -> str | None:
         return f"Megatron-LM has no option {name}" + (f"; did you mean {near}?" if near else "")
     if has_schedule and name in SCHEDULE_OPTIONS:
         return f"training.lr_scheduler decides {name}"
+    if balances and name in BALANCING:
+        return f"training.router decides {name}"
     if name in CARRIED and name not in REPLACEABLE:
         return f"the spec decides {name}: set the value there"
     facts = option.newest

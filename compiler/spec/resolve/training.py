@@ -12,7 +12,7 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.machines.accelerator import accelerators
 from parcompile.schema import default
-from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Training
+from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Router, Training
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
@@ -144,10 +144,19 @@ class TrainingValues(ParallelismValues):
         )
 
     @property
-    def moe_router_bias_update_rate(self) -> float | None:
-        """How far a step moves the correction bias of a router; None: not at all."""
-        path = ("training", "moe_router_bias_update_rate")
-        return float(self.get(*path)) if self.given(*path) else None
+    def router(self) -> Router | None:
+        """Losses of routers, and the move of their bias; None where the spec says nothing of them."""
+        path = ("training", "router")
+        if not self.given(*path):
+            return None
+        rate = (*path, "bias_update_rate")
+        found = Router(
+            aux_loss=float(self.get(*path, "aux_loss")),
+            aux_loss_scope=str(self.get(*path, "aux_loss_scope")),
+            z_loss=float(self.get(*path, "z_loss")),
+            bias_update_rate=float(self.get(*rate)) if self.given(*rate) else None,
+        )
+        return found if found.aux_loss or found.z_loss or found.bias_update_rate else None
 
     def _betas(self) -> tuple[float, float]:
         first, second = self.get("training", "optimizer", "betas")
@@ -178,7 +187,7 @@ class TrainingValues(ParallelismValues):
             loss_scale=float(self.get("training", "loss_scale")),
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
-            moe_router_bias_update_rate=self.moe_router_bias_update_rate,
+            router=self.router,
         )
 
 
