@@ -74,7 +74,7 @@ def drawn_of(name: str) -> list[tuple[dict[str, Any], list[str]]]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(specs((name,)))
+    @hypothesis.given(specs((name,), of_routers=True))
     def collect(tree: dict[str, Any]) -> None:
         plan = compiled(tree) if len(found) < PER_FAMILY else None
         if plan is not None and not any(loss.fatal for loss in losses(plan)):

@@ -193,13 +193,13 @@ def routers(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES)) -> dict[str, Any]:
-    """A whole spec on two nodes of eight ranks."""
+def specs(draw: st.DrawFn, names: tuple[str, ...] = tuple(FAMILIES), *, of_routers: bool = False) -> dict[str, Any]:
+    """A whole spec on two nodes of eight ranks, of some with losses of routers."""
     model = draw(models(names))
     layout = draw(layouts(model))
     ranks = 16 // (layout["tp"] * layout["cp"] * layout["pp"])
     training, stage = draw(trainings(ranks)), draw(st.sampled_from([0, 1]))
-    if FAMILIES[model["model_type"]].router and draw(st.booleans()):
+    if of_routers and FAMILIES[model["model_type"]].router and draw(st.booleans()):
         training["router"] = draw(routers(model["model_type"]))
     return {
         "version": 1,

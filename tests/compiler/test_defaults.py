@@ -23,7 +23,11 @@ MINIMAL = {
     "version": 1,
     "model": {"preset": "llama-3-8b"},
     "cluster": {"gpus_per_node": 8},
-    "training": {"sequence_length": 4096, "lr_scheduler": {"type": "constant", "warmup_steps": 1}},
+    "training": {
+        "sequence_length": 4096,
+        "lr_scheduler": {"type": "constant", "warmup_steps": 1},
+        "router": {"bias_update_rate": 0.001},
+    },
 }
 
 

@@ -34,7 +34,7 @@ def imported(words: list[str], **answers: Any) -> Imported:
 @given(data=st.data())
 def test_what_is_exported_comes_back(family: str, data: st.DataObject) -> None:
     """Models of every family, experts, latent attention, stages, context parallelism, precision, schedules."""
-    tree = data.draw(specs((family,)))
+    tree = data.draw(specs((family,), of_routers=True))
     plan = compiled(tree)
     assume(plan is not None)
     assert plan is not None
