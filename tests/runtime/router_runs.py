@@ -33,19 +33,37 @@ def megatron_balance(logits: Tensor, per_token: int, scores: str) -> Tensor:
     return torch.sum(shares.sum(0) * chosen.sum(0)) * (experts / (per_token * tokens * tokens))
 
 
-def of_routers(model: Any, plan: Plan, layers: list[Tensor]) -> Tensor:
-    """What the routers of a step add to its loss, from the logits [samples, S, E] of each layer."""
+def padded(plan: Plan) -> list[dict[str, Tensor]]:
+    """Samples of which every other one ends early."""
+    found = samples(plan, masked=True)
+    for number, sample in enumerate(found):
+        mask = torch.arange(len(sample["labels"])) < len(sample["labels"]) - 5 * (number % 2)
+        sample |= {"labels": sample["labels"].masked_fill(~mask, -100), "attention_mask": mask.long()}
+    return found
+
+
+def of_routers(plan: Plan, layers: list[Tensor], real: Tensor) -> Tensor:
+    """What the routers of a step add to its loss.
+
+    Args:
+        plan: the plan.
+        layers: of each layer the logits [samples, S, E].
+        real: False for padding [samples, S].
+    """
     training, moe = plan.spec.training, plan.spec.model.shape.moe
     given, micro = training.router, training.micro_batch_size
     assert given is not None
     assert moe is not None
     scores, per_token = router_scores(plan.spec.model.shape.model_type), moe.num_experts_per_token
     assert scores is not None
-    found = sum((given.z_loss * torch.logsumexp(one, -1).square().mean() for one in layers), torch.zeros(()))
+    found = torch.zeros(())
+    for layer in layers:
+        of_rows = [torch.logsumexp(row[mask], -1).square().mean() for row, mask in zip(layer, real, strict=True)]
+        found = found + given.z_loss * torch.stack(of_rows).mean()
     size = {"sequence": 1, "global_batch": training.global_batch_size}.get(given.aux_loss_scope, micro)
-    groups = list(zip(*(one.split(size) for one in layers), strict=True))
-    for group in groups:
-        flat = tuple(one.flatten(0, 1) for one in group)
+    groups = list(zip(real.split(size), *(one.split(size) for one in layers), strict=True))
+    for mask, *group in groups:
+        flat = tuple(one[mask] for one in group)
         if given.aux_loss_scope == "micro_batch":
             import transformers.models.mixtral.modeling_mixtral as upstream
 
@@ -60,7 +78,7 @@ def train_in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
     """With transformers and torch alone: all samples of a step at once."""
     training, model = plan.spec.training, initial_model(plan)
     nudge(model, seed)
-    optimizer, data, seen = plain_optimizer(model, plan), samples(plan, masked=True), list[Tensor]()
+    optimizer, data, seen = plain_optimizer(model, plan), padded(plan), list[Tensor]()
     owners = [one._can_record_outputs for one in model.modules() if hasattr(one, "_can_record_outputs")]
     kind = next(one["router_logits"] for one in owners if one and "router_logits" in one)
     for module in model.modules():
@@ -70,9 +88,10 @@ def train_in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
     for step in range(STEPS):
         seen.clear()
         batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
-        ids, labels = (torch.stack([sample[name] for sample in batch]) for name in ("input_ids", "labels"))
-        loss = model(input_ids=ids, labels=labels).loss
-        loss = loss + of_routers(model, plan, [one.view(*ids.shape, -1) for one in seen])
+        whole = {name: torch.stack([sample[name] for sample in batch]) for name in batch[0]}
+        loss = model(**whole).loss
+        real = whole["attention_mask"].bool()
+        loss = loss + of_routers(plan, [one.view(*real.shape, -1) for one in seen], real)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
@@ -85,7 +104,7 @@ def train_in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
 def compare(case: Case) -> list[Margin]:
     """How far live ranks are from one process."""
     plan = case.plan()
-    ranks = run_ranks(case.ranks, train_with_engine, plan, True, STEPS)
+    ranks = run_ranks(case.ranks, train_with_engine, plan, True, STEPS, 0.0, initial_model, padded)
     return compared(plan, ranks, lambda seed: train_in_one_process(plan, seed))
 
 

@@ -127,12 +127,14 @@ def train_with_engine(
     steps: int = STEPS,
     z_loss: float = 0.0,
     built: Callable[[Plan], torch.nn.Module] = initial_model,
+    drawn: Callable[[Plan], list[dict[str, Tensor]]] | None = None,
 ) -> dict[str, Any]:
     """Losses, gradient norms and this rank's parameters after training the model that is `built` under the engine."""
     from parcompile.runtime import initialize
     from parcompile.runtime.loss import ParallelCausalLoss
 
-    engine, _, loader, _ = initialize(plan=plan, model=built(plan), training_data=samples(plan, masked=masked))
+    data = samples(plan, masked=masked) if drawn is None else drawn(plan)
+    engine, _, loader, _ = initialize(plan=plan, model=built(plan), training_data=data)
     if z_loss:
         vocab_size = plan.spec.model.shape.vocab_size
         engine.module.loss_function = ParallelCausalLoss(engine.mesh, vocab_size, z_loss=z_loss)
