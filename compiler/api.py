@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from parcompile.backends.kinds import chosen
+
 from .backends.importers import added_kind, kinds
 from .backends.kinds import UNKNOWN
 from .backends.registry import render
-from .backends.target_names import chosen
 from .backends.writing import write
 from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity

@@ -8,6 +8,7 @@
 """
 
 from parcompile.plan import Plan, PlanError, load_plan
+from parcompile.runtime.model.pretrained import build_model
 
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
@@ -20,7 +21,6 @@ from .inject.own_engine import OwnRing, register_ring
 from .labels import shift_labels
 from .liveness import Stopped, StopSignals, report_errors
 from .loss import ParallelCausalLoss, reduce_loss
-from .model.building import build_model
 from .preflight.live import live_check
 
 __all__ = [

@@ -38,8 +38,8 @@ from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
 from .labels import IGNORED_LABEL, shift_labels
 from .loss import entropy, log_probs, whole_sequences
-from .model.building import build_model
 from .model.lora import without_peft
+from .model.pretrained import build_model
 from .ring_attention import split_sequence
 
 __all__ = ["PlanTrainer", "parallelise", "training_arguments"]

@@ -87,15 +87,15 @@ def test_a_target(copy: Copy) -> None:
     )
     copy.replace(
         "backends/registry.py",
-        "from .accelerate import transformers\n",
-        "from . import acme\nfrom .accelerate import transformers\n",
+        "from . import torchtitan\n",
+        "from . import acme, torchtitan\n",
     )
     copy.replace(
         "backends/registry.py",
         '        Target("torchrun",',
         '        Target("acme", acme.files),\n        Target("torchrun",',
     )
-    copy.replace("backends/target_names.py", '*("deepspeed", "torchrun",', '*("deepspeed", "acme", "torchrun",')
+    copy.replace("backends/kinds.py", '*("deepspeed", "torchrun",', '*("deepspeed", "acme", "torchrun",')
     copy.run("spec.json", "-o", "out", "--target", "acme")
     assert json.loads((copy.folder / "out" / "acme" / "run.json").read_text())["ranks"] == 8
     assert len(copy.files) == files_said("A target.")

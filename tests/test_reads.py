@@ -53,7 +53,7 @@ OWN = {
     "runtime/prove/engine.py": 2,
     "runtime/prove/ranks/cells.py": 1,
     "runtime/prove/ranks/server.py": 3,
-    "runtime/prove/script.py": 2,
+    "runtime/prove/certificate.py": 2,
     "runtime/run_log.py": 2,
 }
 """How many such calls a file has. They read what is installed with the package, /proc, or pieces of a checkpoint or

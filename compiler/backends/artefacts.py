@@ -1,4 +1,4 @@
-"""Text of artefacts with the same bytes on every machine, and what a target cannot express of a plan."""
+"""Text of artefacts with the same bytes on every machine, variables of ranks, and what a target cannot express."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parcompile.machines.accelerator import find_accelerator
 from parcompile.plan import Plan
 from parcompile.spec import Parallelism, Spec
 
@@ -127,3 +128,38 @@ def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str,
             fatal=True,
         )
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable and the reason for it."""
+
+    name: str
+    value: str
+    why: str
+
+
+def variables(plan: Plan) -> tuple[Variable, ...]:
+    """What every rank of the plan needs in its environment, in a fixed order."""
+    parallelism, accelerator = plan.spec.parallelism, plan.spec.cluster.accelerator
+    found = [Variable("OMP_NUM_THREADS", "1", "several ranks share the cores of a node")]
+    if accelerator == "cpu":
+        found.append(Variable("DS_ACCELERATOR", "cpu", "DeepSpeed does not look for an accelerator"))
+    if find_accelerator(accelerator).starts_kernels_in_turn and (parallelism.tp > 1 or parallelism.cp > 1):
+        found.append(
+            Variable(
+                "CUDA_DEVICE_MAX_CONNECTIONS",
+                "1",
+                "kernels start in the order of their issue, so that tp and cp communication overlaps with computation "
+                "(Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)",
+            )
+        )
+    return tuple(found)
+
+
+def gpu_resource(plan: Plan) -> str | None:
+    """The Kubernetes resource that stands for one accelerator; None on CPUs."""
+    accelerator = plan.spec.cluster.accelerator
+    if accelerator == "cpu":
+        return None
+    return f"{find_accelerator(accelerator).vendor}.com/gpu"

@@ -1,4 +1,4 @@
-"""What a file is, told by keys that only one tool has.
+"""The names of targets, and what a file is, told by keys that only one tool has.
 
 Files of the first four kinds are checked. The others are known only so that they are not taken for one of those:
 a trainer's configuration has many keys of DeepSpeed's beside its own.
@@ -10,11 +10,13 @@ import difflib
 import enum
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from parcompile import entry_points
 
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
@@ -270,3 +272,38 @@ def _existing(name: str, file: Path) -> str | None:
         except OSError:
             return None
     return None
+
+
+BUILT_IN = (
+    *("deepspeed", "torchrun", "slurm", "kubernetes", "skypilot", "megatron", "torchtitan"),
+    *("accelerate", "accelerate-deepspeed", "transformers"),
+)
+ALL = "all"
+DEFAULT = ("deepspeed", "torchrun", "slurm")
+"""Targets that are written when none is named."""
+LAUNCHERS = (*DEFAULT, "kubernetes", "skypilot")
+"""Targets whose files start a script under the runtime; the others are tools that train by themselves."""
+
+
+def names() -> tuple[str, ...]:
+    """Every target, those of plug-ins behind the others."""
+    offered = entry_points.offers(entry_points.TARGETS)
+    return (*BUILT_IN, *(name for name in offered if name not in BUILT_IN and name != ALL))
+
+
+def chosen(given: Sequence[str]) -> tuple[str, ...]:
+    """The targets that are meant, each once and in a fixed order: without names the default ones.
+
+    "all" means the built-in ones. Those of plug-ins are named one by one, so that "all" is the same on every machine.
+
+    Raises:
+        ValueError: there is no target of that name.
+    """
+    if set(given) <= set(BUILT_IN):
+        return tuple(name for name in BUILT_IN if name in (given or DEFAULT))
+    known = names()
+    for name in given:
+        if name != ALL and name not in known:
+            raise ValueError(f"there is no target {name!r}; there are {', '.join(known)}, and {ALL}")
+    wanted = set(BUILT_IN if ALL in given else ()) | set(given)
+    return tuple(name for name in known if name in wanted)

@@ -21,15 +21,13 @@ from parcompile.plan.sections import process_groups
 from parcompile.spec import Origin
 
 from . import torchtitan
-from .accelerate import deepspeed as accelerate_deepspeed
-from .accelerate import transformers
 from .accelerate import write as accelerate
 from .artefacts import Loss, to_text
 from .deepspeed import facts as deepspeed
 from .deepspeed import write as deepspeed_write
-from .launch import kubernetes, scripts, skypilot
+from .kinds import BUILT_IN, chosen
+from .launch import clusters, scripts
 from .megatron import write as megatron
-from .target_names import BUILT_IN, chosen
 
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1
@@ -56,19 +54,25 @@ TARGETS: dict[str, Target] = {
         Target("deepspeed", _deepspeed, deepspeed_write.losses, "deepspeed", deepspeed.VERSION),
         Target("torchrun", scripts.torchrun_script),
         Target("slurm", scripts.slurm_script),
-        Target("kubernetes", kubernetes.files),
-        Target("skypilot", skypilot.files, skypilot.losses),
+        Target("kubernetes", clusters.kubernetes_files),
+        Target("skypilot", clusters.skypilot_files, clusters.skypilot_losses),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
         Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
         Target(
             "accelerate-deepspeed",
-            accelerate_deepspeed.files,
-            accelerate_deepspeed.losses,
+            accelerate.files_with_deepspeed,
+            accelerate.losses_with_deepspeed,
             "accelerate",
             accelerate.ACCELERATE_VERSION,
         ),
-        Target("transformers", transformers.files, transformers.losses, "transformers", transformers.VERSION),
+        Target(
+            "transformers",
+            accelerate.distributed_files,
+            accelerate.distributed_losses,
+            "transformers",
+            accelerate.TRANSFORMERS_VERSION,
+        ),
     )
 }
 """The targets of this package."""

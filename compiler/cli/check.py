@@ -176,7 +176,7 @@ def _print(
             if (said := _verdict(checked)) is not None:
                 say((f"{checked.text.file}: " if len(run.checked) > 1 else "") + said)
     if show_values:
-        from .resolved import table_of, values_of
+        from .options import table_of, values_of
     if format_ == "json" and show_values:
         stream = io.StringIO()
         report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)

@@ -13,7 +13,7 @@ from parcompile.diagnostics.reporters import report
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.plan import Plan, load_plan
-from parcompile.plan.summary import summary
+from parcompile.plan.sections import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 

@@ -151,8 +151,8 @@ def refuse_longer(document_length: int | None, sequence_length: int) -> None:
 
 def _plot(file: Path, plan: Plan, result: Estimate) -> None:
     """The memory and the step of an estimate as one drawing."""
-    from parcompile.show.pictures.named import picture
-    from parcompile.show.pictures.subject import Subject
+    from parcompile.show.pictures.front import picture
+    from parcompile.show.pictures.shapes import Subject
     from parcompile.show.pictures.svg import svg
 
     subject = Subject(plan, result)

@@ -42,7 +42,18 @@ _COMMANDS = (
     "search",
     "view",
 )
-"""Subcommands; each is the function `command` of the module of its name, imported when it is called."""
+"""Subcommands; each is the function `command` of the module of its name, imported when it is called, or NAME_command
+of a module that has several."""
+_TOGETHER = {
+    "accelerators": "reference",
+    "advisories": "reference",
+    "diff": "showing",
+    "doctor": "runs",
+    "explain": "reference",
+    "groups": "showing",
+    "local": "runs",
+    "schema": "reference",
+}
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
 """Exit codes."""
@@ -57,8 +68,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module = "import_" if cmd_name == "import" else cmd_name  # a word of the language is no name for a module
-        command = importlib.import_module(f"parcompile.cli.{module}").command
+        name = "import_" if cmd_name == "import" else cmd_name  # a word of the language is no name for a module
+        module = importlib.import_module(f"parcompile.cli.{_TOGETHER.get(name, name)}")
+        command = getattr(module, f"{name}_command" if name in _TOGETHER else "command")
         assert isinstance(command, click.Command)
         return command
 

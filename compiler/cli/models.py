@@ -14,8 +14,8 @@ from parcompile.diagnostics.diagnostic import closest
 from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
 from parcompile.model.hf_config import ModelConfigError
+from parcompile.model.presets import text_part
 from parcompile.model.tables import counts_of, table_of
-from parcompile.model.text_part import text_part
 from parcompile.spec.resolve.model import read_config
 
 from .saying import say

@@ -10,12 +10,11 @@ import click
 from parcompile.atomic import write_file
 from parcompile.diagnostics.reporters.dispatch import Style
 from parcompile.plan import Plan
-from parcompile.plan.summary import summary
+from parcompile.plan.sections import summary
 from parcompile.show.page.data import read_search
 from parcompile.show.page.render import page
-from parcompile.show.pictures.named import KINDS, as_markdown, as_text, picture
-from parcompile.show.pictures.shapes import WIDE
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.front import KINDS, as_markdown, as_text, picture
+from parcompile.show.pictures.shapes import WIDE, Subject
 from parcompile.show.pictures.svg import PngError, png, svg
 
 from .options import read_plan

@@ -22,7 +22,6 @@ from .blocks import (
     uses,
 )
 from .collectives import buffer_bytes, routed_layers
-from .indexer import choice_bytes, scoring_bytes
 from .layer_passes import (
     behind_mlp_bytes,
     embedding_backward_bytes,
@@ -43,7 +42,15 @@ from .memory import (
     static_terms,
 )
 from .parameters import is_even
-from .recurrent import backward_bytes, exchanged_bytes, forward_bytes, kept_bytes, let_go_bytes
+from .recurrent import (
+    backward_bytes,
+    choice_bytes,
+    exchanged_bytes,
+    forward_bytes,
+    kept_bytes,
+    let_go_bytes,
+    scoring_bytes,
+)
 from .workload import FRAMEWORKS, Workload
 
 

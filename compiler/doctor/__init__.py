@@ -1,7 +1,6 @@
 """Why a run hangs, has died, is slow or computes something else: read from what its ranks have left."""
 
 from .judging import judge
-from .reading import Evidence, read_all
-from .verdict import Verdict
+from .reading import Evidence, Verdict, read_all
 
 __all__ = ["Evidence", "Verdict", "judge", "read_all"]

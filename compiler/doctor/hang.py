@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from operator import eq
 from typing import Any
 
+from .reading import Verdict, some
 from .records import SAME_SIZE, Item, Message, Rank, describe
-from .verdict import Verdict, some
 
 CONTEXT = 3
 """Messages that tell which one is next."""

@@ -86,7 +86,7 @@ def checker(read: Result, kind: str, file: Path | None, usage: UsageOptions | No
 
         return read, check_file
     assert kind == DEEPSPEED, kind
-    from .deepspeed.check import checker as deepspeed_checker
+    from parcompile.lint.deepspeed.configuration import checker as deepspeed_checker
 
     return deepspeed_checker(read, file, usage)
 
@@ -100,6 +100,6 @@ def check_sections(spec: Document) -> tuple[list[Diagnostic], frozenset[KeyPath]
     further = spec.get(_FURTHER)
     if not isinstance(further, dict) or not further:
         return [], frozenset()
-    from .deepspeed.check import check_further
+    from parcompile.lint.deepspeed.configuration import check_further
 
     return check_further(spec, _FURTHER)

@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile import entry_points
-from parcompile.backends.target_names import LAUNCHERS
+from parcompile.backends.kinds import LAUNCHERS
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.model.blocks import KNOWN
 from parcompile.model.families import family_problem

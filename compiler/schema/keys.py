@@ -9,9 +9,20 @@ from typing import Any, Protocol
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
 from parcompile.diagnostics.diagnostic import closest
 
-from .findings import NOTHING, Findings, named
 from .synonyms import bare, is_exact, known_key, known_value, near_key
-from .values import as_number, as_truth, describe_expected, describe_found, fitting, is_type, listed, quoted
+from .values import (
+    NOTHING,
+    Findings,
+    as_number,
+    as_truth,
+    describe_expected,
+    describe_found,
+    fitting,
+    is_type,
+    listed,
+    named,
+    quoted,
+)
 from .view import SchemaView, Violation, about, example
 
 

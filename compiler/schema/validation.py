@@ -1,7 +1,11 @@
-"""The JSON Schemas of the package, and what a document violates in them, as diagnostics."""
+"""The JSON Schemas of the package: what a document violates in them, their defaults, and draft-07 twins.
+
+A twin, for editors that know nothing newer, accepts everything that its schema accepts, and a little more.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.resources
 import json
@@ -11,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
+
+from .view import resolved
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -112,8 +118,8 @@ def validate(document: Document | object, name: str) -> Validation:
     if not errors:
         return Validation((), read_wrong)
     # Most specs violate nothing: what explains violations is imported for those that do.
-    from .findings import Findings
-    from .messages import explain
+    from .alternatives import explain
+    from .values import Findings
 
     findings = Findings(tree, placed.invalid if placed else frozenset())
     explain(errors, findings, _view(name))
@@ -121,3 +127,104 @@ def validate(document: Document | object, name: str) -> Validation:
     if placed:
         found = [placed.locate(one, key=(one.code, one.path) in findings.at_key) for one in found]
     return Validation(tuple(in_file_order(found)), read_wrong | findings.unusable)
+
+
+_DROPPED = frozenset({"unevaluatedProperties", "unevaluatedItems", "dependentRequired", "dependentSchemas", "$schema"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_DATA = frozenset({"default", "examples", "enum", "const", "required"})
+
+
+def draft07(schema: dict[str, Any]) -> dict[str, Any]:
+    """The twin of a draft 2020-12 schema."""
+    twin: dict[str, Any] = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    twin.update(_converted(schema))
+    if "$id" in twin:
+        twin["$id"] = twin["$id"].replace(".schema.json", ".draft-07.schema.json")
+    return twin
+
+
+def _converted(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_converted(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    twin: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _DROPPED or (key == "items" and "prefixItems" in schema):
+            continue
+        if key == "$ref":
+            twin[key] = value.replace("#/$defs/", "#/definitions/") if isinstance(value, str) else value
+        elif key == "prefixItems":
+            twin["items"] = _converted(value)
+            if "items" in schema:
+                twin["additionalItems"] = _converted(schema["items"])
+        elif key in _DATA:
+            twin[key] = value
+        elif key in _BY_NAME:
+            twin["definitions" if key == "$defs" else key] = {name: _converted(entry) for name, entry in value.items()}
+        else:
+            twin[key] = _converted(value)
+    dependencies = {**schema.get("dependentSchemas", {}), **schema.get("dependentRequired", {})}
+    if dependencies:
+        twin["dependencies"] = {
+            name: entry if isinstance(entry, list) else _converted(entry) for name, entry in dependencies.items()
+        }
+    if "$ref" in twin and len(twin) > 1:
+        # Draft-07 ignores everything beside a reference.
+        reference = twin.pop("$ref")
+        twin["allOf"] = [*twin.get("allOf", []), {"$ref": reference}]
+    return twin
+
+
+class NoDefaultError(LookupError):
+    """A key that has to be given, or that the schema does not know."""
+
+
+def default(name: str, path: tuple[str, ...]) -> Any:
+    """The value at a path of a document that does not give it; None where it may be left out and has no default.
+
+    None also stands for what follows from other values: those who resolve the document know how.
+
+    Raises:
+        NoDefaultError: the key has to be given, or the schema `name` has no such key.
+    """
+    found = _default(name, path)
+    return copy.deepcopy(found) if isinstance(found, (dict, list)) else found
+
+
+def example(name: str, path: tuple[str, ...]) -> Any:
+    """A value that may stand at a path: the schema's example, one of its choices, its default; else an ellipsis."""
+    root = node = load(name)
+    for step in path:
+        branches = [node, *(resolved(one, root) for key in ("anyOf", "oneOf", "allOf") for one in node.get(key, ()))]
+        found = (one["properties"][step] for one in branches if step in one.get("properties", {}))
+        node = resolved(next(found, {}), root)
+    for key in ("examples", "enum"):
+        if node.get(key):
+            return node[key][0]
+    return node.get("default", "…")
+
+
+@functools.lru_cache(maxsize=4096)
+def type_of(name: str, path: tuple[str, ...]) -> str | None:
+    """The one type that a schema takes at a path, as "integer"; None where it takes several, or has no such key."""
+    root = node = load(name)
+    for step in path:
+        if step not in node.get("properties", {}):
+            return None
+        node = resolved(node["properties"][step], root)
+    found = node.get("type")
+    return found if isinstance(found, str) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _default(name: str, path: tuple[str, ...]) -> Any:
+    root = node = load(name)
+    for step in path:
+        if step not in node.get("properties", {}):
+            raise NoDefaultError(".".join(path))
+        is_required = step in node.get("required", ())
+        node = resolved(node["properties"][step], root)
+    if is_required and "default" not in node:
+        raise NoDefaultError(".".join(path))
+    return node.get("default")

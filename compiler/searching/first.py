@@ -25,13 +25,12 @@ from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.text_part import text_part
+from parcompile.model.presets import text_part
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .ranking import Predictor, Progress, Ranked, SearchResult, far_too_large, search
-from .remedies import ZERO_STAGES_TRIED
-from .space import ZERO_STAGES, Refused, Setting, Space, expand, open_space
+from .space import ZERO_STAGES, ZERO_STAGES_TRIED, Refused, Setting, Space, expand, open_space
 from .variant import changed
 
 LONGEST = 8192

@@ -28,8 +28,7 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
 from parcompile.units import format_bytes, format_seconds
 
-from .remedies import Remedy, remedies
-from .space import ZERO_STAGES, Candidate, Refused, Setting, Space, between, expand, is_open
+from .space import ZERO_STAGES, Candidate, Refused, Remedy, Setting, Space, between, expand, is_open, remedies
 
 FAR = 1.15
 """Times the limit: more than what a larger micro-batch may save by having fewer logits wait."""

@@ -1,4 +1,4 @@
-"""The layouts of a spec whose axes are open, and which of them the rules allow.
+"""The layouts that a search looks at, and what would fit where none of them does.
 
 Open is what the spec leaves out or calls "auto": tp, cp, pp with the cut of the layers into stages and virtual stages
 (`cuts`), ep (of models with experts) and whether experts are cut over tp, the micro-batch, recomputation, sequence
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.cost.changes import fewest_stages
+from parcompile.cost.changes import Change, changes_that_fit, fewest_stages
 from parcompile.cost.coefficients import Fit
 from parcompile.cost.executions import OpenChoices
 from parcompile.cost.workload import Workload
@@ -22,6 +22,7 @@ from parcompile.layout.groups import AXES, DENSE_AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
+from parcompile.units import format_bytes, format_seconds
 
 from .variant import CUT_KEYS, Variant, variant
 
@@ -328,3 +329,43 @@ def between(judged: Iterable[tuple[Candidate, bool]], memory: Fit | None) -> Ite
             found = fewest_stages(one.work, memory)
             if found is not None:
                 yield Candidate({**one.changes, "activation_checkpointing": list(found.recompute)}, found)
+
+
+MOST = 3
+ZERO_STAGES_TRIED = (2, 3)
+"""Where stage 1 does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the spec, on top of a layout that does not fit, after which it does and every rule allows it."""
+
+    candidate: Candidate
+    change: Change
+
+    def __str__(self) -> str:
+        known = {**self.change.settings}
+        if isinstance(known.get("activation_checkpointing"), list):
+            known["activation_checkpointing"] = self.change.work.recompute_text
+        settings = ", ".join(f"{_NAMES.get(name, name)} {value}" for name, value in known.items())
+        peak, seconds = format_bytes(self.change.memory.peak.total_bytes), format_seconds(self.change.seconds)
+        chance = self.change.memory.probability or 0.0
+        return f"{settings}: peak {peak}, fits with probability {chance:.0%}, step {seconds}"
+
+
+_NAMES = {"stage": "zero.stage", "activation_checkpointing": "recomputation"}
+
+
+def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
+    """Up to `MOST` changes of the layout that needs least, the smallest first."""
+    found = 0
+    # Only the runtime recomputes some stages and not others.
+    for change in changes_that_fit(smallest.work, by_stage=space.executable):
+        changes = {**smallest.changes, **change.settings}
+        if "dp" in smallest.changes:
+            changes["dp"] = change.work.dp
+        if variant(space.tree, changes, space.folder, executable=False).work is not None:
+            yield Remedy(smallest, change)
+            found += 1
+        if found == MOST:
+            return

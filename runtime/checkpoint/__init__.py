@@ -5,8 +5,7 @@
 
 from .exporting import export, export_adapter
 from .manifest import Note, read_note
-from .reading import SavedRun
+from .reading import SavedRun, verify
 from .store import load, save, wait_for_save
-from .verifying import verify
 
 __all__ = ["Note", "SavedRun", "export", "export_adapter", "load", "read_note", "save", "verify", "wait_for_save"]

@@ -19,15 +19,13 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
 )
 from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.building import persistent_buffers
 from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.lora import matrix_of, plain_name
-from parcompile.runtime.model.pretrained import PretrainedFolder
+from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_buffers
 from parcompile.runtime.model.slices import Slices, cut, slice_of
 
-from .deepspeed_files import MASTER, without_keys
-from .reading import SavedRun
-from .verifying import whole_note
+from .reading import SavedRun, whole_note
+from .state_file import MASTER, without_keys
 from .writing import ParameterGroup, Source, optimizer_settings, write
 
 # Puts a checkpoint into an engine of another layout: every tensor is made whole and cut anew, one at a time.

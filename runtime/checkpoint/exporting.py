@@ -18,11 +18,10 @@ from parcompile.progress import tracked
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder, saved_config
 from parcompile.runtime.model.lora import OF_EXPERTS, as_saved, matrix_of, merged
-from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.model.pretrained import PretrainedFolder
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 
-from .reading import SavedRun
-from .verifying import whole_note
+from .reading import SavedRun, whole_note
 from .whole_tensors import WholeTensors
 
 SHARD_BYTES = 2 * 10**9

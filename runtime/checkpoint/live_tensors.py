@@ -23,7 +23,7 @@ from parcompile.runtime.groups.rendezvous import store_of_world
 from parcompile.runtime.model.lora import describe_adapters, matrix_of, plain_name
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
 
-from .deepspeed_files import MASTER
+from .state_file import MASTER
 from .whole_tensors import WholeTensors
 
 _waits = 0

@@ -23,8 +23,7 @@ from parcompile.spec import Precision
 from parcompile.text.typed import Reader, integer, list_of
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
-from .deepspeed_files import experts_file, shard_file, weights_file
-from .state_file import random_file
+from .state_file import experts_file, random_file, shard_file, weights_file
 
 # The note in each checkpoint: what it is of, how it was laid out, and the size and hash of every file.
 

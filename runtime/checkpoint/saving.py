@@ -25,7 +25,7 @@ from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.deepspeed_patches.sharded_weights import held
 from parcompile.runtime.errors import RunError
 
-from . import expert_weights
+from . import writing
 from .agreement import await_seen, on_all_ranks, on_rank_0
 from .manifest import Note, check_listed, damages, locate
 from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
@@ -112,7 +112,7 @@ class Saver:
 
     def _take(self, engine: Any, note: Note, *, in_memory: bool) -> Any:
         """Takes the engine's state as it is now."""
-        from . import whole_states
+        from . import deepspeed_engine
         from .deepspeed_engine import Writer
 
         folder = unfinished(note.folder)
@@ -121,15 +121,15 @@ class Saver:
         writer = Writer(folder, self._memories if in_memory else None)
         state = {"step": note.step, **universal_checkpoint_info(note.plan, adapters=note.adapters is not None)}
         if note.plan.spec.shards_weights:
-            for file, weights in whole_states.gathered_weights(engine, state).items():
+            for file, weights in deepspeed_engine.gathered_weights(engine, state).items():
                 writer.save(weights, file)
         else:
             with use_checkpoint_engine(engine, writer):
                 engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
-            if (experts := expert_weights.file_to_write(engine.mesh)) is not None:
-                writer.save(expert_weights.content(engine.module), experts)
-        if (states := whole_states.file_to_write(engine.mesh)) is not None:
-            writer.save(whole_states.content(engine), states)
+            if (experts := writing.experts_to_write(engine.mesh)) is not None:
+                writer.save(writing.content_of_experts(engine.module), experts)
+        if (states := deepspeed_engine.file_to_write(engine.mesh)) is not None:
+            writer.save(deepspeed_engine.content(engine), states)
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 

@@ -22,12 +22,10 @@ from parcompile.runtime.model.lora import describe_adapters
 
 from .adapting import adapt, group_sizes
 from .agreement import on_all_ranks
-from .deepspeed_files import experts_file, weights_file
 from .manifest import Note, damages, read_note, strange_contents
-from .reading import SavedRun
+from .reading import SavedRun, refuse_damaged, unreadable, wrong_files
 from .saving import saver_of
-from .state_file import load_random_state, random_file
-from .verifying import refuse_damaged, unreadable, wrong_files
+from .state_file import experts_file, load_random_state, random_file, weights_file
 
 
 def save(
@@ -157,8 +155,7 @@ def _note_on_all_ranks(folder: Path) -> Note:
 
 def _load_as_it_is(engine: Any, note: Note, *, schedules: bool) -> None:
     """A checkpoint of the same layout."""
-    from .deepspeed_engine import Reader
-    from .whole_states import deepspeed_writes
+    from .deepspeed_engine import Reader, deepspeed_writes
 
     mesh = engine.mesh
     if deepspeed_writes(mesh.plan):

@@ -21,7 +21,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.lora import matrix_layout, matrix_of
 from parcompile.runtime.tensor_parallel import merge_ranges
 
-from .deepspeed_files import MASTER
+from .state_file import MASTER
 
 
 class WholeTensors(ABC):

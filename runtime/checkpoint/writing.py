@@ -2,6 +2,8 @@
 
 The files are those that DeepSpeed's ZeRO-1 optimizer would write, so that the engine loads them as its own. At ZeRO
 stage 0 they are those of ZeRO-1 with one shard, and one more shard for the experts of each further ep rank.
+
+Experts of each further ep rank lie in a file of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
+from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.layout.shards import TensorLayout, padded_shard
 from parcompile.plan import Plan
 from parcompile.plan.diff import file_layout
@@ -24,17 +27,39 @@ from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, mo
 from parcompile.progress import tracked
 from parcompile.runtime.deepspeed_patches.norm import expert_settings
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.model_class import TORCH_DTYPES
+from parcompile.runtime.expert_parallel import is_dealt
+from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import cut
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.spec import Precision
 
 from .agreement import one_line
-from .deepspeed_files import MASTER, experts_file, shard_file, weights_file
-from .expert_weights import MODULE
 from .manifest import LATEST, NOTE, Note, check_listed, damages
 from .placing import begin, hold, is_noted_there, put_in_place, release
-from .state_file import write_state
+from .state_file import MASTER, experts_file, shard_file, weights_file, write_state
 from .universal import universal_checkpoint_info
+
+MODULE = "module"
+"""The key of weights in a file, as in DeepSpeed's."""
+
+
+def experts_to_write(mesh: Mesh) -> str | None:
+    """The file of experts that this rank writes; None: it writes none."""
+    if mesh.parallel_group(Axis.EP) is None or not mesh.index("dp-cp") or mesh.index(EXPERT_DP):
+        return None
+    return experts_file(mesh.index(Axis.EP), mesh.index("tp-pp"))
+
+
+def content_of_experts(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """What such a file holds: the experts of this rank."""
+    experts = {name: parameter.detach() for name, parameter in model.named_parameters() if is_dealt(parameter)}
+    return {MODULE: experts}
+
+
+def with_experts(weights: Mapping[str, Any], experts: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a file of weights with other experts."""
+    return {**weights, MODULE: type(weights[MODULE])({**weights[MODULE], **experts[MODULE]})}
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

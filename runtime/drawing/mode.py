@@ -22,7 +22,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention.kernels.kernel import WORD, combined, mixed, of_seed
 
-from .place import Place
+from .draws import Place
 
 Ranges = Sequence[tuple[int, int]]
 

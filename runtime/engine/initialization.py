@@ -33,14 +33,14 @@ from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.heads import count_once
-from parcompile.runtime.inject.recomputation import recompute_as_planned
+from parcompile.runtime.inject.regions import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow, records, share_errors, share_errors_of
 from parcompile.runtime.loss import SequenceLoss, without_waiting
-from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
-from parcompile.runtime.model.model_class import TORCH_DTYPES
+from parcompile.runtime.model.pretrained import build_model
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
 from parcompile.spec import Training, learning_rate

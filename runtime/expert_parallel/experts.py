@@ -43,8 +43,7 @@ from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 
-from .exchange import exchange, gather_rows, start_exchange, sum_rows
-from .routing import Sharing, in_order_of_choices, route, rows_of
+from .routing import Sharing, exchange, gather_rows, in_order_of_choices, route, rows_of, start_exchange, sum_rows
 from .variants import PassedOn, ScaledExperts, SharedExpert
 
 # Experts that are dealt over ep, as DeepSpeed knows them.

@@ -27,9 +27,17 @@ from parcompile.runtime.liveness.recording import name_groups, start
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT, check_variables
 
-from .environment import Environment, device_of
 from .mesh import Mesh
-from .rendezvous import await_keys, launcher_store, leave_world, name_of_job, start_world, store_of_world
+from .rendezvous import (
+    Environment,
+    await_keys,
+    device_of,
+    launcher_store,
+    leave_world,
+    name_of_job,
+    start_world,
+    store_of_world,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parcompile.model.family import Family
 from parcompile.runtime.errors import RunError
 
-from .alibi import biased, slopes_of
+from .attention import biased, slopes_of
 from .positions import write_to_copies
 
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.groups import Mesh, join
-from parcompile.runtime.model.building import instantiate, parameters_without_memory, persistent_of
 from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.lora import plain_name
-from parcompile.runtime.model.model_class import TORCH_DTYPES
-from parcompile.runtime.model.pretrained import PretrainedFolder
+from parcompile.runtime.model.pretrained import PretrainedFolder, instantiate, parameters_without_memory, persistent_of
 from parcompile.runtime.model.slices import Slice, Slices
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 
 from .adapters import add_adapter
 from .injection import inject, register_gradient_sums

@@ -22,14 +22,13 @@ from parcompile.runtime.data.batches import split_rows, with_positions
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE, REAL_TOKENS, MicroBatch, working_on
-from parcompile.runtime.model.building import parameters_without_memory
-from parcompile.runtime.model.model_class import model_class
+from parcompile.runtime.model.pretrained import parameters_without_memory
+from parcompile.runtime.model.text_head import model_class
 
 from .attention import CASTS_MASKS, RING, NoMask, attend
 from .masks import check_masks
+from .positions import embeddings_by_length, scaled_by_place
 from .ring_place import RingPlace
-from .rotary import embeddings_by_length
-from .temperatures import scaled_by_place
 
 __all__ = ["OwnRing", "register_ring"]
 

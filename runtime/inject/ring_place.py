@@ -1,4 +1,8 @@
-"""Where a model attends, looks among all tokens or hands states on: the ranks of its sequences, and how tokens lie."""
+"""Where a model attends, looks among all tokens or hands states on: the ranks of its sequences, and how tokens lie.
+
+Choices of keys, on their way into that attention, stand here too: B rows, S tokens of this rank, T tokens of all ranks,
+N chosen keys.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,49 @@ from parcompile.runtime.ring_attention import (
     packed_attention,
 )
 
-from .chosen import hiding
+
+class Unmasked:
+    """What an attention to chosen keys is given for its mask: the ring knows the mask, and the choice comes beside."""
+
+    def __getitem__(self, _: Any) -> Unmasked:
+        return self
+
+
+class Chosen(Unmasked):
+    """The same with the choice [B, S, N], where an attention passes nothing beside its mask."""
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+
+
+class Visible(Unmasked):
+    """What an attention is given for its mask that joins it with a choice of keys, as one of bools."""
+
+    dtype = torch.bool
+
+    def __and__(self, chosen: Tensor) -> ChosenKeys:
+        return ChosenKeys(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKeys:
+    """Whether a query sees a key: bool [B, 1, S, T]."""
+
+    keys: Tensor
+
+    def hiding(self, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores: 0 for those it sees, −inf for others."""
+        return torch.zeros(self.keys.shape, dtype=dtype, device=self.keys.device).masked_fill(~self.keys, -torch.inf)
+
+
+def hiding(indices: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """[B, S, N] → what is added to the scores, 0 for chosen keys and −inf for others: [B, 1, queries, keys].
+
+    Where there are more queries than choices, those in front are of tokens whose results nobody reads.
+    """
+    added = torch.full((*indices.shape[:2], keys), -torch.inf, dtype=dtype, device=indices.device)
+    added.scatter_(2, indices.long(), 0.0)
+    return F.pad(added, (0, 0, queries - added.shape[1], 0)).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True)

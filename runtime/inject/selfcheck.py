@@ -28,8 +28,8 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.mechanisms.experts import EXPERT_NORM
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS
-from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.shrinking import borders, shrunk
 from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
@@ -42,9 +42,8 @@ from .injection import inject
 from .masks import separates_documents
 from .mechanisms.expert_adapters import by_stack
 from .mechanisms.shared_blocks import share_blocks
-from .recomputation import recompute_as_planned
-from .rotary import embeddings_by_length
-from .temperatures import scaled_by_place
+from .positions import embeddings_by_length, scaled_by_place
+from .regions import recompute_as_planned
 
 # A model that is run for a look at it, and is afterwards as it was before.
 

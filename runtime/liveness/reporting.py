@@ -21,10 +21,9 @@ import torch
 from parcompile.plan import PlanError
 from parcompile.runtime.errors import RunError, lost_peer
 
-from .job import current
 from .monitor import say
 from .recording import records
-from .stopping import STOPPED_EXIT_CODE, Stopped
+from .stopping import STOPPED_EXIT_CODE, Stopped, current
 
 # An error of one rank, for the ranks whose collectives it breaks: each ends with the first cause, whoever catches it.
 

@@ -30,7 +30,7 @@ from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable
-from parcompile.runtime.model.building import build_model
+from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.slices import cut
 from parcompile.runtime.router_losses import without_router_losses
 from parcompile.spec import Precision

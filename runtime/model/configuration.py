@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 
 from parcompile.model.blocks import KNOWN
+from parcompile.model.presets import text_part
 from parcompile.model.shape import FLOAT, architecture
-from parcompile.model.text_part import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.user_files import read_text
 from parcompile.version import how_to_install
 
-from .model_class import model_class
-from .text_head import TEXT_MODELS
+from .text_head import TEXT_MODELS, model_class
 
 FILE = "config.json"
 

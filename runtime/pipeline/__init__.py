@@ -1,7 +1,7 @@
 """Pipeline parallelism: the stages of a model, and the schedule that takes micro-batches through them."""
 
 from .chunk import ChunkForward
-from .loop import PipelinedLoop, forward_and_backward
+from .execution import PipelinedLoop, forward_and_backward
 from .stage import Elsewhere, Skipped, hold_stage
 
 __all__ = ["ChunkForward", "Elsewhere", "PipelinedLoop", "Skipped", "forward_and_backward", "hold_stage"]

@@ -5,7 +5,7 @@ counted, which changes nothing.
 
 Bytes are those that one rank puts on the wire, with ring collectives: of n bytes over N ranks an all-reduce sends
 2 (N − 1) / N · n, an all-gather or reduce-scatter half of that (n counts the whole tensor), a send n, a receive none.
-A collective that travels in pieces (`transport/pieces.py`) or as direct exchanges (`transport/gloo.py`) is one message,
+A collective that travels in pieces (`transport/lanes.py`) or as direct exchanges (`transport/gloo.py`) is one message,
 as in the plan.
 """
 
@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from parcompile.cost.collectives import CONTROL_BYTES
 from parcompile.layout.groups import Axis
-from parcompile.runtime.transport.pending import continues
+from parcompile.runtime.transport.backend import continues
 
 _KINDS = {
     "allreduce_": "all-reduce",

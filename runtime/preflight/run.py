@@ -28,8 +28,7 @@ from .compare import (
 )
 from .counting import Counts
 from .cuda_tracker import tracker_of
-from .device_findings import device_findings
-from .findings import Finding, Report, Verdict
+from .findings import Finding, Report, Verdict, device_findings
 from .sharded import Builder, build_sharded
 from .stand_in import device_of_plan, stand_in
 from .step import RUN, Documents, run_step

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject import Slices, inject, register_gradient_sums
-from parcompile.runtime.inject.recomputation import recompute_as_planned
-from parcompile.runtime.model.building import instantiate
-from parcompile.runtime.model.model_class import TORCH_DTYPES
+from parcompile.runtime.inject.regions import recompute_as_planned
+from parcompile.runtime.model.pretrained import instantiate
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 
 from .stand_in import MetaTracker, default_device
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parcompile.machines.accelerator import Accelerator, Link, Measured, find_accelerator, preset_tree
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.groups.environment import Environment, backend_of, device_of
+from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
 from parcompile.units import MIB
 
 from .compute import Rate, compute_rates

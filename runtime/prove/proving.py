@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .certificate import Certificate, Proved
+from .certificate import Certificate, Proved, shown
 from .engine import Engine
 from .ranks.cells import AXES, simplest, text_of, world_size
 from .ranks.comparison import RED
-from .script import shown
 
 MOST_RANKS = 8
 

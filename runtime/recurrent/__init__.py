@@ -4,18 +4,14 @@ A piece of the sequence maps the state that it receives affinely, S → A S + b.
 at once; then the state goes through the chain of the pieces, from rank to rank. Backward is the same chain, reversed
 and transposed. Convolutions take the last tokens of the piece before (the halo).
 
-`chain` has the ranks and messages, `pieces` the tokens and documents, `scan` what gradients pass through; each kind of
-layer is a module with its local computation. Usable on any process group, without the compiler.
+`chain` has the ranks and messages, `pieces` the tokens and documents, `scan` what gradients pass through; `kinds` the
+local computation of each kind of layer. Usable on any process group, without the compiler.
 """
 
 from .chain import Chain
-from .convolution import convolve
-from .gated_delta import gated_delta_rule
-from .lightning import lightning_attention
+from .kinds import convolve, gated_delta_rule, lightning_attention, selective_scan, state_space
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan
-from .selective import selective_scan
-from .state_space import state_space
 
 __all__ = [
     "Action",

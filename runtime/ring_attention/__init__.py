@@ -14,7 +14,7 @@ from .collator import (
 )
 from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
 from .packing import Packing, PackingCosts, document_borders, pack_documents, padding_borders
-from .recompute import keep_attention
+from .passes import keep_attention
 from .sequence import gather_sequence, local_positions, split_sequence
 from .token_order import Run, TokenOrder, order_of_last, order_of_packing, order_of_sequence
 from .ulysses import UspGroups, ulysses_attention, usp_attention

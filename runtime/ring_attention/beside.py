@@ -24,8 +24,7 @@ from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.merge import RunningAttention
 from .kernels.selection import select_kernel
 from .kernels.tiles import Tile
-from .passes import AttentionCall
-from .recompute import attention_once
+from .passes import AttentionCall, attention_once
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

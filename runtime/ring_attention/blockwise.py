@@ -20,14 +20,13 @@ from parcompile.layout.sequence import CpLayout
 from .execution import attention_backward, attention_call, attention_forward
 from .inputs import autocast
 from .packing import Documents
-from .passes import AttentionCall
-from .recompute import attention_once
+from .passes import AttentionCall, attention_once
 from .traced import traced_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionOptions, RingOptions
+    from .inputs import AttentionOptions, RingOptions
 
 
 @overload

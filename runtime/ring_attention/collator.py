@@ -28,7 +28,7 @@ from .sequence import split_sequence
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionOptions
+    from .inputs import AttentionOptions
 
 
 class PackedCollator:

@@ -13,7 +13,7 @@ from .ulysses import ulysses_attention, usp_attention
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionOptions
+    from .inputs import AttentionOptions
 
 
 def double_ring_attention(

@@ -30,7 +30,7 @@ from .sequence import local_positions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .options import AttentionOptions
+    from .inputs import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,12 @@
 """Collectives under way: started here, waited for by the caller, who can compute while the bytes travel.
 
-`backend` has what a backend's own collectives do, `pieces` cuts them, `gloo` has what CPUs need in their place, and
-`dispatch` chooses.
+`backend` has what a backend's own collectives do, `lanes` cuts them into pieces, `gloo` has what CPUs need in their
+place, and chooses.
 """
 
-from .dispatch import start_all_gather, start_all_reduce, start_reduce_scatter
-from .gloo import start_sum_of_pieces, travels_in_pieces
-from .lanes import Arrival, Lanes, Like
-from .pending import Group, Pending, PendingGather, group_rank, group_size, slice_size
-from .pieces import Piece, gather_in_pieces, pieces_of, reduce_scatter_in_pieces
+from .backend import Group, Pending, PendingGather, group_rank, group_size, slice_size
+from .gloo import start_all_gather, start_all_reduce, start_reduce_scatter, start_sum_of_pieces, travels_in_pieces
+from .lanes import Arrival, Lanes, Like, Piece, gather_in_pieces, pieces_of, reduce_scatter_in_pieces
 
 __all__ = [
     "Arrival",

@@ -1,15 +1,19 @@
-"""Collectives over gloo, made of direct exchanges: swaps between two ranks, all-to-alls and point-to-point messages.
+"""Starts collectives by what is fastest for a backend: for gloo direct exchanges, for others their own.
 
 gloo's own all-gather and reduce-scatter take 3 to 4 times as long as the same bytes in direct exchanges (16 MB per rank
 on two ranks: 46 and 54 ms against 13.5 ms). Between two ranks, and for small pieces, one all-to-all carries them: of
 gloo's collectives the quickest at every size. Large pieces between more ranks are posted one by one, so that the first
 can be used as it arrives; small ones would each cost about a millisecond when the cores are busy, since gloo's
 receiving thread spins while the posting one holds a connection.
+
+Only torch.distributed's own collectives and point-to-point messages are used. Nothing here is differentiable; see
+`parcompile.runtime.collectives` for what is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import asynchronous
-from .pending import Pending, PendingGather, continuing, group_rank, group_size, peers
+from . import backend
+from .backend import Pending, PendingGather, asynchronous, continuing, group_rank, group_size, peers, slice_size
 
 EXCHANGE_BYTES = 2**19
 """Work is cut up to overlap with pieces of this size and more; more than two ranks exchange such pieces one by one."""
@@ -129,3 +133,31 @@ def _start_swap(outgoing: Tensor, incoming: Tensor, group: dist.ProcessGroup) ->
     return dist.all_to_all_single(
         incoming.unsqueeze(0), outgoing.unsqueeze(0), sizes, sizes, group=group, async_op=True
     )
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Sum the contiguous tensor `x` over the ranks, in place."""
+    return all_reduce_of_two(x, group) if swaps_whole(x, group) else backend.all_reduce(x, group)
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:
+    """Collect the ranks' equally shaped tensors."""
+    x = x.contiguous()
+    return all_gather(x, group) if carries(x.device) else backend.all_gather(x, group)
+
+
+def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
+    """Sum `x` over the ranks; each keeps its slice along `dim`.
+
+    Raises:
+        ValueError: The size along `dim` is not a multiple of the number of ranks.
+    """
+    ranks, dim = group_size(group), dim % x.ndim
+    size, over_gloo = slice_size(x.shape, dim, ranks), carries(x.device)
+    if over_gloo and (ranks == 2 or travels_in_pieces(x.device, x.nbytes // ranks)):
+        return start_sum_of_pieces(lambda peer: x.narrow(dim, peer * size, size).contiguous(), group)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    if math.prod(shape[:dim]) != 1:  # the slices do not lie one after the other
+        x = x.reshape(*x.shape[:dim], ranks, *shape[dim:]).movedim(dim, 0)
+    slices = x.contiguous().view(ranks, *shape)
+    return reduce_scatter(slices, group) if over_gloo else backend.reduce_scatter(slices, group)

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from parcompile import schema
-from parcompile.backends.environment import gpu_resource, variables
+from parcompile.backends.artefacts import gpu_resource, variables
 from parcompile.backends.registry import render
 from parcompile.backends.writing import write
-from parcompile.cli.accelerators import command
 from parcompile.cli.compile import command as compile_command
 from parcompile.cli.estimate import command as estimate_command
+from parcompile.cli.reference import accelerators_command
 from parcompile.cli.search import command as search_command
 from parcompile.cost.coefficients import default_memory
 from parcompile.cost.footprint import footprint, usable_bytes
@@ -206,10 +206,10 @@ def test_launch_settings_follow_the_device(tmp_path: Path) -> None:
 
 
 def test_presets_are_listed_with_their_figures() -> None:
-    listed = CliRunner().invoke(command, []).output.splitlines()
+    listed = CliRunner().invoke(accelerators_command, []).output.splitlines()
     assert [line.split()[0] for line in listed[1:]] == list(accelerators())
-    one = json.loads(CliRunner().invoke(command, ["h20", "--format", "json"]).output)
+    one = json.loads(CliRunner().invoke(accelerators_command, ["h20", "--format", "json"]).output)
     assert one["flops_per_s"] == 148e12
     assert "H20" in one["sources"]["bf16_flops_per_s"]
-    assert "H20" in CliRunner().invoke(command, ["h20"]).output
-    assert CliRunner().invoke(command, ["h21"]).exit_code == 2
+    assert "H20" in CliRunner().invoke(accelerators_command, ["h20"]).output
+    assert CliRunner().invoke(accelerators_command, ["h21"]).exit_code == 2

@@ -16,7 +16,7 @@ from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.plan import Plan, compile_plan
-from parcompile.plan.summary import summary
+from parcompile.plan.sections import summary
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from layout_cases import SMALL_MODEL, compile_tree, spec_tree
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli.diff import command
+from parcompile.cli.showing import diff_command as command
 from parcompile.plan import plan_tree
 from parcompile.plan.diff import ChangeKind, Difference, Resume, difference, layout_differences
 

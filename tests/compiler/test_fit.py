@@ -24,7 +24,7 @@ from parcompile.pipeline import check_file, check_read
 from parcompile.searching import first
 from parcompile.searching.first import first_spec
 from parcompile.show.page.render import page
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.shapes import Subject
 from parcompile.spec.values import workload_of
 from parcompile.text import Result as Text
 from parcompile.text.edits import apply_edit

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from parcompile.backends.kinds import ALL
 from parcompile.backends.registry import render
-from parcompile.backends.target_names import ALL
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 

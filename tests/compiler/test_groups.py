@@ -5,7 +5,7 @@ from click.testing import CliRunner
 from layout_cases import AXES, compile_tree, enumerated, orders, spec_tree
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli.groups import command
+from parcompile.cli.showing import groups_command as command
 from parcompile.layout.groups import NETWORK, NODE, Grid, Groups, Reach, expert_grid, reach
 from parcompile.plan import plan_tree
 

@@ -19,11 +19,11 @@ from parcompile.machines.accelerator import accelerators
 from parcompile.model.presets import presets
 from parcompile.plan import Plan
 from parcompile.plan.diff import difference
-from parcompile.plan.summary import summary
+from parcompile.plan.sections import summary
 from parcompile.plan.tree import plan_tree
 from parcompile.show.markdown import as_markdown
 from parcompile.show.page.render import page
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.shapes import Subject
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 

@@ -16,7 +16,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 
 import parcompile
 from parcompile import schema
-from parcompile.schema.draft07 import draft07
+from parcompile.schema.validation import draft07
 
 ROOT = Path(__file__).parents[2]
 

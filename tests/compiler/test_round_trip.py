@@ -18,10 +18,10 @@ from decoder_cases import compiled, specs
 from hypothesis import HealthCheck, Phase, given, settings
 
 from parcompile.backends.artefacts import effective_order
+from parcompile.backends.kinds import BUILT_IN
 from parcompile.backends.reading import Outcome
 from parcompile.backends.recipes import recipe
 from parcompile.backends.registry import losses, render
-from parcompile.backends.target_names import BUILT_IN
 from parcompile.importing import Imported, import_document
 from parcompile.lint.files import recognised
 from parcompile.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from parcompile.backends.target_names import BUILT_IN, LAUNCHERS
+from parcompile.backends.kinds import BUILT_IN, LAUNCHERS
 from parcompile.cli.main import cli
 from parcompile.rules import Rule, all_rules, rule_targets
 from parcompile.rules import check as check_rules

@@ -20,9 +20,9 @@ from parcompile.model.blocks.ngrams import TABLE, Ngrams
 from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.presets import text_part
 from parcompile.model.shape import ModelShape
 from parcompile.model.tables.expression import MOST, is_prime, sum_of_primes
-from parcompile.model.text_part import text_part
 from parcompile.rules import check
 from parcompile.spec.resolve import Resolution
 

@@ -20,11 +20,11 @@ from layout_cases import compile_tree, spec_tree
 from spec_cases import FOLDER
 
 from parcompile import schema
+from parcompile.backends.kinds import ALL, chosen
 from parcompile.backends.megatron.arguments import NVIDIA, Word, parsed
 from parcompile.backends.megatron.read import meaning
 from parcompile.backends.megatron.write import arguments, as_list
 from parcompile.backends.registry import LOCK, TARGETS, render
-from parcompile.backends.target_names import ALL, chosen
 from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, load_plan

@@ -21,7 +21,7 @@ from parcompile.plan import Plan, load_plan
 from parcompile.plan.tree import written
 from parcompile.show.page.data import remarks, section
 from parcompile.show.page.render import page
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.shapes import Subject
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LARGE = "llama-3.1-405b-128k-16384-gpus"

@@ -18,7 +18,7 @@ from torch import nn
 from training_runs import plain_optimizer
 
 from parcompile.plan import Plan
-from parcompile.runtime.model.model_class import model_class
+from parcompile.runtime.model.text_head import model_class
 
 _NOTES = {"architectures", "dtype", "_name_or_path", "transformers_version", "use_cache"}
 _DRAWS = 30

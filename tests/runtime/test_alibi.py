@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parcompile.runtime.inject.alibi import biased
+from parcompile.runtime.inject.attention import biased
 from parcompile.runtime.inject.ring_place import chunked
 
 

@@ -23,10 +23,10 @@ from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import export
 from parcompile.runtime.checkpoint.adapting import import_pretrained
-from parcompile.runtime.model.building import build_model
 from parcompile.runtime.model.configuration import check_folder, difference, folder_config, planned_config, saved_config
-from parcompile.runtime.model.model_class import model_class
+from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.stored_names import stored_as
+from parcompile.runtime.model.text_head import model_class
 
 RUN = tuple(FAMILIES)
 SCALED = {

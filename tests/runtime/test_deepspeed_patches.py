@@ -34,7 +34,6 @@ NAMED_BY_LISTS = {
     "checkpoint/reading",
     "checkpoint/deepspeed_engine",
     "checkpoint/universal",
-    "checkpoint/whole_states",
     "checkpoint/writing",
     "engine/unsharded",
     "preflight/stand_in",

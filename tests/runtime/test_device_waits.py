@@ -19,7 +19,7 @@ from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.runtime.transport import pieces
+from parcompile.runtime.transport import lanes
 from parcompile.runtime.transport.backend import to_device
 
 
@@ -77,8 +77,8 @@ def test_tensor_parallel_pieces_never_wait_and_count_as_planned(rows: int, monke
     parallelism = {"tp": 2, "sequence_parallel": True}
     plan = make_plan(2, parallelism, training=training, extra={"cluster": cluster})
     launches = []
-    for least in (pieces.PIECE_BYTES, 1):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", least)
+    for least in (lanes.PIECE_BYTES, 1):
+        monkeypatch.setattr(lanes, "PIECE_BYTES", least)
         with stand_in(plan, 1) as mesh, MetaTracker(mesh) as tracker:
             built, _ = build_sharded(mesh, tracker)
             with DeviceCounter() as device:

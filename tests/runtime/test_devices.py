@@ -16,7 +16,7 @@ from training_runs import make_plan
 from parcompile.runtime import RunError
 from parcompile.runtime.engine.initialization import _place
 from parcompile.runtime.groups import create_groups, joining, rendezvous
-from parcompile.runtime.groups.environment import Environment, device_of
+from parcompile.runtime.groups.rendezvous import Environment, device_of
 
 
 class _Accelerator:

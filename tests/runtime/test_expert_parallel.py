@@ -154,7 +154,7 @@ NARROW = {
 def in_half_precision(rank: int, plans: list[Plan]) -> list[float]:
     from parcompile.runtime import join, leave
     from parcompile.runtime.inject import inject
-    from parcompile.runtime.model.model_class import TORCH_DTYPES
+    from parcompile.runtime.model.text_head import TORCH_DTYPES
 
     found = []
     for plan in plans:

@@ -80,7 +80,7 @@ def gradients(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
 def chosen_over_ranks(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
     from parcompile.runtime import join
     from parcompile.runtime.inject import inject
-    from parcompile.runtime.inject.recomputation import recompute_as_planned
+    from parcompile.runtime.inject.regions import recompute_as_planned
 
     mesh = join(plan)
     model = inject(drawn_model(plan), mesh)

@@ -19,11 +19,10 @@ from parcompile.model import key_types
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, mistyped
-from parcompile.model.presets import presets
-from parcompile.model.text_part import text_part
+from parcompile.model.presets import presets, text_part
 from parcompile.rules import DEFAULT_TARGETS, check
 from parcompile.rules.registry import example_spec
-from parcompile.runtime.model.model_class import causal_model
+from parcompile.runtime.model.text_head import causal_model
 from parcompile.spec.resolve import Resolution
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.inject.interface import REPLACED
 from parcompile.runtime.inject.masks import check_masks, masked_layers, separates_documents
-from parcompile.runtime.model.building import instantiate, parameters_without_memory
+from parcompile.runtime.model.pretrained import instantiate, parameters_without_memory
 
 RUN = tuple(family for family in FAMILIES if family not in REPLACED)
 WINDOW = {"sliding_window": 5, "max_window_layers": 1}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from parcompile.model.catalogue import model_types, transformers_version
-from parcompile.runtime.model.model_class import UNLISTED
-from parcompile.runtime.model.text_head import TEXT_MODELS
+from parcompile.runtime.model.text_head import TEXT_MODELS, UNLISTED
 
 
 def test_the_list_has_every_type_that_transformers_builds() -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from parcompile.plan import Plan
-from parcompile.runtime.inject.rotary import embeddings_by_length
+from parcompile.runtime.inject.positions import embeddings_by_length
 from parcompile.runtime.labels import shift_labels
 
 LENGTHS = ((5, 8, 3), (16,))

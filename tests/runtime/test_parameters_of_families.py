@@ -14,7 +14,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import Preset, presets
 from parcompile.model.tables import alias_of
-from parcompile.runtime.model.model_class import causal_model
+from parcompile.runtime.model.text_head import causal_model
 
 LATENT = tuple(name for name, family in FAMILIES.items() if family.latent)
 SWITCHES = ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias", "qk_layernorm", "use_qk_norm")

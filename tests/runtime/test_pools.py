@@ -24,9 +24,9 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.model.blocks.indexer import FULL, SHARED
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.text_part import left_out, text_part
+from parcompile.model.presets import left_out, text_part
 from parcompile.plan import Plan
-from parcompile.runtime.model.model_class import causal_model
+from parcompile.runtime.model.text_head import causal_model
 from parcompile.runtime.ring_attention import PackedCollator, order_of_sequence, split_sequence
 
 FAMILY, RANKS = "glm5_next_text", 2
@@ -72,7 +72,7 @@ def gradients(model: nn.Module, *batches: dict[str, Any]) -> dict[str, Tensor]:
 def chosen_over_ranks(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
     from parcompile.runtime import join
     from parcompile.runtime.inject import inject
-    from parcompile.runtime.inject.recomputation import recompute_as_planned
+    from parcompile.runtime.inject.regions import recompute_as_planned
 
     mesh = join(plan)
     model = inject(drawn_model(plan), mesh)

@@ -455,7 +455,7 @@ def until(holds: Callable[[], bool], running: subprocess.Popen[bytes] | None = N
 
 
 def test_a_red_cell_without_a_script_says_why() -> None:
-    from parcompile.runtime.prove.script import shown
+    from parcompile.runtime.prove.certificate import shown
 
     features = {"family": ("llama", "qwen3"), "dp": (1, 2), "tp": (1, 2)}
     engine: Any = SimpleNamespace(name="deepspeed", features=features, versions={"deepspeed": "0.19.8"})

@@ -189,7 +189,7 @@ def trained(rank: int, plans: list[Any]) -> list[dict[str, Tensor]]:
 
     from parcompile.runtime import join
     from parcompile.runtime.inject import inject
-    from parcompile.runtime.inject.recomputation import recompute_as_planned
+    from parcompile.runtime.inject.regions import recompute_as_planned
 
     mesh, found = join(plans[0]), []
     for plan in plans:

@@ -22,7 +22,7 @@ from parcompile.model.families import FAMILIES
 from parcompile.plan import Plan
 from parcompile.runtime.engine.router_bias import RouterBiases
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.model.model_class import causal_model
+from parcompile.runtime.model.text_head import causal_model
 
 RATE, STEPS = 0.05, 3
 

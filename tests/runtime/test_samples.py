@@ -14,7 +14,7 @@ from training_runs import initial_model, make_plan
 
 from parcompile.plan import Plan
 from parcompile.runtime import PackedPlanLoader, PlanLoader
-from parcompile.runtime.data.samples import tensors_of
+from parcompile.runtime.data.batches import tensors_of
 
 LENGTH = 16
 

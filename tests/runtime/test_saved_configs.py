@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES, TEXT_PARTS, model_types
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.presets import text_part
 from parcompile.model.shape import ModelShape
-from parcompile.model.text_part import text_part
 from parcompile.pipeline import compile_file
 from parcompile.rules.registry import example_spec
 

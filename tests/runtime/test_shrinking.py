@@ -18,8 +18,8 @@ from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.presets import presets
 from parcompile.plan import Plan, compile_plan
 from parcompile.rules import check
-from parcompile.runtime.model.building import instantiate
 from parcompile.runtime.model.configuration import planned_config
+from parcompile.runtime.model.pretrained import instantiate
 from parcompile.runtime.model.shrinking import LENGTH, SWITCH, WINDOW, borders, shrunk
 from parcompile.spec.resolve import Resolution
 
@@ -209,12 +209,12 @@ def broken(rank: int, plans: list[Plan]) -> list[str]:
     """What preparing each plan's model says when windows, and the last position, are forgotten."""
     from parcompile.runtime import RunError, join
     from parcompile.runtime.engine.initialization import prepare
-    from parcompile.runtime.inject import attention, loading, rotary
+    from parcompile.runtime.inject import attention, loading, positions
 
     mesh, said = join(plans[0]), []
     attend = attention.RingPlace.attend
     attention.RingPlace.attend = lambda place, *args, window=None, **masks: attend(place, *args, **masks)
-    rotary._ByDocument.__call__ = lambda one, *args, **named: one._right(*args, **named)
+    positions._ByDocument.__call__ = lambda one, *args, **named: one._right(*args, **named)
     loading.join = lambda plan: replace(mesh, plan=plan)
     for plan in plans:
         for build in (lambda plan: None, loading.random_model):

@@ -27,13 +27,13 @@ from training_runs import plain_optimizer
 from parcompile.model.catalogue import TEXT_ALIKE, TEXT_PARTS, model_types
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.text_part import left_out, text_part
+from parcompile.model.presets import left_out, text_part
 from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 from parcompile.runtime import RunError
 from parcompile.runtime.model.configuration import folder_config
-from parcompile.runtime.model.model_class import causal_model
 from parcompile.runtime.model.pretrained import PretrainedFolder, text_name
+from parcompile.runtime.model.text_head import causal_model
 
 PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")

@@ -26,8 +26,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from parcompile.model.tables.completing import with_kinds_of_today  # noqa: E402
 from parcompile.model.tables.expression import evaluate  # noqa: E402
-from parcompile.runtime.model.model_class import UNLISTED, causal_model  # noqa: E402
-from parcompile.runtime.model.text_head import TEXT_MODELS  # noqa: E402
+from parcompile.runtime.model.text_head import (  # noqa: E402
+    TEXT_MODELS,
+    UNLISTED,
+    causal_model,
+)
 
 logging.disable(logging.CRITICAL)
 

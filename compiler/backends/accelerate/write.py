@@ -1,4 +1,9 @@
-"""accelerate.yaml: a configuration for `accelerate launch` with FSDP2 and a `ParallelismConfig`."""
+"""Configurations for accelerate, with FSDP2 or the plan's DeepSpeed configuration, and for transformers' own meshes.
+
+Under DeepSpeed accelerate 1.15 knows data parallelism, ZeRO and Ulysses (`sp_size`), and no other axes. Meshes of
+transformers 5.23 (`distributed/configuration_utils.py`) are (pp, dp_replicate, fsdp, tp) and (pp, dp_replicate, efsdp,
+ep), outermost axis first.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,10 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.artefacts import Loss, header, order_loss
+from parcompile.backends.artefacts import Loss, header, order_loss, to_text
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.deepspeed.write import losses as deepspeed_losses
+from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision
@@ -100,4 +108,136 @@ def losses(plan: Plan) -> list[Loss]:
         name = f"cp_implementation {parallelism.cp_implementation.value} in parallelism_config.json"
         found.append(Loss(name, why, "add that cp_handler, or it gathers"))
     found.append(Loss("batch, optimizer and clipping", "they are the script's", "take them from plan.json"))
+    return found
+
+
+FOLDER = "accelerate"
+
+
+def files_with_deepspeed(plan: Plan) -> dict[str, Any]:
+    """accelerate_deepspeed.yaml, and the DeepSpeed configuration that it names."""
+    spec = plan.spec
+    tree: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "num_machines": spec.cluster.nodes,
+        "num_processes": plan.world_size,
+        "rdzv_backend": "static" if spec.cluster.nodes == 1 else "c10d",
+        "use_cpu": spec.cluster.accelerator == "cpu",
+        # All else, the precision too, stands in that file: accelerate refuses a value in both places.
+        "deepspeed_config": {
+            "deepspeed_config_file": "ds_config.json",
+            "zero3_init_flag": spec.zero_stage == 3,
+        },
+    }
+    if spec.parallelism.cp > 1:
+        tree["parallelism_config"] = {
+            "parallelism_config_sp_size": spec.parallelism.cp,
+            "parallelism_config_sp_backend": "deepspeed",
+            "parallelism_config_sp_seq_length_is_variable": False,
+            "parallelism_config_sp_seq_length": spec.training.sequence_length,
+        }
+    lines = header(plan, "For `accelerate launch --config_file accelerate_deepspeed.yaml`, beside ds_config.json.")
+    return {
+        "accelerate_deepspeed.yaml": "\n".join(lines) + "\n" + yaml.safe_dump(tree, sort_keys=False),
+        "ds_config.json": to_text(ds_config(plan)),
+    }
+
+
+def losses_with_deepspeed(plan: Plan) -> list[Loss]:
+    """What accelerate does not do under DeepSpeed as the plan says."""
+    spec, parallelism = plan.spec, plan.spec.parallelism
+    found = [
+        Loss(
+            f"{axis} {getattr(parallelism, axis)}",
+            f"accelerate has no {axis} under DeepSpeed",
+            f"compile with {axis} 1",
+            fatal=True,
+        )
+        for axis in (Axis.TP, Axis.PP, Axis.EP)
+        if getattr(parallelism, axis) > 1
+    ]
+    if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ULYSSES:
+        found.append(
+            Loss(
+                f"cp_implementation {parallelism.cp_implementation.value}",
+                "under DeepSpeed accelerate splits sequences by Ulysses alone",
+                "compile with cp_implementation ulysses",
+                fatal=True,
+            )
+        )
+    elif parallelism.cp > 1:
+        found.append(
+            Loss(
+                f"cp_layout {parallelism.cp_layout.value}",
+                "DeepSpeed's Ulysses deals sequences out in whole blocks",
+                "contiguous is used; the numbers are the same",
+            )
+        )
+    if spec.training.activation_checkpointing != "none":
+        found.append(
+            Loss(
+                f"activation_checkpointing {spec.training.activation_checkpointing}",
+                "the script switches it on",
+                "call model.gradient_checkpointing_enable()",
+            )
+        )
+    return found + deepspeed_losses(plan)
+
+
+TRANSFORMERS_VERSION = "5.23.0"
+"""Version of transformers whose configuration class was read."""
+_MESH_ORDERS = (("tp", "cp", "dp", "pp"),)
+
+
+def distributed_files(plan: Plan) -> dict[str, Any]:
+    """distributed_config.json: `DistributedConfig.from_dict` takes it."""
+    parallelism = plan.spec.parallelism
+    shards = plan.spec.zero_stage == 3
+    return {
+        "distributed_config.json": {
+            "tp_size": parallelism.tp,
+            "pp_size": parallelism.pp,
+            "ep_size": parallelism.ep,
+            "fsdp_size": parallelism.dp,
+            "dp_replicate_size": 1,
+            **({"ep_implementation": "all_to_all"} if parallelism.ep > 1 else {}),
+            **({} if shards else {"fsdp_mixed_precision": False}),
+        }
+    }
+
+
+def distributed_losses(plan: Plan) -> list[Loss]:
+    """What transformers does not do as the plan says."""
+    spec, parallelism = plan.spec, plan.spec.parallelism
+    tp, dp, ep, pp = parallelism.tp, parallelism.dp, parallelism.ep, parallelism.pp
+    found: list[Loss] = []
+    if parallelism.cp > 1:
+        found.append(Loss(f"cp {parallelism.cp}", "DistributedConfig has no cp", "compile with cp 1", fatal=True))
+    if pp > 1 and dp > 1:
+        why = "transformers 5.23 refuses FSDP together with pipeline parallelism"
+        found.append(Loss(f"pp {pp} with dp {dp}", why, "compile with pp 1, or with dp 1", fatal=True))
+    if ep > 1 and (ep % tp or (dp * tp) % ep):
+        found.append(
+            Loss(
+                f"ep {ep}",
+                f"ep has to be a multiple of tp {tp} and divide dp {dp} · tp {tp} = {dp * tp}",
+                "compile with such an ep",
+                fatal=True,
+            )
+        )
+    found += order_loss(parallelism, "transformers", _MESH_ORDERS)
+    if parallelism.sequence_parallel:
+        found.append(Loss("sequence_parallel", "transformers reserves the key and does nothing with it", "none"))
+    if spec.zero_stage in (0, 1, 2) and dp > 1:
+        found.append(
+            Loss(
+                f"zero.stage {spec.zero_stage}",
+                "FSDP2 shards weights as well, which is stage 3",
+                "less memory, more communication; the numbers of a step are the same up to the order of sums",
+            )
+        )
+    if parallelism.cp_layout is not CpLayout.ZIGZAG and parallelism.cp > 1:
+        found.append(Loss(f"cp_layout {parallelism.cp_layout.value}", "there is no cp", "none"))
+    found.append(Loss("batch, optimizer, precision and recomputation", "they are the script's", "see plan.json"))
     return found

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from parcompile.backends.artefacts import header, slug
-from parcompile.backends.environment import gpu_resource, variables
+from parcompile.backends.artefacts import gpu_resource, header, slug, variables
 from parcompile.plan import Plan
 
 HOSTFILE_NODES = 1024

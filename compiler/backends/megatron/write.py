@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends import reading as table
-from parcompile.backends.artefacts import Loss, header
-from parcompile.backends.environment import variables
+from parcompile.backends.artefacts import Loss, header, variables
 from parcompile.backends.reading import Arguments, Row
 from parcompile.plan import Plan
 

@@ -183,10 +183,11 @@ def report(
     order = list(Severity)
     found = sorted(in_file_order(diagnostics), key=lambda one: order.index(one.severity))
     checked = list(dict.fromkeys([*(known if files is None else files), *(d.file for d in found if d.file)]))
-    writer = importlib.import_module(f"{__package__}.{format}")
+    home = "text" if format in ("text", "concise") else "programs"
+    write = getattr(importlib.import_module(f"{__package__}.{home}"), f"write_{format}")
     shown = style or Style.of(stream)
     context = Context(known, checked, dict(titles or {}), shown, fix_hint, dict(kinds or {}), folded)
-    writer.write(found, stream, context)
+    write(found, stream, context)
 
 
 @dataclass(frozen=True, slots=True)

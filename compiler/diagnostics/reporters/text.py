@@ -1,4 +1,4 @@
-"""For people at a terminal: the message, the line with the place underlined, and what to write instead.
+"""For people at a terminal: the message, the line with the place underlined, and what to write instead; or one line.
 
 error[K001]: unknown key "trainning"
   --> spec.json:5:3
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s"'{}\[\],:]+|.""")
 _TAB = "    "
 
 
-def write(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
+def write_text(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
     """One block for each diagnostic, and a last line with the count. Folded remarks take a line each."""
     remarks = [one for one in diagnostics if one.severity is Severity.INFO]
     style = context.style
@@ -230,3 +230,15 @@ def _cut(text: str, columns: int) -> str:
         if total > columns:
             return text[:index]
     return text
+
+
+def write_concise(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
+    """One line each."""
+    style = context.style
+    for found in diagnostics:
+        where = printable(found.file or "-")
+        if found.position is not None:
+            where += f":{found.position.line}:{found.position.column}"
+        severity = style.severity(found.severity, f"{found.severity.value}[{found.code}]")
+        text = " ".join(found.message.split()) + (f" ({' '.join(found.help.split())})" if found.help else "")
+        stream.write(writable(stream, f"{where}: {severity} {printable(text)}") + "\n")

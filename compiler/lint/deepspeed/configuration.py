@@ -3,6 +3,8 @@
 A pydantic section refuses an unknown key and a value that it cannot convert. From plain dictionaries DeepSpeed takes
 the keys that it knows and whatever stands there: a misspelt one is never looked at, and a value of a wrong type fails
 later or means its opposite ("false" is true).
+
+`check` finds everything that is wrong with a file, or with the section of a spec with further keys.
 """
 
 from __future__ import annotations
@@ -10,21 +12,37 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile.backends.deepspeed import table as words
-from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, as_schema, at, ended, facts, order, since, table
+from parcompile.backends.deepspeed.facts import refusal
+from parcompile.backends.deepspeed.table import (
+    ANY,
+    ENTRY,
+    Key,
+    as_schema,
+    at,
+    ended,
+    facts,
+    newest,
+    order,
+    since,
+    table,
+)
+from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Related, Safety, Severity
-from parcompile.schema.findings import Findings, named
+from parcompile.lint.registry import Settings, check_settings
 from parcompile.schema.keys import choice, mismatch, out_of_range, unknown_key, wrong_count
-from parcompile.schema.values import quoted
+from parcompile.schema.values import Findings, named, quoted
 from parcompile.schema.view import Violation
-from parcompile.text import Document
+from parcompile.text import Document, Result
 
 from .constructors import wrong_parameters, wrong_paths, wrong_type
 from .lax import How, Read, as_written, read
+from .usage import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 
 AUTO = "auto"
 _REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})
@@ -295,3 +313,48 @@ _KEYWORDS = {
 
 def _violation(keyword: str, path: Path, value: Any, schema: dict[str, Any]) -> Violation:
     return Violation(keyword, schema.get(keyword), path, value, schema, 0, 0, is_key=False, context=())
+
+
+def checker(
+    read: Result, file: FilePath | None, options: UsageOptions | None
+) -> tuple[Result, Callable[[Document], list[Diagnostic]]]:
+    """A text with what is wrong with it for those who read it, and what finds everything else in a document."""
+    usage = usage_context(read.document.tree if read.document else None, file, options or UsageOptions())
+
+    def checked(document: Document) -> list[Diagnostic]:
+        needs_batch = usage.filler != LIGHTNING and not usage.is_template
+        keys = check(document, usage.version, needs_batch=needs_batch)
+        found = check_settings(Settings(keys.tree, keys.invalid_paths, usage), DEEPSPEED)
+        return [*keys.diagnostics, *(document.locate(one) for one in found)]
+
+    return replace(read, diagnostics=text_diagnostics(read.diagnostics, usage)), checked
+
+
+def check_further(spec: Document, prefix: Path) -> tuple[list[Diagnostic], frozenset[Path]]:
+    """What DeepSpeed would not take of the keys under `prefix` of a spec, with paths from the spec's root."""
+    place = spec.place(prefix)
+    assert place is not None
+    part = replace(
+        spec,
+        tree=spec.get(prefix),
+        root=place,
+        invalid=frozenset(path[1:] for path in spec.invalid if path[:1] == prefix),
+        duplicates=frozenset(path[1:] for path in spec.duplicates if path[:1] == prefix),
+    )
+    found = check(part, newest(), needs_batch=False)
+
+    def counts(path: Path) -> bool:
+        # What the plan decides has rules of its own.
+        return bool(path) and refusal(path) is None
+
+    diagnostics = [_under(prefix, one) for one in found.diagnostics if counts(one.path)]
+    return diagnostics, frozenset((*prefix, *path) for path in found.invalid_paths if counts(path))
+
+
+def _under(prefix: Path, one: Diagnostic) -> Diagnostic:
+    """A diagnostic of a part of a document, as one of the whole."""
+    fixes = tuple(
+        replace(fix, edits=tuple(replace(edit, path=(*prefix, *edit.path)) for edit in fix.edits)) for fix in one.fixes
+    )
+    related = tuple(replace(other, path=(*prefix, *other.path)) for other in one.related)
+    return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)

@@ -8,9 +8,8 @@ from typing import Any
 
 from parcompile.backends.deepspeed.table import at, classes, facts, order
 from parcompile.diagnostics import Path
-from parcompile.schema.findings import Findings
 from parcompile.schema.keys import Places, choice, unknown_key
-from parcompile.schema.values import quoted
+from parcompile.schema.values import Findings, quoted
 
 ADAM = ("adam", "adamw")
 _MU = ("muadam", "muadamw", "musgd")

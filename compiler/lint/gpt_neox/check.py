@@ -16,8 +16,8 @@ from parcompile.diagnostics import Diagnostic, Path, Severity
 from parcompile.lint.deepspeed import configuration
 from parcompile.lint.deepspeed.usage import BARE, UsageContext
 from parcompile.lint.registry import Settings, check_settings
-from parcompile.schema.findings import Findings, named
 from parcompile.schema.keys import choice, mismatch, unknown_key
+from parcompile.schema.values import Findings, named
 from parcompile.text import Document, Place
 
 _MADE_BY_GPT_NEOX = ("optimizer", "scheduler")

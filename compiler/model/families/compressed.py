@@ -11,7 +11,7 @@ from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError, LayerShape
 
-from .traits import all_heads, by_frequency, routed
+from .added import all_heads, by_frequency, routed
 
 # Attention over keys that stand for whole windows of tokens (DeepSeek-V4).
 

@@ -13,7 +13,7 @@ from parcompile.model.blocks.indexer import FULL, SHARED, Indexer, IndexerTraits
 from parcompile.model.family import Family, Latent, Refusal
 from parcompile.model.shape import ModelShape
 
-from .traits import all_heads, routed
+from .added import all_heads, routed
 
 _HEADS, _POOL, _TOP_K = 64, 16, 2048
 _SECTION, _STATE, _CHOSEN = "linear_attn_config", "linear_attention", "indexed_attention"

@@ -12,7 +12,7 @@ from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError
 from parcompile.model.shape import ModelShape
 
-from .traits import all_heads, by_step
+from .added import all_heads, by_step
 
 # Decoders most of whose layers carry a state along the sequence in the place of attention.
 

@@ -19,8 +19,8 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError, LayerShape, whole
 
+from .added import all_heads, by_frequency, routed
 from .gemma import kinds_of_attention
-from .traits import all_heads, by_frequency, routed
 
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), dense or with experts.
 

@@ -9,7 +9,7 @@ from typing import Any
 from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layers import whole
 
-from .traits import by_step, routed
+from .added import by_step, routed
 
 # Mixtures of routed experts alone.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan.diff import TITLES, difference
-from parcompile.show.pictures.named import picture
-from parcompile.show.pictures.shapes import NARROW, Picture
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.front import picture
+from parcompile.show.pictures.shapes import NARROW, Picture, Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
-from .html import Html, joined, table, tag
+from .sections import Html, joined, table, tag
 
 _PICTURES = ("memory", "timeline")
 

@@ -29,7 +29,7 @@ from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_text
 
-from .html import Html, folded, joined, table, tag
+from .sections import Html, folded, joined, table, tag
 
 USES = {
     Axis.TP: "layers",

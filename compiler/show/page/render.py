@@ -11,16 +11,14 @@ from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.searching.variant import CUT_KEYS
 from parcompile.show.pictures import front
-from parcompile.show.pictures.shapes import WIDE
-from parcompile.show.pictures.subject import Subject
+from parcompile.show.pictures.shapes import WIDE, Subject
 from parcompile.show.pictures.svg import DARK, LIGHT, rules
 from parcompile.version import __version__
 
 from . import beside
 from .data import page_data, remarks
 from .data import section as search_section
-from .html import joined, script_json, tag
-from .sections import diagnostics, figures, launching, section, summary_line, tiles, values
+from .sections import diagnostics, figures, joined, launching, script_json, section, summary_line, tag, tiles, values
 
 SCRIPTS = ("ranks.js", "grid.js", "panel.js", "values.js")
 """Parts of the page's script, in their order."""

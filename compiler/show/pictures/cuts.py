@@ -12,8 +12,7 @@ from parcompile.model.table import Parameter
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
-from .shapes import SMALL, Box, Picture, Shape, Sketch, Text, fitted, text_width
-from .subject import Subject
+from .shapes import SMALL, Box, Picture, Shape, Sketch, Subject, Text, fitted, text_width
 from .svg import shade
 
 MOST_PARTS = 256

@@ -1,14 +1,17 @@
-"""Time against memory of the layouts that a search found: no layout beats those of the front in both."""
+"""Every picture by name, and that of a search: time against memory, where no layout beats the front in both."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from .shapes import SMALL, Box, Line, Picture, Sketch, Text, ticks
+from . import cuts, grid, memory, ring, timeline, traffic
+from .shapes import SMALL, WIDE, Box, Line, Picture, Sketch, Subject, Text, ticks
 
 _HEIGHT = 260.0
 _LEFT, _RIGHT, _BELOW = 52.0, 12.0, 34.0
@@ -86,3 +89,78 @@ def _dot(sketch: Sketch, at: tuple[float, float], size: float, role: str, one: M
     title = f"{layout}: {format_seconds(one['step_seconds'])}, {format_bytes(one['peak_bytes'])}"
     x, y = at
     sketch.add(Box(x - size / 2, y - size / 2, size, size, role, title, radius=size / 2))
+
+
+# Every picture by name: `picture("memory", subject)`, and as text for a terminal or Markdown.
+
+
+@dataclass(frozen=True, slots=True)
+class PictureKind:
+    """A kind of picture; `options` are those of `axis` and `rank` that it takes."""
+
+    draw: Callable[..., Picture]
+    lines: Callable[..., list[str]]
+    options: tuple[str, ...] = ()
+
+
+KINDS = {
+    "grid": PictureKind(grid.draw, grid.lines, ("axis", "rank")),
+    "cuts": PictureKind(cuts.draw, cuts.lines, ("axis",)),
+    "memory": PictureKind(memory.draw, memory.lines),
+    "traffic": PictureKind(traffic.draw, traffic.lines),
+    "schedule": PictureKind(ring.draw, ring.lines),
+    "timeline": PictureKind(timeline.draw, timeline.lines),
+}
+
+
+def picture(
+    name: str, subject: Subject, *, width: float = WIDE, axis: str | None = None, rank: int | None = None
+) -> Picture:
+    """A picture of a plan, `width` pixels wide.
+
+    Args:
+        name: one of `KINDS`.
+        subject: the plan (`Subject.of(plan)`).
+        width: in pixels, without margins.
+        axis: what the grid is coloured by, or the only panel of `cuts`.
+        rank: the rank whose groups the grid lights up.
+
+    Raises:
+        ValueError: the picture does not take this option, or the axis or the rank does not exist.
+    """
+    kind = KINDS[name]
+    given = {option: value for option, value in (("axis", axis), ("rank", rank)) if value is not None}
+    for option in given:
+        if option not in kind.options:
+            raise ValueError(f"the picture {name} takes no --{option}")
+    return kind.draw(subject, width, **given)
+
+
+def as_text(name: str, subject: Subject, *, unicode: bool = True) -> str:
+    """The picture in characters."""
+    return "\n".join(KINDS[name].lines(subject, unicode=unicode)) + "\n"
+
+
+# A picture as Markdown: a heading, what it says, and its table or its drawing in characters.
+
+TABLES: dict[str, Callable[[Subject], list[tuple[str, ...]]]] = {
+    "memory": memory.rows,
+    "traffic": traffic.rows,
+    "timeline": timeline.rows,
+    "schedule": ring.rows,
+}
+"""Pictures that are tables as well."""
+
+
+def as_markdown(name: str, subject: Subject) -> str:
+    """The picture for a README, an issue or a pull request.
+
+    Raises:
+        KeyError: there is no such picture.
+    """
+    drawn = picture(name, subject)
+    body = table(TABLES[name](subject)) if name in TABLES else fenced(as_text(name, subject))
+    parts = [f"### {plain(drawn.title)}\n", f"{plain(drawn.subtitle)}\n", body]
+    if name == "schedule":
+        parts.append(fenced(as_text(name, subject)))
+    return "\n".join(parts)

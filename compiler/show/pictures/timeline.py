@@ -8,8 +8,7 @@ from parcompile.cost.table import time_bars, time_rows
 from parcompile.layout.groups import Axis
 from parcompile.units import format_seconds
 
-from .shapes import SMALL, Box, Picture, Sketch, Text, fitted, text_width
-from .subject import AXIS_OF_GROUP, Subject
+from .shapes import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text, fitted, text_width
 
 ROLES = {
     "computation": "computation",

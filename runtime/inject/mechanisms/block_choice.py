@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.model.blocks.indexer import Indexer
-from parcompile.runtime.inject.chosen import Visible
-from parcompile.runtime.inject.ring_place import RingPlace, token_order
+from parcompile.runtime.inject.ring_place import RingPlace, Visible, token_order
 from parcompile.runtime.ring_attention import TokenOrder
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 
 from .mechanism import Placed
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.cost.indexer import SCORES_AT_ONCE
+from parcompile.cost.recurrent import SCORES_AT_ONCE
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.inject.attention import BESIDE
 from parcompile.runtime.inject.ring_place import RingPlace
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import attention_beside, local_positions
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 
 from .mechanism import Placed
 from .window_keys import keys_and_mask

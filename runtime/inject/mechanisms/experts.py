@@ -32,8 +32,8 @@ from parcompile.runtime.drawing import draws
 from parcompile.runtime.expert_parallel import deal_experts, hand_tokens, loop_where_narrow, pass_on, visit_chosen
 from parcompile.runtime.inject.regions import Region
 from parcompile.runtime.micro_batch import current
-from parcompile.runtime.model.model_class import TORCH_DTYPES
 from parcompile.runtime.model.slices import Slices
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
 
 from .mechanism import Placed

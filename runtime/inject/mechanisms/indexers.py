@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.cost.indexer import SCORES_AT_ONCE
+from parcompile.cost.recurrent import SCORES_AT_ONCE
 from parcompile.model.blocks.indexer import Indexer, IndexerTraits
-from parcompile.runtime.inject.chosen import Unmasked
-from parcompile.runtime.inject.ring_place import RingPlace, token_order
+from parcompile.runtime.inject.ring_place import RingPlace, Unmasked, token_order
 from parcompile.runtime.micro_batch import current
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 
 from .mechanism import Placed
 from .pools import of_all_ranks, use_pools, without_masks

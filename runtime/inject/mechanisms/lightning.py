@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.ring_place import StatePlace
-from parcompile.runtime.recurrent.lightning import lightning_attention, lightning_blocks
+from parcompile.runtime.recurrent.kinds import lightning_attention, lightning_blocks
 from parcompile.runtime.transport.backend import OnDevice
 
 

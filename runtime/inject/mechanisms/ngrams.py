@@ -23,7 +23,7 @@ from parcompile.runtime.inject.regions import SEQUENCE_DIM, Region
 from parcompile.runtime.inject.ring_place import RingPlace, StatePlace, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.recurrent import convolve
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
 from .mechanism import Placed

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.cost.indexer import SCORES_AT_ONCE
-from parcompile.runtime.inject.chosen import Chosen
-from parcompile.runtime.inject.ring_place import RingPlace, token_order
+from parcompile.cost.recurrent import SCORES_AT_ONCE
+from parcompile.runtime.inject.ring_place import Chosen, RingPlace, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import Run, TokenOrder
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 
 
 def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:

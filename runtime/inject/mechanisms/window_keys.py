@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.runtime.collectives import gather_from_sequence
-from parcompile.runtime.expert_parallel.exchange import exchange
+from parcompile.runtime.expert_parallel.routing import exchange
 from parcompile.runtime.inject.interface import function_of
 from parcompile.runtime.inject.ring_place import RingPlace, borders_of_rows, token_order
 from parcompile.runtime.ring_attention import TokenOrder, Windows, windows_of
-from parcompile.runtime.ring_attention.recompute import once
+from parcompile.runtime.ring_attention.passes import once
 
 
 def keys_and_mask(

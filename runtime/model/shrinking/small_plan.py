@@ -17,8 +17,7 @@ from parcompile.plan import Plan
 from parcompile.plan.tree import identified
 from parcompile.runtime.model.configuration import planned_config
 
-from .heads import small_heads, small_widths
-from .layers import kept_layers, kinds_of_layers, lists_of_layers
+from .layers import kept_layers, kinds_of_layers, lists_of_layers, small_heads, small_widths
 
 # Windows, and the lengths at which rotary embeddings change, that a short sequence crosses.
 

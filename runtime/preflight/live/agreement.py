@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parcompile.backends.environment import variables
+from parcompile.backends.artefacts import variables
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 

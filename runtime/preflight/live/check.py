@@ -15,7 +15,7 @@ from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import launcher_store, store_of_world
-from parcompile.runtime.groups.environment import Environment
+from parcompile.runtime.groups.rendezvous import Environment
 from parcompile.runtime.liveness.watchdog import StoreChannel
 
 from .report import LiveReport

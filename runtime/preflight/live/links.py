@@ -1,4 +1,4 @@
-"""Each class of links, measured: collectives against the preset, nodes against each other, neighbours in pairs.
+"""Process groups and links, tried by all ranks: who answers in which order, and how quickly.
 
 A collective takes as long as its slowest rank, on all ranks: it says that something is slow, not who. So neighbours
 exchange a message in pairs too; whoever is slow with both neighbours is named.
@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from parcompile.cost.coefficients import time_values
 from parcompile.machines.accelerator import Link
 from parcompile.plan import Plan
-from parcompile.runtime.model.model_class import TORCH_DTYPES
+from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.profiling.compute import matmul_rates
 from parcompile.runtime.profiling.links import (
@@ -32,6 +34,29 @@ from parcompile.spec.values import workload_of
 from parcompile.units import format_bandwidth, format_compute, format_seconds
 
 from .agreement import JOB, Arrived
+
+
+def compare_live_groups(mesh: Mesh) -> list[Finding]:
+    """Every group of this rank gathers its members' ranks, and they are those of the plan. All ranks call it."""
+    found = []
+    for name, group in mesh.groups.items():
+        mine = torch.tensor([mesh.rank], device=mesh.device)
+        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyones, mine, group=group)
+        live, planned = [int(one) for one in everyones], list(mesh.plan.groups.of_rank(name, mesh.rank))
+        if live != planned:
+            detail = f"group {name} of rank {mesh.rank} is {live}, the plan says {planned}"
+            found.append(Finding(mesh.rank, "process groups", _ranks(planned), _ranks(live), Verdict.DIFFERS, detail))
+    if not found:
+        count = str(len(mesh.groups))
+        found.append(Finding(mesh.rank, "process groups", count, f"{count} answered as planned", Verdict.AGREES))
+    return found
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"[{shown}, … {ranks[-1]}]" if len(ranks) > 8 else f"[{shown}]"
+
 
 SLOW_AGAINST_PRESET = 0.5
 """Share of the rate that the estimate counts on, below which a link is called slow. Estimates err by about 10 %."""

@@ -14,17 +14,15 @@ from parcompile.cost.step import timing
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join, start_world
-from parcompile.runtime.groups.environment import Environment, device_of
+from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .agreement import JOB, Arrived, compare_arrival, compare_places
 from .capacity import compare_disk, compare_memory, compare_shared_memory
-from .disk import marker_in
-from .facts import Facts, local_facts
-from .groups import compare_live_groups
-from .links import LinkMeasurements, compare_links, measure, remarks
+from .facts import Facts, local_facts, marker_in
+from .links import LinkMeasurements, compare_links, compare_live_groups, measure, remarks
 from .session import Answer, Session
 from .trial import LOSSES, STEPS, Trial, compare_trials, run_trial
 

@@ -13,8 +13,7 @@ from parcompile.machines.attention_kernels import CUDA_FLASH, FLASH_ATTN, PLAIN,
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
 from .fused import CpuFlashKernel, CudaEfficientKernel
 from .kernel import Kernel
-from .padded import padded
-from .plain import PlainKernel
+from .plain import PlainKernel, padded
 
 BACKWARD_ROWS = 1536
 """Query rows of one backward call of CPUs' fused kernel in bf16, which then has one query head for each key/value head.

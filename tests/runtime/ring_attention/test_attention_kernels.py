@@ -21,8 +21,7 @@ from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel, Terms
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
-from parcompile.runtime.ring_attention.kernels.padded import padded
-from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel, padded
 from parcompile.runtime.ring_attention.kernels.selection import _announce, select_kernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Tile
 

@@ -24,7 +24,7 @@ from parcompile.runtime.tensor_parallel import (
     column_parallel,
 )
 from parcompile.runtime.transport import PendingGather
-from parcompile.runtime.transport.pieces import MOST_PIECES
+from parcompile.runtime.transport.lanes import MOST_PIECES
 
 from .world import World, as_on_gpus, each_transport, relative_error, shard_weight
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcompile.runtime.local import LocalWorld, RankError
 from parcompile.runtime.tensor_parallel import even_range, take_ranges
-from parcompile.runtime.transport import gloo, pieces
+from parcompile.runtime.transport import gloo, lanes
 
 
 class World:
@@ -66,14 +66,14 @@ def each_transport() -> Iterator[str]:
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Messages of the CPU go the way of those of a GPU: by the backend's own collectives, in pieces."""
-    usual = pieces.PIECE_BYTES
+    usual = lanes.PIECE_BYTES
     gloo._DEVICE_TYPES.discard("cpu")
-    pieces.PIECE_BYTES = 1
+    lanes.PIECE_BYTES = 1
     try:
         yield
     finally:
         gloo._DEVICE_TYPES.add("cpu")
-        pieces.PIECE_BYTES = usual
+        lanes.PIECE_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
