@@ -72,7 +72,7 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
             hint = "write head_dim, or other heads"
         elif hint is None and "is missing" in str(error):
             hint = f"add {error.key}" + (f" to {given['hf_config']}" if "hf_config" in given else "")
-        elif hint is None and error.key is not None and "hf_config" in given:
+        elif hint is None and error.key not in (None, "hf_config") and "hf_config" in given:
             hint = f"change {error.key} in {given['hf_config']}"
         elif hint is None and error.key not in given and "hf_config" not in given:
             hint = f"add {error.key}"

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid
+from parcompile.machines.accelerator import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
@@ -39,6 +41,17 @@ def _traffic(spec: Resolution) -> Traffic:
         raise Unavailable("model") from None
 
 
+def _timed(spec: Resolution) -> Workload:
+    """The step of a spec on a machine that is known.
+
+    Raises:
+        Unavailable: another rule says what is wrong with the file that describes the machine.
+    """
+    if spec.cluster.preset is None and spec.cluster.accelerator not in accelerators():
+        raise Unavailable("cluster")
+    return workload_of(spec.spec())
+
+
 def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | None]]:
     """Each of tp and cp whose groups leave the node, with the order of a search where that is faster and keeps it."""
     per_node = spec.cluster.gpus_per_node
@@ -53,7 +66,7 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
     from parcompile.cost.context_time import EQUAL
     from parcompile.cost.executions import best_order
 
-    work = workload_of(spec.spec())
+    work = _timed(spec)
     best = best_order(work)
     faster = best.step.seconds * EQUAL < timing(work).step.seconds
     there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, traffic)
@@ -79,7 +92,7 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
         if better is None:
             continue
         found, order = here.reaches[axis], "-".join(better.work.order)
-        seconds = timing(workload_of(spec.spec())).step.seconds
+        seconds = timing(_timed(spec)).step.seconds
         yield Finding(
             f"{found.leaving_node} of {found.count} {axis} groups span {found.nodes[1]} nodes: with "
             f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
@@ -135,7 +148,7 @@ def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
     here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic)
     if here.keeps(Axis.EP):
         return
-    found, step = here.reaches[Axis.EP], timing(workload_of(spec.spec())).step
+    found, step = here.reaches[Axis.EP], timing(_timed(spec)).step
     yield Finding(
         f"{found.leaving_node} of {found.count} ep groups span {found.nodes[1]} nodes: each rank sends "
         f"{format_bytes(traffic.ep)} per step in its ep group, which takes about {step.expert / step.seconds:.0%} of "

@@ -12,6 +12,7 @@ from layout_cases import SMALL_MODEL, spec_tree
 
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.pipeline import check_file
+from parcompile.rules.m_experts import MIXTRAL
 
 
 def found(folder: Path, tree: dict[str, Any]) -> dict[str, Diagnostic]:
@@ -52,6 +53,10 @@ def test_the_rules_stay_quiet_when_another_rule_speaks(tmp_path) -> None:
     assert found(tmp_path, spec_tree(2, 8, parallelism={"tp": 3, "order": "dp-tp"})) == {}
     model = {**SMALL_MODEL, "num_hidden_layers": 3}
     assert found(tmp_path, spec_tree(2, 8, model=model, parallelism={"tp": 8, "pp": 2, "order": "dp-pp-tp"})) == {}
+    # The file of the machine is not there: a layout over nodes was timed on it.
+    for parallelism in ({"cp": 16}, {"tp": 4, "ep": 4}):
+        tree = spec_tree(2, 8, model=MIXTRAL, parallelism=parallelism, cluster={"accelerator": "none.json"})
+        assert found(tmp_path, tree) == {}
 
 
 @pytest.mark.parametrize(("tp", "better"), [(8, {"ep": 8, "expert_tp": 1}), (4, None)])

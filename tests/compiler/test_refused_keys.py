@@ -106,6 +106,16 @@ def test_a_key_of_a_text_part_is_named(name: str, text: dict[str, Any], message:
     found = parcompile.check(_spec_of(tmp_path), estimate=False).errors
     assert [one.code for one in found] == ["S003"]
     assert message in found[0].message
+    if "limit" in message:
+        assert found[0].help == "change num_hidden_layers in config.json"
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_file_that_is_no_configuration_is_not_told_to_change_a_key_of_the_spec(text: str, tmp_path: Path) -> None:
+    spec = _spec_of(tmp_path)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    (error,) = parcompile.check(spec, estimate=False).errors
+    assert error.help is None
 
 
 def test_two_names_of_a_key_may_say_the_same() -> None:

@@ -148,7 +148,7 @@ def refuse_huge(config: Mapping[str, Any], place: object) -> None:
     for key, value in (*config.items(), *(text.items() if isinstance(text, dict) else ())):
         limit = most(key)
         if isinstance(value, int) and limit is not None and value > limit:
-            raise ModelConfigError(f"{place}: {key} is {value}, more than the limit of {limit}", "hf_config")
+            raise ModelConfigError(f"{place}: {key} is {value}, more than the limit of {limit}", key)
 
 
 _LAYERS = re.compile(r"n_layers?|num_(\w+_)?layers?")
