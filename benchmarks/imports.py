@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.importers import IMPORTERS
-from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
+from parcompile.backends.kinds import GPT_NEOX, MEGATRON
 from parcompile.backends.reading import Importer, RefusedError, Source, SpecPath, Undecided
-from parcompile.importing import ImportConflictError, Imported, import_tree
-from parcompile.lint.files import recognised
-from parcompile.text import SourceError, read_file
+from parcompile.importing import ImportConflictError, Imported, foreign, import_tree
+from parcompile.text import SourceError, read_source
+from parcompile.text.python import functions, parsed_python
 
 VOCABULARY = 50257
 MACHINES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8))
@@ -58,11 +58,12 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for file in sorted(one for folder in options.folders for one in folder.rglob("*") if one.is_file()):
-        kind, outcomes = _outcomes(file)
-        if kind in IMPORTERS:
-            found[kind].update(outcomes)
-            if options.list:
-                print(file.name, *outcomes)
+        for function in _functions(file):
+            kind, outcomes = _outcomes(file, function)
+            if kind in IMPORTERS:
+                found[kind].update(outcomes)
+                if options.list:
+                    print(file.name, function or "", *outcomes)
     columns = ("files", "refused", "imported", "complete", "counted", "equal")
     print("|", " | ".join(("kind", *columns)), "|")
     print("|---" * (1 + len(columns)) + "|")
@@ -70,37 +71,45 @@ def main() -> None:
         print("|", " | ".join((IMPORTERS[kind].tool, *(str(counts[name]) for name in columns))), "|")
 
 
-def _outcomes(file: Path) -> tuple[str, list[str]]:
-    """The kind of a file, and which columns it counts in."""
+def _functions(file: Path) -> list[str | None]:
+    """The configurations of a Python file; None stands for all of any other."""
+    if file.suffix != ".py":
+        return [None]
     try:
-        read, recognition = recognised(read_file(str(file)))
+        return [*functions(parsed_python(read_source(str(file))))]
     except SourceError:
+        return []
+
+
+def _outcomes(file: Path, function: str | None) -> tuple[str, list[str]]:
+    """The kind of a file or of a configuration in it, and which columns it counts in."""
+    try:
+        kind, document = foreign(str(file), function=function)
+    except (SourceError, RefusedError):
         return "unreadable", []
-    if read.document is None or not isinstance(read.document.tree, dict) or recognition.kind not in IMPORTERS:
-        return str(recognition.kind), []
-    importer = IMPORTERS[recognition.kind]
+    importer = IMPORTERS[kind]
     outcomes = ["files"]
     try:
-        tree = importer.tree(read.document)
+        tree = importer.tree(document)
         for machines in MACHINES:
             result = _answered(importer, tree, machines, file.parent)
             if result.complete:
                 break
     except (RefusedError, ImportConflictError):
-        return recognition.kind, [*outcomes, "refused"]
+        return kind, [*outcomes, "refused"]
     outcomes.append("imported")
     if not result.complete:
         outcomes += [one.code for one in result.diagnostics if one.is_error] + [
             ".".join(one.path) for one in result.questions
         ]
     if not result.complete or result.plan is None:
-        return recognition.kind, outcomes
+        return kind, outcomes
     outcomes.append("complete")
-    counted = COUNTS[recognition.kind](importer, tree, result.plan.spec.model.shape.vocab_size)
+    counted = COUNTS.get(kind, _nothing)(importer, tree, result.plan.spec.model.shape.vocab_size)
     here = result.plan.parameters.numel
     if counted is not None:
         outcomes += ["counted", "equal" if counted == here else f"({counted:,} there, {here:,} here)"]
-    return recognition.kind, outcomes
+    return kind, outcomes
 
 
 def _answered(importer: Importer, tree: Mapping[str, Any], machines: tuple[int, int], folder: Path) -> Imported:
@@ -189,8 +198,12 @@ def _gpt_neox(importer: Importer, tree: Mapping[str, Any], vocabulary: int) -> i
     return int(layers * (attention + mlp + 2 * norm) + ends)
 
 
-COUNTS = {MEGATRON: _megatron, GPT_NEOX: _gpt_neox, DEEPSPEED: lambda *_: None}
-"""A DeepSpeed file says nothing of its model."""
+def _nothing(*_: object) -> int | None:
+    """Other files say nothing of the sizes of their model."""
+    return None
+
+
+COUNTS = {MEGATRON: _megatron, GPT_NEOX: _gpt_neox}
 
 if __name__ == "__main__":
     main()

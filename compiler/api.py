@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from parcompile.backends.kinds import chosen
-
-from .backends.importers import added_kind, kinds
-from .backends.kinds import UNKNOWN
+from .backends.importers import kinds
+from .backends.kinds import UNKNOWN, chosen
 from .backends.registry import render
 from .backends.writing import write
 from .cost.estimate import Estimate
@@ -20,7 +18,7 @@ from .diagnostics import Diagnostic, Position, Severity
 from .diagnostics.diagnostic import closest
 from .diagnostics.reporters import report
 from .diagnostics.reporters.dispatch import Style
-from .importing import Imported, import_document
+from .importing import Imported, foreign, import_document
 from .lint.files import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets
 from .pipeline import Checked, check_read, is_plan, read_spec, require_lossless_spec
@@ -33,7 +31,7 @@ from .searching.ranking import search as _search
 from .searching.space import Refused, open_space
 from .searching.variant import changed
 from .spec.resolve import Resolution, Unavailable
-from .text import Result, SourceError, SourceText, parse, read_file
+from .text import Result, SourceError, SourceText, parse
 from .user_files import parse_json, read_text
 
 __all__ = [
@@ -301,13 +299,20 @@ def diff(before: TextOrPath | Plan, after: TextOrPath | Plan) -> Difference:
     return difference(old, new)
 
 
-def import_file(path: str | Path, answers: Mapping[str, Any] | None = None, *, kind: str | None = None) -> Imported:
+def import_file(
+    path: str | Path,
+    answers: Mapping[str, Any] | None = None,
+    *,
+    kind: str | None = None,
+    function: str | None = None,
+) -> Imported:
     """Convert another tool's configuration into a spec, as `parcompile import` does.
 
     Args:
         path: the file.
         answers: what the file does not say, by its place in the spec: `{"training.sequence_length": 4096}`.
         kind: what the file is. By default its keys tell.
+        function: the configuration that is meant in a Python file with several. Nothing of the file is run.
 
     Returns:
         The `spec`; the `questions` that are open, each with the `path` of what is missing; `accounts` of every option
@@ -319,15 +324,9 @@ def import_file(path: str | Path, answers: Mapping[str, Any] | None = None, *, k
     """
     if kind is not None and kind not in kinds():
         raise ValueError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
-    found, recognition = recognised(read_file(str(path)), kind)
-    if found.document is None or not isinstance(found.document.tree, dict):
-        why = found.why_unread or "a configuration is an object of keys and values"
-        raise ValueError(f"{path} cannot be read: {why}")
-    known = recognition.kind if recognition.kind in kinds() else added_kind(found.document.tree)
-    if known is None:
-        raise ValueError(f"{path} is not recognised; kind says what it is: {', '.join(kinds())}")
+    known, document = foreign(str(path), kind, function)
     given = {tuple(place.split(".")): value for place, value in (answers or {}).items()}
-    return import_document(known, found.document, given, Path())
+    return import_document(known, document, given, Path())
 
 
 def _model(model: str) -> tuple[dict[str, Any], dict[str, Any], str]:

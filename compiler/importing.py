@@ -16,7 +16,8 @@ from typing import Any
 
 from . import schema
 from .backends.architecture import InexpressibleError
-from .backends.importers import IMPORTERS, importer
+from .backends.importers import IMPORTERS, added_kind, importer, kinds
+from .backends.kinds import SPEC
 from .backends.reading import (
     Account,
     Draft,
@@ -29,12 +30,14 @@ from .backends.reading import (
     Undecided,
     UndecidedError,
 )
+from .backends.recipes import RECIPES, recipe
 from .diagnostics import Diagnostic, has_errors
 from .entry_points import IMPORTERS as GROUP
 from .entry_points import called
+from .lint.files import recognised
 from .pipeline import check_read
 from .plan import Plan, compile_plan
-from .text import Document, parse
+from .text import Document, parse, read_file
 from .text.typed import WrongValueError
 
 NEEDED: tuple[SpecPath, ...] = (("model",), ("cluster", "gpus_per_node"), ("training", "sequence_length"))
@@ -72,6 +75,45 @@ class Imported:
     def complete(self) -> bool:
         """Whether the spec can be compiled."""
         return not self.questions and not has_errors(self.diagnostics)
+
+
+TOOLS = (
+    "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl, LLaMA-Factory, torchtitan, ms-swift, "
+    "Megatron-Bridge or NeMo Automodel"
+)
+
+
+def foreign(
+    file: str, kind: str | None = None, function: str | None = None, variables: Mapping[str, str] | None = None
+) -> tuple[str, Document]:
+    """Another tool's file, with its kind.
+
+    Args:
+        file: its name; "-" is standard input.
+        kind: what it is, where that need not be found out.
+        function: which configuration of a Python file is meant, where there are several.
+        variables: those of the environment that a script would find.
+
+    Raises:
+        SourceError: the file cannot be read, or a function of it has to be named.
+        RefusedError: it is no file of another tool that can be imported.
+        PluginError: a plug-in that might know it cannot be used.
+    """
+    found = recipe(file, function, variables) if kind in (None, *RECIPES) else None
+    if found is None:
+        read, recognition = recognised(read_file(file), kind, variables)
+        if recognition.kind == SPEC:
+            raise RefusedError(f"{file} is a spec already")
+        if read.document is None or not isinstance(read.document.tree, dict):
+            why = read.why_unread or "a configuration is an object of keys and values"
+            raise RefusedError(f"{file} cannot be read: {why}")
+        found = read.document, recognition.kind
+    document, known = found
+    tree: Any = document.tree
+    if (known := known if known in kinds() else added_kind(tree) or "") in kinds():
+        return known, document
+    said = f"{file} is not recognised as a configuration of {TOOLS}"
+    raise RefusedError(f"{said}; --kind says what it is: {', '.join(kinds())}")
 
 
 def import_document(kind: str, document: Document, answers: Mapping[SpecPath, Any], folder: Path) -> Imported:

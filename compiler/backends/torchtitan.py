@@ -438,10 +438,15 @@ _NO_EFFECT: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
             *("activation_checkpoint*", "parallelism.enable_*", "parallelism.disable_loss_parallel", "optimizer.fused"),
             *("parallelism.spmd_backend", "training.disable_cuda_graphs", "parallelism.context_parallel_rotate_method"),
         ),
-        Effect.MEMORY: ("parallelism.pipeline_parallel_*", "parallelism.module_fqns*", "training.enable_cpu_offload"),
+        Effect.MEMORY: ("parallelism.*", "training.enable_cpu_offload"),
         Effect.NUMBERS: (
-            *("model.converters", "quantize*", "float8*", "mx*", "training.deterministic", "optimizer.*", "training.*"),
-            *("lr_scheduler.*", "parallelism.*"),
+            "model.converters",
+            "quantize*",
+            "float8*",
+            "mx*",
+            "optimizer.*",
+            "training.*",
+            "lr_scheduler.*",
         ),
     }
 )
@@ -488,6 +493,9 @@ def _read(source: Source, draft: Draft) -> None:
         else:
             draft.ask(("model",), f"{flavor} of torchtitan's {module} is no preset")
     reading.read(ROWS, source, draft)
+    if not source.given.get("model.converters"):
+        for option in [one for section in ("float8", "mx", "quantize") for one in source.under(section)]:
+            source.ignore(option, "model.converters does not name it")
 
 
 def _meaning(given: Mapping[str, Any]) -> dict[str, Any]:

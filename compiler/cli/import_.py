@@ -11,25 +11,17 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.backends.importers import added_kind, kinds
-from parcompile.backends.kinds import SPEC
+from parcompile.backends.importers import kinds
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
-from parcompile.backends.recipes import RECIPES, recipe
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.importing import ImportConflictError, Imported, import_document
-from parcompile.lint.files import recognised
+from parcompile.importing import ImportConflictError, Imported, foreign, import_document
 from parcompile.schema import example
-from parcompile.text import SourceError, read_file
+from parcompile.text import SourceError
 from parcompile.user_files import parse_json
 
 from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
 from .saying import say
-
-TOOLS = (
-    "DeepSpeed, Megatron-LM, gpt-neox, accelerate, transformers, axolotl, LLaMA-Factory, torchtitan, ms-swift, "
-    "Megatron-Bridge or NeMo Automodel"
-)
 
 _OPTIONS: dict[SpecPath, str] = {
     ("model",): "--model",
@@ -92,23 +84,10 @@ def command(
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
     if function is not None and Path(file).suffix != ".py":
         raise click.UsageError(f"--function names a function of a Python file, and {file} is none")
-    given = dict(map(_variable, variables))
     try:
-        found, known = (recipe(file, function, given) if kind in (None, *RECIPES) else None) or (None, None)
-        if found is None:
-            read, recognition = recognised(read_file(file), kind, variables=given)
-            found, known, why = read.document, recognition.kind, read.why_unread
-    except SourceError as error:
+        known, found = foreign(file, kind, function, dict(map(_variable, variables)))
+    except (SourceError, RefusedError) as error:
         raise click.ClickException(str(error)) from None
-    if known == SPEC:
-        raise click.ClickException(f"{file} is a spec already")
-    if found is None or not isinstance(found.tree, dict):
-        raise click.ClickException(f"{file} cannot be read: {why or 'a configuration is an object of keys and values'}")
-    known = known if known in kinds() else added_kind(found.tree)
-    if known is None:
-        raise click.ClickException(
-            f"{file} is not recognised as a configuration of {TOOLS}; --kind says what it is: {', '.join(kinds())}"
-        )
     folder = output.parent if output else Path()
     options: dict[SpecPath, Any] = {
         ("model",): chosen_model(model, None, folder).section if model else None,

@@ -184,6 +184,8 @@ fsdp_reshard_after_forward = "never"
 mode = "none"
 [debug]
 moe_force_load_balance = true
+[float8]
+filter_fqns = ["output"]
 """
 
 
@@ -197,6 +199,7 @@ def test_torchtitans_toml_is_read_with_its_earlier_names(tmp_path: Path) -> None
     assert (training["micro_batch_size"], spec["zero"]["stage"]) == (4, 2)
     assert fate(result, "training.dtype") == (Outcome.LOST, True)
     assert fate(result, "debug.moe_force_load_balance")[0] is Outcome.LOST
+    assert fate(result, "float8.filter_fqns")[0] is Outcome.NO_EFFECT  # no converter is named
     (tmp_path / "broken.toml").write_text("[training\n", encoding="utf-8")
     with pytest.raises(SourceError, match="this is no TOML"):
         recipe(str(tmp_path / "broken.toml"))
