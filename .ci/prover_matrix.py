@@ -18,9 +18,9 @@ ADAPTER = Path(__file__).parents[1] / "tests" / "runtime" / "mutants.py"
 START = """# Proof of the prover
 
 `parcompile prove` is worth as much as what it finds, and as what it leaves alone. A correct engine, written by hand,
-deals rows and places of sequences to ranks, reduces gradients in two levels and steps shards of the weights; each
+deals rows and positions of sequences to ranks, reduces gradients in two levels and steps shards of the weights; each
 *mutant* is that engine with one mistake. The table says in which drawn cell each mutant is red first.
-`python .ci/prover_matrix.py > docs/prover.md` makes this page again, in some minutes on one core.
+`python .ci/prover_matrix.py > docs/prover.md` makes this page again, in about half an hour on one core.
 """
 
 

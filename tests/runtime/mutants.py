@@ -214,25 +214,63 @@ def scales():
             plant("scales", f"{what} x {name}", method, lambda e, old, *a, f=factor: old(*a) * f(e.cell))
     plant("scales", "norm x root of ranks", "norm", lambda e, old, own: old(own) * e.world**0.5)
     plant("scales", "told loss / ranks", "report", lambda e, old, total: old(total) / e.world)
+    plant("scales", "gradient x 1 / 2 in step 2", "reduce", lambda e, old, flat: old(flat) * (1 - 0.5 * (e.steps == 2)))
     plant("scales", "gradient grows by step", "reduce", lambda e, old, flat: old(flat) * (1 + 0.01 * (e.steps - 1)))
 
 
 def kinds():
-    found = {
+    parts = {
         "norms": lambda name, one: one.dim() < 2,
         "embedding": lambda name, one: "embed_tokens" in name,
         "head": lambda name, one: "lm_head" in name,
         "first layer": lambda name, one: ".layers.0." in name,
+        "last layer": lambda name, one: ".layers.1." in name,
+        "final norm": lambda name, one: name == "model.norm.weight",
+        "queries": lambda name, one: "q_proj" in name,
         "keys": lambda name, one: "k_proj" in name,
+        "values": lambda name, one: "v_proj" in name,
+        "outputs of attention": lambda name, one: "o_proj" in name,
+        "dense layers": lambda name, one: ".mlp." in name and one.dim() == 2,
         "q and k norms": lambda name, one: "q_norm" in name or "k_norm" in name,
         "router": lambda name, one: name.endswith(("gate.weight", "router.weight")),
         "experts": lambda name, one: ".experts." in name,
     }
-    for name, part in found.items():
+
+    def previous(part):
+        def gradients(e, old):
+            now = old()
+            before, e.before = getattr(e, "before", now), now
+            return [b if part(name, g) else g for name, g, b in zip(e.names, now, before, strict=True)]
+
+        return gradients
+
+    def last_pass(part):
+        def each(e, old):
+            e.passes = getattr(e, "passes", 0) + 1
+            for name, weight in zip(e.names, e.computing, strict=True):
+                if part(name, weight) and e.passes % e.cell["accumulation"]:
+                    weight.grad = None
+
+        return each
+
+    def undecayed(part):
+        def update(e, old, own):
+            flags = [torch.full_like(g, part(name, g)) for name, g in zip(e.names, e.masters, strict=True)]
+            kept = e.share(torch.cat([one.flatten() for one in flags])) * e.own.detach()
+            old(own)
+            e.own.data += ADAMW["lr"] * ADAMW["weight_decay"] * kept
+
+        return update
+
+    for name, part in parts.items():
         planted = parameters(part)
         plant("kinds of parameters", f"{name}: gradient 0", "gradients", planted(lambda e, one: one * 0))
         plant("kinds of parameters", f"{name}: gradient x ranks", "gradients", planted(lambda e, one: one * e.world))
         plant("kinds of parameters", f"{name}: only rank 0", "gradients", planted(lambda e, one: one * (e.rank == 0)))
+        plant("kinds of parameters", f"{name}: gradient x 1.01", "gradients", planted(lambda e, one: one * 1.01))
+        plant("kinds of parameters", f"{name}: gradients of the step before", "gradients", previous(part))
+        plant("kinds of parameters", f"{name}: the last backward pass alone", "each", last_pass(part))
+        plant("kinds of parameters", f"{name}: no weight decay", "update", undecayed(part))
 
     def untied(e, old, micro):
         head = e.model.get_output_embeddings()
