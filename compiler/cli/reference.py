@@ -16,8 +16,8 @@ from parcompile.backends.deepspeed.table import UnknownVersionError, order
 from parcompile.cost.table import columns
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.lint.advisories import Advisory, advisories
-from parcompile.lint.advisories.advisory import DEEPSPEED, MEGATRON
+from parcompile.lint.advisories import Advisory, advisories, records
+from parcompile.lint.advisories.advisory import DEEPSPEED
 from parcompile.lint.registry import Page, pages
 from parcompile.machines.accelerator import Accelerator, accelerators
 from parcompile.schema.validation import draft07
@@ -93,8 +93,11 @@ def _figures_tree(one: Accelerator) -> dict[str, Any]:
     return tree
 
 
+_NAMES = {DEEPSPEED: "DeepSpeed", "megatron": "Megatron-LM"}
+
+
 @click.command("advisories")
-@click.option("--tool", type=click.Choice([DEEPSPEED, MEGATRON]), help="Only those of this tool.")
+@click.option("--tool", help="Only those of this tool.")
 @click.option("--deepspeed-version", metavar="X.Y.Z", help="Only those that this version of DeepSpeed is subject to.")
 @click.option(
     "--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output."
@@ -102,28 +105,39 @@ def _figures_tree(one: Accelerator) -> dict[str, Any]:
 def advisories_command(tool: str | None, deepspeed_version: str | None, format_: str) -> None:
     """List the versions of tools that compute wrong numbers.
 
-    `parcompile check` shows those that a file is subject to.
+    `parcompile check` shows those that a file is subject to. With --format json they are records as OSV has them.
     """
-    found = [one for one in advisories() if tool in (None, one.tool)]
+    tools = sorted({advisory.tool for advisory in advisories()})
+    if tool is not None and tool not in tools:
+        raise click.UsageError(f"--tool {tool}: there are advisories on {', '.join(tools)}")
+    shown = [advisory for advisory in advisories() if tool in (None, advisory.tool)]
     if deepspeed_version is not None:
         try:
             order(deepspeed_version)
         except UnknownVersionError as error:
             raise click.UsageError(str(error)) from None
-        found = [one for one in found if one.tool == DEEPSPEED and one.affects(deepspeed_version)]
+        shown = [advisory for advisory in shown if advisory.tool == DEEPSPEED and advisory.affects(deepspeed_version)]
     if format_ == "json":
-        say(json.dumps({"format": 1, "advisories": [one.as_tree() for one in found]}, indent=2, ensure_ascii=False))
+        ids = {advisory.id for advisory in shown}
+        listed = [record for record in records() if record["id"] in ids]
+        say(json.dumps({"format": 2, "advisories": listed}, indent=2, ensure_ascii=False))
         return
-    say("\n\n".join(_entry(one) for one in found) or "no advisory")
+    say("\n\n".join(map(_entry, shown)) or "no advisory")
 
 
-def _entry(one: Advisory) -> str:
-    name = {DEEPSPEED: "DeepSpeed", MEGATRON: "Megatron-LM"}[one.tool]
-    body = [one.effect, *([f"Only when {one.when}."] if one.when else []), f"To avoid it: {one.avoid}."]
-    lines = [f"{one.id}  {one.title}", f"      {name}, {one.versions}"]
+def _entry(advisory: Advisory) -> str:
+    body = [
+        advisory.effect,
+        *([f"Only when {advisory.when}."] if advisory.when else []),
+        f"To avoid it: {advisory.avoid}.",
+    ]
+    lines = [
+        f"{advisory.id}  {advisory.title}",
+        f"      {_NAMES.get(advisory.tool, advisory.tool)}, {advisory.versions}",
+    ]
     for text in body:
         lines += textwrap.wrap(text, Style.of(sys.stdout).width, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join([*lines, *(f"      {source}" for source in one.sources)])
+    return "\n".join([*lines, *(f"      {source}" for source in advisory.sources)])
 
 
 _WIDTH = 80

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from parcompile.backends.kinds import DEEPSPEED
+from parcompile.lint.advisories import advisories, records
 from parcompile.lint.deepspeed.usage import UsageOptions
 from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import Checked, check_any
@@ -86,6 +87,33 @@ def test_wrong_example_breaks_the_rule_and_right_one_nothing(rule: FileRule, tmp
     allowed = {one.code for one in RULES if one.code[0] == "A"} if rule.code[0] == "A" else {rule.code}
     assert wrong <= allowed
     assert right <= allowed
+
+
+def test_advisories_are_records_with_versions_sources_and_predicates() -> None:
+    assert len(records()) >= 120
+    assert len({advisory.tool for advisory in advisories()}) >= 8
+    assert len({record["id"] for record in records()}) == len(records())
+    for record, advisory in zip(records(), advisories(), strict=True):
+        assert record["id"] == advisory.id
+        assert {package["package"]["ecosystem"] for package in record["affected"]} <= {"PyPI", "GitHub"}
+        assert advisory.sources, advisory.id
+        assert all(source.startswith("https://github.com/") for source in advisory.sources), advisory.id
+        for first, fixed in advisory.affected:
+            assert first is None or advisory.affects(first), advisory.id
+            assert fixed is None or not advisory.affects(fixed), advisory.id
+        assert advisory.severity == "info" or not advisory.matches({}), advisory.id  # nobody is warned of an empty file
+        if advisory.executed is not None:
+            assert advisory.cell is not None
+            assert [advisory.affects(version) for version in advisory.executed] == [True, False], advisory.id
+
+
+def test_an_advisory_without_a_rule_of_its_own_is_named_for_its_versions_alone(tmp_path: Path) -> None:
+    tree = {**BASE, "optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "bf16": {"enabled": False}}
+    for clipping, version, named in ((None, "0.19.8", True), (0.0, "0.19.8", False), (None, "0.19.2", False)):
+        given = {name: value for name, value in tree.items() if name != "gradient_clipping"}
+        given |= {} if clipping is None else {"gradient_clipping": clipping}
+        messages = [one.message for one in checked(given, tmp_path, UsageOptions(version=version)).diagnostics]
+        assert any(message.startswith("A046: ") for message in messages) is named, messages
 
 
 def test_every_fix_of_a_file_rule_works(tmp_path: Path) -> None:

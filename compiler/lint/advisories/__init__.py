@@ -1,5 +1,5 @@
-"""Versions of DeepSpeed and Megatron-LM that train with other numbers than a configuration says, with their sources."""
+"""Versions of training tools that train with other numbers than a configuration says, with their sources."""
 
-from .advisory import Advisory, advisories, affecting
+from .advisory import Advisory, advisories, affecting, records
 
-__all__ = ["Advisory", "advisories", "affecting"]
+__all__ = ["Advisory", "advisories", "affecting", "records"]

@@ -1,9 +1,10 @@
 """Numerics advisories: which versions of a tool compute something else, under which configuration, and how to avoid it.
 
-advisories.json holds them, for people and for other programs. `affected` lists stretches of versions, [first, first
-fixed], null for "from the beginning" and "still". `condition` holds clauses that must all be true of a configuration;
-a clause that only the program can answer stands in `when`, in words; without clauses no configuration shows that it is
-affected. `cell` has the features of a run in which `parcompile prove --engine TOOL` shows it.
+advisories.json holds them as records of OSV, for people and for other programs. What OSV has no field for stands in
+`database_specific`: `condition` has clauses that must all be true of a configuration of the tool; a clause that only
+the program can answer stands in `when`, in words; without clauses no configuration shows that it is affected. `cell`
+has the features of a run in which `parcompile prove --engine TOOL` shows it, `executed` the affected and the fixed
+version in which it ran red and equal.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-DEEPSPEED, MEGATRON = "deepspeed", "megatron"
+DEEPSPEED = "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """One of them. `wrong` and `right` are configurations, the first of them affected."""
+    """One of them. One with a rule of its own has an affected configuration, `wrong`, and one that is not, `right`."""
 
     id: str
     tool: str
@@ -31,11 +32,12 @@ class Advisory:
     when: str | None
     avoid: str
     sources: tuple[str, ...]
-    wrong: Mapping[str, Any]
-    right: Mapping[str, Any]
+    wrong: Mapping[str, Any] | None = None
+    right: Mapping[str, Any] | None = None
     severity: str = "warning"
     place: str | None = None
     cell: Mapping[str, Any] | None = None
+    executed: tuple[str, str] | None = None
 
     def affects(self, version: str) -> bool:
         """Whether a version computes something else."""
@@ -50,53 +52,41 @@ class Advisory:
         """The affected versions in words: "from 0.17.6 to before 0.18.3"."""
         return ", ".join(_in_words(*stretch) for stretch in self.affected)
 
-    def as_tree(self) -> dict[str, Any]:
-        """The advisory as plain data."""
-        return {
-            "id": self.id,
-            "tool": self.tool,
-            "title": self.title,
-            "effect": self.effect,
-            "affected": [list(stretch) for stretch in self.affected],
-            "condition": [dict(clause) for clause in self.condition],
-            "when": self.when,
-            "avoid": self.avoid,
-            "sources": list(self.sources),
-            "severity": self.severity,
-            "cell": None if self.cell is None else dict(self.cell),
-        }
+
+@functools.cache
+def records() -> tuple[Mapping[str, Any], ...]:
+    """The file's records."""
+    file = importlib.resources.files("parcompile.lint.advisories") / "advisories.json"
+    return tuple(json.loads(file.read_text(encoding="utf-8"))["advisories"])
 
 
 @functools.cache
 def advisories() -> tuple[Advisory, ...]:
     """Every advisory, by id."""
-    file = importlib.resources.files("parcompile.lint.advisories") / "advisories.json"
-    found = [_advisory(entry) for entry in json.loads(file.read_text(encoding="utf-8"))["advisories"]]
-    return tuple(sorted(found, key=lambda one: one.id))
+    return tuple(sorted(map(_advisory, records()), key=lambda advisory: advisory.id))
 
 
 def affecting(tool: str, version: str) -> tuple[Advisory, ...]:
     """Those that a version of a tool is subject to."""
-    return tuple(one for one in advisories() if one.tool == tool and one.affects(version))
+    return tuple(entry for entry in advisories() if entry.tool == tool and entry.affects(version))
 
 
-def _advisory(entry: Mapping[str, Any]) -> Advisory:
+def _advisory(record: Mapping[str, Any]) -> Advisory:
+    own = record["database_specific"]
+    events = [stretch["events"] for package in record["affected"] for stretch in package["ranges"]]
     return Advisory(
-        id=entry["id"],
-        tool=entry["tool"],
-        title=entry["title"],
-        effect=entry["effect"],
-        affected=tuple((first, fixed) for first, fixed in entry["affected"]),
-        condition=tuple(entry["condition"]),
-        when=entry.get("when"),
-        avoid=entry["avoid"],
-        sources=tuple(entry["sources"]),
-        wrong=entry["wrong"],
-        right=entry["right"],
-        severity=entry.get("severity", "warning"),
-        place=entry.get("place"),
-        cell=entry.get("cell"),
+        id=record["id"],
+        title=record["summary"],
+        effect=record["details"],
+        affected=tuple(_stretch({name: at for event in pair for name, at in event.items()}) for pair in events),
+        sources=tuple(reference["url"] for reference in record["references"]),
+        **{**own, "condition": tuple(own["condition"]), "when": own.get("when")},
     )
+
+
+def _stretch(events: Mapping[str, str]) -> tuple[str | None, str | None]:
+    first = events["introduced"]
+    return None if first == "0" else first, events.get("fixed")
 
 
 def holds(clause: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
@@ -106,7 +96,7 @@ def holds(clause: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
     {"any": […]} holds when one of its clauses does, {"not": …} when its clause does not.
     """
     if "any" in clause:
-        return any(holds(one, tree) for one in clause["any"])
+        return any(holds(part, tree) for part in clause["any"])
     if "not" in clause:
         return not holds(clause["not"], tree)
     value = _value(tree, clause["path"], clause.get("default"))
@@ -115,7 +105,7 @@ def holds(clause: Mapping[str, Any], tree: Mapping[str, Any]) -> bool:
     if "at_least" in clause:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= clause["at_least"]
     lowered = value.lower() if isinstance(value, str) else value
-    return any(lowered == (one.lower() if isinstance(one, str) else one) for one in clause["is"])
+    return any(lowered == (other.lower() if isinstance(other, str) else other) for other in clause["is"])
 
 
 def _value(tree: Any, path: str, default: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Versions that compute something else: one rule for each advisory, for the files of its tool."""
+"""Versions that compute something else: a rule for each advisory that has examples, and one for all others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from parcompile.backends.deepspeed.table import known
 from parcompile.backends.kinds import DEEPSPEED, MEGATRON
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.lint.advisories import Advisory, advisories
+from parcompile.lint.advisories import Advisory, advisories, affecting
 from parcompile.lint.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
 from parcompile.lint.deepspeed.usage import LIGHTNING, UsageOptions
 from parcompile.lint.registry import Check, Settings, file_rule
@@ -74,7 +75,7 @@ def _usage(one: Advisory) -> UsageOptions:
 
 
 for _one in advisories():
-    if _one.tool in _KINDS and _one.condition:
+    if _one.wrong is not None and _one.right is not None:
         _said = f"{_one.effect} Affected: {_one.versions}." + (f" Only when {_one.when}." if _one.when else "")
         file_rule(
             _one.id,
@@ -87,3 +88,25 @@ for _one in advisories():
             sources=_one.sources,
             usage=_usage(_one),
         )(_rule(_one))
+
+
+@file_rule(
+    "A900",
+    DEEPSPEED,
+    "another advisory concerns this version and these keys",
+    "`parcompile advisories --tool deepspeed` lists all. The message names the one that is meant.",
+    wrong={
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}},
+    },
+    right={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0},
+    severity=Severity.WARNING,
+    usage=UsageOptions(version="0.18.9"),
+)
+def _others(settings: Settings) -> Iterator[Finding]:
+    """Fires for each advisory without a rule of its own whose version and keys are those of the file."""
+    for advisory in affecting(DEEPSPEED_TOOL, settings.usage.version):
+        if advisory.wrong is None and advisory.matches(settings.tree) and not _is_misspelt(advisory, settings):
+            finding = _finding(advisory, settings)
+            yield replace(finding, message=f"{advisory.id}: {finding.message}")

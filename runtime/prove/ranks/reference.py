@@ -59,13 +59,20 @@ def sequence_length(cell: Cell) -> int:
     return int(planned(cell).get("length", SEQUENCE))
 
 
+def families() -> tuple[str, ...]:
+    """Those that the installed transformers has."""
+    import transformers
+
+    return tuple(name for name, family in FAMILIES.items() if hasattr(transformers, family["class"]))
+
+
 def import_models() -> None:
     """Imports what every cell needs, once, in front of all forks; it computes nothing."""
     import torch._dynamo  # what an optimizer imports at its first step
     import transformers
 
     with torch.device("meta"):
-        for family in FAMILIES:
+        for family in families():
             transformers.AutoModelForCausalLM.from_config(configuration({"family": family, "tied": False}))
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from .cells import FEATURES, RESUME, Cell, draw, unsupported, world_size
 from .comparison import CANNOT, RED, judge
-from .reference import STEPS, batches, import_models, model_of, reference
+from .reference import STEPS, batches, families, import_models, model_of, reference
 from .tracing import Trace, explain
 
 ADAPTER = ("supports", "build", "step", "full_parameters")
@@ -98,7 +98,8 @@ def load_adapter(engine: str) -> ModuleType:
 def features_of(adapter: ModuleType) -> dict[str, tuple[Any, ...]]:
     """Of all engines, with those that this one adds or narrows."""
     resumes = all(callable(getattr(adapter, name, None)) for name in ("save", "load"))
-    return {**FEATURES, **getattr(adapter, "FEATURES", {}), **(RESUME if resumes else {})}
+    own = {**getattr(adapter, "FEATURES", {}), **(RESUME if resumes else {})}
+    return {**FEATURES, "family": families(), **own}
 
 
 def versions_of(adapter: ModuleType) -> dict[str, str]:
