@@ -15,7 +15,9 @@ from typing import Any
 from parcompile.text import Document, Place, SourceError, SourceText, read_source
 from parcompile.text.python import Configuration, Made, Open, configuration, functions, parsed_python
 from parcompile.text.shell import ShellLimitError, Value, invocations
+from parcompile.text.shell.state import State
 from parcompile.text.shell.words import known, missing, shown
+from parcompile.text.typed import decimal
 
 from .kinds import BRIDGE, MEGATRON_SWIFT, SWIFT, TORCHTITAN
 from .reading import Undecided
@@ -172,7 +174,7 @@ def _swift(source: SourceText, variables: dict[str, str]) -> tuple[Document, str
         for at, name in enumerate(words[:-1]):
             if name in ("swift", "megatron") and words[at + 1] in _TRAINING:
                 tree = dict(_arguments(one.words[at + 2 :]))
-                tree |= _ranks(source.text) | {"command": words[at + 1]}
+                tree |= _ranks(source.text, run.states) | {"command": words[at + 1]}
                 return _document(source, tree), SWIFT if name == "swift" else MEGATRON_SWIFT
     return None
 
@@ -197,7 +199,18 @@ def _switch(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _ranks(text: str) -> dict[str, Any]:
-    """Ranks that the script gives to the launcher of ms-swift as variables of the environment."""
-    found = {name: re.search(rf"\b{variable}=[\"']?(\d+)\b", text) for variable, name in _RANKS.items()}
-    return {name: int(match[1]) for name, match in found.items() if match}
+def _ranks(text: str, states: Iterable[State]) -> dict[str, Any]:
+    """Ranks that the script gives to the launcher of ms-swift as variables of the environment, or of its own."""
+    ranks = {}
+    for variable, name in _RANKS.items():
+        if match := re.search(rf"\b{variable}=[\"']?(?:(\d+)|\$\{{?(\w+))", text):
+            said = {match[1]} if match[1] else {_string(state, match[2]) for state in states}
+            count = said.pop() if len(said) == 1 else None
+            if count is not None and decimal(count):
+                ranks[name] = int(count)
+    return ranks
+
+
+def _string(state: State, name: str) -> str | None:
+    value = state.string(name)
+    return None if value is None else known(value)

@@ -494,6 +494,8 @@ def _read(source: Source, draft: Draft) -> None:
             draft.ask(("model",), f"{flavor} of torchtitan's {module} is no preset")
     reading.read(ROWS, source, draft)
     if not source.given.get("model.converters"):
+        if source.has("model.converters"):
+            source.ignore("model.converters", "it names none")
         for option in [one for section in ("float8", "mx", "quantize") for one in source.under(section)]:
             source.ignore(option, "model.converters does not name it")
 

@@ -165,6 +165,7 @@ TOML = """
 [model]
 name = "deepseek_v3"
 flavor = "671B"
+converters = []
 [optimizer]
 name = "AdamW"
 lr = 2e-4
@@ -198,6 +199,7 @@ def test_torchtitans_toml_is_read_with_its_earlier_names(tmp_path: Path) -> None
     assert training["lr_scheduler"] == {"type": "linear", "warmup_steps": 2000, "min_lr": pytest.approx(2e-5)}
     assert (training["micro_batch_size"], spec["zero"]["stage"]) == (4, 2)
     assert fate(result, "training.dtype") == (Outcome.LOST, True)
+    assert fate(result, "model.converters")[0] is Outcome.NO_EFFECT
     assert fate(result, "debug.moe_force_load_balance")[0] is Outcome.LOST
     assert fate(result, "float8.filter_fqns")[0] is Outcome.NO_EFFECT  # no converter is named
     (tmp_path / "broken.toml").write_text("[training\n", encoding="utf-8")
@@ -296,7 +298,8 @@ def test_automodels_yaml_is_read_with_the_schedule_that_it_fills_in(tmp_path: Pa
 
 SWIFT = """
 # 8 * 80GiB
-NPROC_PER_NODE=4 \\
+ranks=4
+NPROC_PER_NODE=$ranks \\
 swift sft \\
     --model meta-llama/Meta-Llama-3-8B --tuner_type full --dataset 'some/data#500' --torch_dtype bfloat16 \\
     --max_steps 200 --learning_rate 2e-5 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 \\
