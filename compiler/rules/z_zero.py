@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import has_effect, reach
+from parcompile.backends.deepspeed.facts import OWN_CHECKPOINTS, has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
+from parcompile.model.blocks.experts import CORRECTION_BIASES
+from parcompile.model.derived_rows import parameter_table
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also
@@ -14,6 +16,7 @@ from .registry import Finding, rule
 
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
+_RATE = ("training", "router", "bias_update_rate")
 
 
 @rule(
@@ -50,9 +53,11 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "Z002",
-    "experts over ep with ZeRO options that DeepSpeed refuses",
+    "experts with ZeRO options that do not go with them",
     """Experts that are dealt over ep are reduced over fewer ranks than the rest of the model. DeepSpeed's ZeRO stages 1
-    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise.""",
+    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise.
+    Stage 3 shards all parameters. In afmoe, ernie4_5_moe and laguna the correction bias of a router is one, so that no
+    rank holds it when bias_update_rate moves it; in other models it is a buffer, which stays replicated.""",
     wrong={
         "model": {"preset": "qwen3-30b-a3b"},
         "parallelism": {"tp": 2, "ep": 8},
@@ -65,12 +70,29 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
         "zero": {"stage": 1},
         "cluster": {"nodes": 4},
     },
-    sources=("DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",),
+    sources=(
+        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",
+        "transformers models/ernie4_5_moe, Ernie4_5_MoeStatics",
+    ),
     targets=("deepspeed",),
 )
 def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
-    """Fires for what stages 1 and 2 assert where ep > 1."""
+    """Fires for what stages 1 and 2 assert where ep > 1, and for a bias that moves and that stage 3 shards."""
     stage, ep = spec.zero_stage, spec.axis(Axis.EP)
+    if stage == 3 and spec.given(*_RATE):
+        names = {row.name.rpartition(".")[2] for row in parameter_table(spec.shape)}
+        for name in sorted(names.intersection(CORRECTION_BIASES)):
+            yield Finding(
+                f"bias_update_rate {spec.get(*_RATE)} at zero.stage 3: {name} of {spec.shape.model_type} is a "
+                "parameter, which this stage shards",
+                _STAGE,
+                help="use stage 2, or remove bias_update_rate",
+                fixes=(
+                    Fix("set zero.stage to 2", Safety.CHANGES_COST, (Edit(_STAGE, 2),)),
+                    Fix("remove bias_update_rate", Safety.CHANGES_NUMERICS, (Edit(_RATE, remove=True),)),
+                ),
+                related=also(spec, _RATE),
+            )
     if not spec.shape.has_moe or ep == 1 or stage not in (1, 2):
         return
     needed = ("reduce_scatter", "contiguous_gradients")[:stage]
@@ -90,7 +112,8 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
     "Z003",
     "a ZeRO key has no effect at this stage",
     """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those that the stage does not
-    read: a stage-3 key below stage 3, bucket sizes at stage 0, ignore_unused_parameters at stage 3.""",
+    read: a stage-3 key below stage 3, bucket sizes at stage 0, ignore_unused_parameters at stage 3. The runtime itself
+    reads and writes checkpoints and models of stage 3: DeepSpeed's keys for that change nothing.""",
     wrong={"deepspeed": {"zero_optimization": {"stage3_prefetch_bucket_size": 10000000}}},
     right={"deepspeed": {"zero_optimization": {"overlap_comm": True}}},
     severity=Severity.WARNING,
@@ -103,9 +126,11 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         path = (*_ZERO, key)
-        if not has_effect(key, stage):
+        by_runtime = stage == 3 and key in OWN_CHECKPOINTS
+        if by_runtime or not has_effect(key, stage):
+            reason = OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"
             yield Finding(
-                f"{key} has no effect at zero.stage {stage}: DeepSpeed reads it {reach(key)}",
+                f"{key} has no effect at zero.stage {stage}: {reason}",
                 path,
                 help="remove it",
                 fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(path, remove=True),)),),

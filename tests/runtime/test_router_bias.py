@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,13 @@ from training_runs import initial_model, plain_optimizer, samples
 from parcompile.model.blocks.experts import CORRECTION_BIASES
 from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
+from parcompile.pipeline import check_read
 from parcompile.plan import Plan
+from parcompile.rules.registry import example_spec
 from parcompile.runtime.engine.router_bias import RouterBiases
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.text_head import causal_model
+from parcompile.text import parse
 
 RATE, STEPS = 0.05, 3
 
@@ -99,19 +103,27 @@ def test_biases_are_those_of_one_process_and_are_saved_and_exported(tmp_path: Pa
             assert torch.equal(exported[name], one["biases"][name]), name
 
 
-def test_the_families_with_a_bias_are_known() -> None:
+def test_the_families_with_a_bias_are_known_and_stage_3_refused_where_it_is_a_parameter(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    found = set()
+    found, sharded, refused = set(), set(), set()
     for name in RUNTIME_FAMILIES:
         if FAMILIES[name].experts is not None and name != "aria_text":
             values = dict(tiny_config(name))
+            (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
             config = AutoConfig.for_model(values.pop("model_type"), **values)
             with torch.device("meta"):
                 model = causal_model(config)
-            names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
-            found |= {name} if any(one.rpartition(".")[2] in CORRECTION_BIASES for one in names) else set()
+            parameters = {one.rpartition(".")[2] for one, _ in model.named_parameters()}
+            if parameters.union(one.rpartition(".")[2] for one, _ in model.named_buffers()) & set(CORRECTION_BIASES):
+                found.add(name)
+                sharded |= {name} if parameters & set(CORRECTION_BIASES) else set()
+                router = {"router": {"bias_update_rate": RATE}}
+                tree = example_spec({"model": {"hf_config": "config.json"}, "zero": {"stage": 3}, "training": router})
+                said = check_read(parse(json.dumps(tree), "spec.json", "json"), tmp_path).diagnostics
+                refused |= {name for one in said if one.code == "Z002" and "is a parameter" in one.message}
     assert found == CORRECTED
+    assert refused == sharded == {"afmoe", "ernie4_5_moe", "laguna"}
 
 
 @pytest.mark.parametrize(("family", "is_refused"), [("ernie4_5_moe", True), ("deepseek_v3", False)])

@@ -188,6 +188,24 @@ _STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
 UNREAD = frozenset({"allgather_partitions"})
 """What DeepSpeed 0.19.8 takes and reads at no stage."""
 
+OWN_CHECKPOINTS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "gather_16bit_weights_on_model_save",
+                "stage3_gather_16bit_weights_on_model_save",
+                "stage3_gather_fp16_weights_on_model_save",
+            ),
+            "the runtime's save_16bit_model gathers the weights always",
+        ),
+        **dict.fromkeys(
+            ("pipeline_loading_checkpoint", "load_from_fp32_weights"),
+            "the runtime, not DeepSpeed, reads the checkpoints of this stage",
+        ),
+    }
+)
+"""Keys of stage 3 that DeepSpeed reads where the runtime saves and loads in its place, and what the runtime does."""
+
 MEMORY = frozenset({"offload_param", "offload_optimizer", "zero_hpz_partition_size", "zero_quantized_weights"})
 """Keys whose users count on what they save."""
 

@@ -143,7 +143,6 @@ def _zero(spec: Spec) -> dict[str, Any]:
         # Weights are released behind each module: DeepSpeed's own 1e9 elements keep those of a whole small model.
         "stage3_max_reuse_distance": 0,
         "sub_group_size": 1_000_000_000,
-        "stage3_gather_16bit_weights_on_model_save": False,
     }
     # DeepSpeed knows each of them by two names.
     given = {key.removeprefix("stage3_") for key in spec.deepspeed.get("zero_optimization", {})}
