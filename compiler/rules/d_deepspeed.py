@@ -1,4 +1,4 @@
-"""Further keys of a spec for one backend (D for DeepSpeed, G for all): none may fight the plan."""
+"""The further DeepSpeed keys of a spec: none may fight the plan, and what changes the numbers of a run."""
 
 from __future__ import annotations
 
@@ -186,47 +186,3 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
 
 def _removal(path: tuple[str, ...]) -> Fix:
     return Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
-
-
-_MEGATRON = ("backends", "megatron")
-
-
-@rule(
-    "G001",
-    "an option of Megatron-LM cannot stand in backends",
-    """backends.megatron holds options for which a spec has no word; they are written as they stand. Options of which
-    the spec decides the value, options that Megatron-LM does not have, and values of another type are refused.""",
-    wrong={"backends": {"megatron": {"tensor_model_parallel_size": 2}}},
-    right={"backends": {"megatron": {"overlap_grad_reduce": True}}},
-    sources=("Megatron-LM training/arguments.py",),
-)
-def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
-    """Names each option that is refused, and why."""
-    if not spec.given(*_MEGATRON):
-        return
-    # Only here: the parser's options are a large table.
-    from parcompile.backends.megatron.read import refusal
-
-    has_schedule, balances = spec.given("training", "lr_scheduler"), spec.given("training", "router", "aux_loss")
-    for name, value in spec.get(*_MEGATRON).items():
-        why = refusal(name, value, has_schedule=has_schedule, balances=balances)
-        if why is not None:
-            place = (*_MEGATRON, name)
-            fix = Fix(f"remove {name}", Safety.CHANGES_NUMERICS, (Edit(place, remove=True),))
-            yield Finding(why, place, help="remove it, or write it as the message says", fixes=(fix,))
-
-
-@rule(
-    "G002",
-    "options of one backend",
-    """What stands in backends is for one target. Others, and the project's own runtime, do without.""",
-    wrong={"backends": {"megatron": {"overlap_grad_reduce": True}}},
-    right={},
-    severity=Severity.INFO,
-)
-def verbatim_options_are_named(spec: Resolution) -> Iterator[Finding]:
-    """Says how many there are, and who reads them."""
-    found = spec.get(*_MEGATRON) if spec.given(*_MEGATRON) else {}
-    if found:
-        options = f"{len(found)} option{'s' * (len(found) > 1)}"
-        yield Finding(f"backends.megatron: only the target megatron reads its {options}: {', '.join(found)}", _MEGATRON)
