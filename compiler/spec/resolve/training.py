@@ -1,4 +1,4 @@
-"""Batches, precision, and the optimizer."""
+"""Batches, precision, and the optimizer; and the implementation of context parallelism, chosen for the workload."""
 
 from __future__ import annotations
 
