@@ -166,7 +166,23 @@ class _InEngine:
             self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Saves, and notes the checkpoint of the best evaluation.
+
+        Raises:
+            RunError: as `save`; the best checkpoint might be removed before it is loaded.
+        """
+        if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
+            raise RunError(
+                f"save_total_limit {self.args.save_total_limit} may remove the checkpoint that load_best_model_at_end "
+                "loads: leave one of them out",
+                everywhere=True,
+            )
         save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
+        if (best := self.state.best_global_step) and (folder := self._folder / f"step-{best}").exists():
+            self.state.best_model_checkpoint = str(folder)
+
+    def _load_best_model(self) -> None:
+        load(self.model_wrapped, self.state.best_model_checkpoint)
 
 
 class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]

@@ -157,8 +157,9 @@ def script(kind: Any, plan: Plan, folder: str, own: bool, nudged: int | None = N
 
     kind = with_a_margin(kind) if own else kind
     args = TrainingArguments(
-        folder, num_train_epochs=2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
-        eval_strategy="epoch", per_device_eval_batch_size=2, use_cpu=True, **given,
+        folder, num_train_epochs=2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="epoch",
+        eval_strategy="epoch", per_device_eval_batch_size=2, use_cpu=True, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=True, **given,  # the first one: not that of the last step
     )  # fmt: skip
     model, data = initial_model(plan), rows(13)
     nudge(model, nudged)
@@ -195,6 +196,7 @@ def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]
         lambda: script(kind, plan, folder, own, learning_rate=3e-3),
         lambda: script(kind, plan, folder, own, neftune_noise_alpha=5.0, accelerator_config={"split_batches": True}),
         lambda: trainer.train(resume_from_checkpoint=True),
+        lambda: script(kind, plan, folder, own, save_total_limit=1),
         lambda: parallelise(trainer, plan),
         lambda: kind(model=LlamaForSequenceClassification(trainer.model.config), args=trainer.args),
     ):
@@ -234,10 +236,11 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
     assert_close(found, expected, rerun=one_process)
     for rank in ranks:
         assert rank["log"] == ranks[0]["log"]
-        differs, ignored, resumes, instance, classifier = rank["said"]
+        differs, ignored, resumes, removes, instance, classifier = rank["said"]
         assert "neftune_noise_alpha is 5.0: each rank would draw noise of its own" in ignored
         assert "accelerator_config.split_batches is True" in ignored
         assert f"learning_rate is 0.003, the plan has {spec.optimizer.lr}" in differs
         assert "does not resume" in resumes
+        assert "save_total_limit 1 may remove the checkpoint that load_best_model_at_end loads" in removes
         assert "takes a class of transformers' Trainer" in instance
         assert "LlamaForSequenceClassification is a classifier" in classifier
