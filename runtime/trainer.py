@@ -144,6 +144,7 @@ class _InEngine:
     model_wrapped: Any
     processing_class: Any
     state: Any
+    _rate: float = 0.0
 
     def _in_engine(self) -> contextlib.AbstractContextManager[None]:
         """Within it Trainer makes the engine of the plan."""
@@ -153,6 +154,17 @@ class _InEngine:
     @property
     def _folder(self) -> Path:
         return Path(self.args.output_dir) / "checkpoints"
+
+    def training_step(self, *args: Any, **others: Any) -> Any:
+        """As in `Trainer`, whose log gets the rate of the step: DeepSpeed has that of the next one behind it."""
+        self._rate = super()._get_learning_rate()  # type: ignore[misc]
+        return self._made_step(*args, **others)
+
+    def _made_step(self, *args: Any, **others: Any) -> Any:
+        return super().training_step(*args, **others)  # type: ignore[misc]
+
+    def _get_learning_rate(self) -> float:
+        return self._rate
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the whole model, or its adapters, for `from_pretrained`, and the tokenizer. Every rank calls it.
@@ -246,11 +258,11 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
         loss: Tensor = model(**inputs).loss
         return loss
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **others: Any) -> Tensor:
-        """As in `Trainer`; micro-batches that a pipeline, or a loss, takes together go when the last has come."""
+    def _made_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **others: Any) -> Tensor:
+        """Micro-batches that a pipeline, or a loss, takes together go when the last has come."""
         ahead = getattr(without_peft(self.model_wrapped.module).loss_function, "looks_ahead", False)
         if self.mesh.size("pp") == 1 and not ahead:
-            loss: Tensor = super().training_step(model, inputs, *args, **others)
+            loss: Tensor = super()._made_step(model, inputs, *args, **others)
             return loss
         self._waiting.append(inputs)
         if len(self._waiting) < self.args.gradient_accumulation_steps:
@@ -354,7 +366,6 @@ class _Planned(_InEngine):
     """In front of a class of Trainer."""
 
     _plan: Plan
-    _rate: float = 0.0
     create_optimizer: Any
     accelerator: Any
     model_accepts_loss_kwargs: bool
@@ -425,14 +436,6 @@ class _Planned(_InEngine):
             return options_for_deepspeed(self.mesh, model, **options)
 
         return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given)
-
-    def training_step(self, *args: Any, **others: Any) -> Any:
-        """As in `Trainer`, whose log gets the rate of the step: DeepSpeed has that of the next one behind it."""
-        self._rate = super()._get_learning_rate()  # type: ignore[misc]
-        return super().training_step(*args, **others)  # type: ignore[misc]
-
-    def _get_learning_rate(self) -> float:
-        return self._rate
 
     def _of_dp(self, given: Any) -> Any:
         """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""

@@ -97,7 +97,7 @@ def groups_of_their_own(rank: int, plan: Plan) -> list[list[float]]:
     return rates
 
 
-def with_the_trainer(rank: int, plan: Plan, folder: str) -> list[float]:
+def with_the_trainer(rank: int, plan: Plan, folder: str) -> tuple[list[float], list[float]]:
     from transformers import TrainerCallback
 
     from parcompile.runtime.trainer import PlanTrainer, training_arguments
@@ -108,12 +108,12 @@ def with_the_trainer(rank: int, plan: Plan, folder: str) -> list[float]:
         def on_step_begin(self, *_: Any, **given: Any) -> None:
             rates.append(trainer.deepspeed.get_lr()[0])
 
-    args = training_arguments(plan, folder, max_steps=STEPS, report_to=[], disable_tqdm=True)
+    args = training_arguments(plan, folder, max_steps=STEPS, report_to=[], disable_tqdm=True, logging_steps=1)
     trainer = PlanTrainer(
         plan=plan, args=args, train_dataset=samples(plan), model=initial_model(plan), callbacks=[Watch()]
     )
     trainer.train()
-    return rates
+    return rates, [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
 def test_a_group_with_its_own_rate_is_scaled_and_the_trainer_follows_the_plan(tmp_path: Path) -> None:
@@ -122,5 +122,5 @@ def test_a_group_with_its_own_rate_is_scaled_and_the_trainer_follows_the_plan(tm
     for rates in run_ranks(2, groups_of_their_own, plan):
         assert rates == [pytest.approx([rate / 2, rate], rel=1e-12) for rate in planned]
     if pytest.importorskip("accelerate"):
-        for found in run_ranks(2, with_the_trainer, plan, str(tmp_path)):
-            assert found == pytest.approx(planned, rel=1e-12)
+        for rates, logged in run_ranks(2, with_the_trainer, plan, str(tmp_path)):
+            assert rates == logged == pytest.approx(planned, rel=1e-12)
