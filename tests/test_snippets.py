@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md")}
 COMPILER = ("api", "plugins", "report")
 """Pages whose programs need no torch."""
-ELSEWHERE = {"training": "test_readme.py", "finetune": "test_project_runs.py", "quickstart": "test_docs.py"}
+ELSEWHERE = {
+    **{"training": "test_readme.py", "finetune": "test_project_runs.py"},
+    **{"quickstart": "test_docs.py", "migration": "test_docs.py"},
+}
 RUNTIME = ("adapter", "preflight", "recipes", "ring_attention", "tensor_parallel")
 
 SPEC = {

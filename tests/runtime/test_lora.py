@@ -85,8 +85,8 @@ def test_what_is_not_injected_is_named(tmp_path: Path) -> None:
     assert "model.layers.0.self_attn.q_proj has lora_bias" in bias
 
 
-DRAWN = {**ALL, "init_lora_weights": False}
-"""B is drawn too, for it starts at zero."""
+DRAWN = {**ALL, "init_lora_weights": False, "use_rslora": True}
+"""B is drawn too, for it starts at zero. Products are scaled by 1 / √r (rank-stabilized LoRA)."""
 
 
 def train_by_config(rank: int, plan: Plan, folder: str, sft: bool) -> dict[str, Any]:
