@@ -16,8 +16,10 @@ PAGES = {page.stem: page for page in (*(ROOT / "docs").glob("*.md"), ROOT / "REA
 COMPILER = ("api", "plugins", "report")
 """Pages whose programs need no torch."""
 ELSEWHERE = {
-    **{"training": "test_readme.py", "finetune": "test_project_runs.py"},
-    **{"quickstart": "test_docs.py", "migration": "test_docs.py"},
+    "training": "test_readme.py",
+    "finetune": "test_project_runs.py",
+    "quickstart": "test_docs.py",
+    "migration": "test_docs.py",
 }
 RUNTIME = ("adapter", "preflight", "recipes", "ring_attention", "tensor_parallel")
 
