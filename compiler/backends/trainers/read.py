@@ -364,7 +364,7 @@ def _joined(tool: Tool, draft: Draft, inner: Draft) -> None:
     Raises:
         RefusedError: the two disagree.
     """
-    for path in inner.said:
+    for path in sorted(inner.said):
         if any(path[: len(known)] == known and path != known for known in draft.said):
             continue
         if path in draft.said and draft.values[path] != inner.values[path]:
