@@ -298,8 +298,8 @@ def _account(
             return Account(name, Outcome.OPEN, f"{value.decided_by} decides {where}")
         if not value.text:
             return Account(name, Outcome.OPEN, f"left to {value.decided_by.rstrip(',')}")
-        is_call = name.endswith("()")  # it may set anything
-        return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}", is_call)
+        is_statement = name == value.text  # it may set anything
+        return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}", is_statement)
     if name in source.reasons and not (comparison.is_written(name) and comparison.agrees(name)):
         return source.reasons[name]
     if comparison.names and (paths or comparison.is_written(name)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -147,9 +146,21 @@ class _InEngine:
     _rate: float = 0.0
 
     def _in_engine(self) -> contextlib.AbstractContextManager[None]:
-        """Within it Trainer makes the engine of the plan."""
-        given = functools.partial(options_for_deepspeed, self.mesh)
-        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given)
+        """Within it Trainer makes the engine of the plan.
+
+        Raises:
+            RunError: the checkpoint that is to be loaded at the end might be removed before.
+        """
+        if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
+            raise RunError(
+                f"save_total_limit {self.args.save_total_limit} may remove the checkpoint that load_best_model_at_end "
+                "loads: leave one of them out",
+                everywhere=True,
+            )
+        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options)
+
+    def _options(self, model: nn.Module, **options: Any) -> Any:
+        return options_for_deepspeed(self.mesh, model, **options)
 
     @property
     def _folder(self) -> Path:
@@ -178,17 +189,7 @@ class _InEngine:
             self.processing_class.save_pretrained(folder)
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Saves, and notes the checkpoint of the best evaluation.
-
-        Raises:
-            RunError: as `save`; the best checkpoint might be removed before it is loaded.
-        """
-        if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
-            raise RunError(
-                f"save_total_limit {self.args.save_total_limit} may remove the checkpoint that load_best_model_at_end "
-                "loads: leave one of them out",
-                everywhere=True,
-            )
+        """Saves, and notes the checkpoint of the best evaluation."""
         save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
         if (best := self.state.best_global_step) and (folder := self._folder / f"step-{best}").exists():
             self.state.best_model_checkpoint = str(folder)
@@ -420,22 +421,18 @@ class _Planned(_InEngine):
         finally:
             del self.accelerator.gather
 
-    def _in_engine(self) -> contextlib.AbstractContextManager[None]:
-        """As it is, with weight decay for the parameters that Trainer decays."""
-
-        def given(model: nn.Module, **options: Any) -> Any:
-            decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
-            groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    groups[name in decayed].append(parameter)
-            rates = {True: self.args.weight_decay, False: 0.0}
-            options["model_parameters"] = [
-                {"params": found, "weight_decay": rates[decays]} for decays, found in groups.items() if found
-            ]
-            return options_for_deepspeed(self.mesh, model, **options)
-
-        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), given)
+    def _options(self, model: nn.Module, **options: Any) -> Any:
+        """With weight decay for the parameters that Trainer decays."""
+        decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[name in decayed].append(parameter)
+        rates = {True: self.args.weight_decay, False: 0.0}
+        options["model_parameters"] = [
+            {"params": held, "weight_decay": rates[decays]} for decays, held in groups.items() if held
+        ]
+        return super()._options(model, **options)
 
     def _of_dp(self, given: Any) -> Any:
         """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""

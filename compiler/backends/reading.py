@@ -384,7 +384,7 @@ class Importer:
         defaults: the tool's own value of each option, by the same names.
         read: takes the options over into a draft.
         written: what the same tool's exporter writes for a plan, by the same names. An import is checked against it:
-            an option that comes out with another value was not carried.
+            an option that comes out with another value was not carried. By default nothing: the tool has no exporter.
         fate: what there is to say of an option that `read` does not look at; None when the tool does not know it.
         model_options: those options of a source that describe its model.
         meaning: what the tool makes of given options, where several of them say one thing. What comes out is compared
@@ -398,7 +398,7 @@ class Importer:
     options: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     defaults: Callable[[], Mapping[str, Any]]
     read: Callable[[Source, Draft], None]
-    written: Callable[[Plan], Mapping[str, Any]]
+    written: Callable[[Plan], Mapping[str, Any]] = lambda _plan: {}
     fate: Callable[[str, Any], Account | None] = lambda _name, _value: None
     tree: Callable[[Document], Mapping[str, Any]] = lambda document: document.tree  # type: ignore[assignment, return-value]
     model_options: Callable[[Source], list[str]] = lambda _source: []

@@ -119,7 +119,7 @@ def flattened(tree: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     for name in known:
         if name not in found and (nearest := _left(made, name)) is not None:
             found[name] = Undecided("", f"{nearest}(), whose file was not found,")
-    return found | {f"{call}()": Undecided(call, "Python, which is not run") for call in read.unread}
+    return found | {statement: Undecided(statement, "Python, which is not run") for statement in read.unread}
 
 
 def _left(made: Mapping[str, Any], name: str) -> str | None:

@@ -21,7 +21,6 @@ from parcompile.text.typed import WrongValueError, integer, list_of, number, wor
 from . import reading
 from .artefacts import Loss, header, order_loss, sequence_loss
 from .reading import (
-    Account,
     Arguments,
     Bundle,
     Draft,
@@ -267,9 +266,11 @@ def _write_optimizer(spec: Spec) -> Arguments:
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
     kind = source.given.get("optimizer.name", "AdamW")
-    if kind != "AdamW":
+    if kind in ("Adam", "AdamW"):
+        draft.set((*_OPTIMIZER, "type"), kind.lower(), said=kind == "Adam")
+    else:
         draft.ask((*_OPTIMIZER, "type"), f"optimizer.name is {kind}: a spec has adam and adamw")
-    source.ignore("optimizer.name", "a spec has adamw")
+    source.used["optimizer.name"] = {(*_OPTIMIZER, "type")}
     for name in ("lr", "eps", "weight_decay"):
         draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
     draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
@@ -510,17 +511,13 @@ def _meaning(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _fate(name: str, _value: object) -> Account | None:
-    return fate_of(name, _NO_EFFECT)
-
-
 IMPORTER = Importer(
     tool="torchtitan",
     options=_given,
     defaults=lambda: DEFAULTS,
     read=_read,
     written=lambda plan: options(plan.spec),
-    fate=_fate,
+    fate=lambda name, _value: fate_of(name, _NO_EFFECT),
     meaning=_meaning,
     changes=lambda name: name.startswith(("optimizer.", "lr_scheduler.", "training.")) and name != _LOCAL,
 )

@@ -181,8 +181,10 @@ def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
             fixes=(Fix("remove aux_loss_scope", Safety.SAFE, (Edit(_SCOPE, remove=True),)),),
         )
     kind, related = spec.shape.model_type, also(spec, model_path(spec, "model_type"))
+    scope = (Edit(_SCOPE, remove=True),) if spec.given(*_SCOPE) else ()
+    without_aux = Fix("remove aux_loss", Safety.CHANGES_NUMERICS, (Edit(_AUX, remove=True), *scope))
+    without_z = Fix("remove z_loss", Safety.CHANGES_NUMERICS, (Edit(_Z, remove=True),))
     for path, weight in weights.items():
-        removal = Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
         if not spec.shape.has_moe:
             why = f"{kind} has no experts, and so no router"
         elif router_scores(kind) is None:
@@ -190,14 +192,18 @@ def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
         else:
             continue
         yield Finding(
-            f"{path[-1]} {weight}, but {why}", path, help=f"remove {path[-1]}", fixes=(removal,), related=related
+            f"{path[-1]} {weight}, but {why}",
+            path,
+            help=f"remove {path[-1]}",
+            related=related,
+            fixes=(without_aux if path == _AUX else without_z,),
         )
     if _AUX in weights and spec.shape.has_moe and (found := _own_loss(spec)) is not None:
         yield Finding(
             f"aux_loss {weights[_AUX]} beside output_router_logits of the model: two losses would balance experts",
             _AUX,
             help="keep one of them: output_router_logits is aux_loss router_aux_loss_coef with scope micro_batch",
-            fixes=(Fix("remove aux_loss", Safety.CHANGES_NUMERICS, (Edit(_ROUTER, remove=True),)),),
+            fixes=(without_aux,),
             related=also(spec, found),
         )
 

@@ -93,8 +93,8 @@ class _Module:
 class Configuration:
     """What a function builds: the whole, and every part of it by its path.
 
-    A part that a call has made stands beside its attributes. `unread` are calls that may change something and are not
-    followed.
+    A part that a call has made stands beside its attributes. `unread` are calls and other statements that may change
+    something and are not followed.
     """
 
     built: Made
@@ -202,6 +202,13 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
+
+
+_SAYS_NOTHING = (
+    *(ast.Expr, ast.Pass, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assert, ast.Raise),
+    *(ast.Global, ast.Nonlocal, ast.AnnAssign, ast.Break, ast.Continue),
+)
+"""Statements that give no value to a part of a configuration, where they are no calls and no assignments."""
 
 
 class _Reader:
@@ -323,8 +330,12 @@ class _Reader:
             self._statement(one.value, local, module)
         elif isinstance(one, (ast.If, ast.While, ast.For)):
             self._branch(one, local, module)
-        elif isinstance(one, (ast.With, ast.Try)):
+        elif isinstance(one, ast.With):
             self._run(one.body, local, module)
+        elif isinstance(one, ast.Try):
+            self._run([*one.body, *one.orelse, *one.finalbody], local, module)
+        elif not isinstance(one, _SAYS_NOTHING):
+            self.unread.append(_text(one).partition("\n")[0])
 
     def _branch(self, one: ast.If | ast.While | ast.For, local: dict[str, Any], module: _Module) -> None:
         test = self.value(one.test, local, module) if isinstance(one, ast.If) else Open("", "")
@@ -343,7 +354,7 @@ class _Reader:
         if isinstance(call.func, ast.Attribute):
             touched.append(self.value(call.func.value, local, module))
         if isinstance(result, Made) and result.is_left and any(isinstance(one, (Made, list, dict)) for one in touched):
-            self.unread.append(_text(call.func))
+            self.unread.append(f"{_text(call.func)}()")
 
     def _assign(self, target: ast.expr, value: Any, local: dict[str, Any], module: _Module) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -370,6 +381,8 @@ class _Reader:
             with suppress(TypeError, IndexError, KeyError):
                 if isinstance(owner, (dict, list)):
                     owner[key] = value
+                    return
+            self.unread.append(_text(target))
 
     # Expressions.
 

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_cases import spec_tree
 
 from parcompile import schema
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Safety, Severity
+from parcompile.pipeline import check_read
+from parcompile.rules.m_experts import MIXTRAL
 from parcompile.text import Document, parse, read_file
 from parcompile.text.edits import EditError, apply_edit
 from parcompile.text.fixes import apply_fixes, save
@@ -286,3 +289,15 @@ def test_what_an_editor_wrote_meanwhile_is_not_lost_and_a_read_only_file_stays(t
     with pytest.raises(OSError, match="read-only"):
         save(changed, found)
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("a: '8'\n", 0o444)
+
+
+def test_taking_back_a_balancing_loss_leaves_the_other_losses_of_routers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MIXTRAL, "output_router_logits": True}), encoding="utf-8")
+    router = {"aux_loss": 0.01, "aux_loss_scope": "sequence", "z_loss": 0.001}
+    read = parse(
+        json.dumps(spec_tree(model={"hf_config": "config.json"}, training={"router": router})), "spec.json", "json"
+    )
+    (refused,) = (one for one in check_read(read, tmp_path).diagnostics if one.code == "M006")
+    assert read.document is not None
+    fixed = apply_fixes(read.document, [refused], unsafe=True)
+    assert fixed.document.get(("training", "router")) == {"z_loss": 0.001}

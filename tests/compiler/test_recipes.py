@@ -72,6 +72,16 @@ def long():
     if config.compile.enable:
         config.training.max_norm = 2.0
     patch(config)
+    config["section"] = 1
+    try:
+        import json
+    except ImportError:
+        json = None
+    else:
+        config.debug.seed = 7
+    match STEPS:
+        case 1000:
+            config.training.seq_len = 1
     return config
 """
 
@@ -93,7 +103,9 @@ def test_torchtitans_python_is_followed_and_not_run(tmp_path: Path) -> None:
     assert spec["zero"]["stage"] == 2  # torchtitan keeps weights gathered in a pipeline
     # What hangs on a value that the file does not have, and what is not followed, is said.
     assert fate(result, "training.max_norm") == (Outcome.CARRIED, False)
-    assert fate(result, "patch()") == (Outcome.LOST, True)
+    for statement in ("patch()", "config['section']", "match STEPS:"):
+        assert fate(result, statement) == (Outcome.LOST, True)
+    assert training["seed"] == 7
 
 
 def test_a_value_behind_a_condition_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
@@ -167,7 +179,7 @@ name = "deepseek_v3"
 flavor = "671B"
 converters = []
 [optimizer]
-name = "AdamW"
+name = "Adam"
 lr = 2e-4
 beta2 = 0.99
 [lr_scheduler]
@@ -195,7 +207,7 @@ def test_torchtitans_toml_is_read_with_its_earlier_names(tmp_path: Path) -> None
     spec, result = imported(tmp_path, "deepseek.toml", TOML)
     assert (spec["model"], spec["parallelism"]) == ({"preset": "deepseek-v3"}, {"ep": 8})
     training = spec["training"]
-    assert training["optimizer"]["betas"] == [0.9, 0.99]
+    assert (training["optimizer"]["type"], training["optimizer"]["betas"]) == ("adam", [0.9, 0.99])
     assert training["lr_scheduler"] == {"type": "linear", "warmup_steps": 2000, "min_lr": pytest.approx(2e-5)}
     assert (training["micro_batch_size"], spec["zero"]["stage"]) == (4, 2)
     assert fate(result, "training.dtype") == (Outcome.LOST, True)
@@ -294,6 +306,13 @@ def test_automodels_yaml_is_read_with_the_schedule_that_it_fills_in(tmp_path: Pa
     assert training["lr_scheduler"] == {"type": "cosine", "warmup_steps": 10, **rates}
     assert fate(result, "peft.dim") == fate(result, "model.torch_dtype") == (Outcome.LOST, True)
     assert fate(result, "step_scheduler.ckpt_every_steps")[0] is Outcome.NO_EFFECT
+
+    earlier = AUTOMODEL.replace(
+        "  activation_checkpointing: true}", "}\nparallelizer: {activation_checkpointing: true}"
+    )
+    again, result = imported(tmp_path, "earlier.yaml", earlier)
+    assert again == spec
+    assert fate(result, "distributed.activation_checkpointing") == (Outcome.CARRIED, False)
 
 
 SWIFT = """

@@ -318,7 +318,6 @@ IMPORTER = Importer(
     options=options,
     defaults=dict,
     read=read,
-    written=lambda _plan: {},
     tree=_tree,
 )
 PARALLELISM_IMPORTER = Importer(
@@ -326,12 +325,10 @@ PARALLELISM_IMPORTER = Importer(
     options=options,
     defaults=dict,
     read=_read_parallelism,
-    written=lambda _plan: {},
 )
 DISTRIBUTED_IMPORTER = Importer(
     tool="transformers' DistributedConfig",
     options=options,
     defaults=dict,
     read=_read_distributed,
-    written=lambda _plan: {},
 )

@@ -268,7 +268,6 @@ IMPORTER = Importer(
     options=options,
     defaults=defaults,
     read=read,
-    written=lambda _plan: {},
     fate=fate,
     model_options=model.described,
 )

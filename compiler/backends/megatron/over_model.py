@@ -210,7 +210,6 @@ BRIDGE_IMPORTER = Importer(
     options=_options,
     defaults=dict,
     read=_read,
-    written=lambda _plan: {},
     fate=_fate,
 )
 """Reads recipes of Megatron-Bridge, which are Python functions."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from parcompile.backends import reading as table
 from parcompile.backends.reading import (
-    Account,
     Bundle,
     Draft,
     Effect,
@@ -30,6 +29,8 @@ _SEEDS = ("rng.seed", "seed")
 _NAMES = ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path", "model.config")
 _TARGET, _RESHARD, _ZERO3 = "optimizer._target_", "distributed.reshard_after_forward", "distributed.zero_dp_strategy"
 _STRATEGY, _DP, _RECOMPUTE = "distributed.strategy", "distributed.dp_size", "distributed.activation_checkpointing"
+_OLD_RECOMPUTE = "parallelizer.activation_checkpointing"
+"""Where files of 2025 say it."""
 _DTYPES = ("model.torch_dtype", "model.config.torch_dtype")
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _RATES: SpecPath = ("training", "lr_scheduler")
@@ -194,7 +195,7 @@ _EFFECTS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
                 "optimizer._*",
             ),
         ),
-        Effect.MEMORY: ("distributed.*",),
+        Effect.MEMORY: ("distributed.*", "parallelizer.*"),
         Effect.NUMBERS: ("optimizer.*", "lr_scheduler.*", "model.*", "clip_grad_norm.*", "neftune*"),
     }
 )
@@ -203,7 +204,10 @@ _CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization"
 
 
 def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flattened(tree, ()).items() if value not in (None, "None", "none")}
+    given = {name: value for name, value in flattened(tree, ()).items() if value not in (None, "None", "none")}
+    if _OLD_RECOMPUTE in given:
+        given.setdefault(_RECOMPUTE, given.pop(_OLD_RECOMPUTE))
+    return given
 
 
 def _read(source: Source, draft: Draft) -> None:
@@ -217,15 +221,10 @@ def _read(source: Source, draft: Draft) -> None:
         source.lose("recipe", METHOD, changes=True)
 
 
-def _fate(name: str, _value: object) -> Account | None:
-    return fate_of(name, _EFFECTS)
-
-
 IMPORTER = Importer(
     tool="NeMo Automodel",
     options=_options,
     defaults=lambda: DEFAULTS,
     read=_read,
-    written=lambda _plan: {},
-    fate=_fate,
+    fate=lambda name, _value: fate_of(name, _EFFECTS),
 )

@@ -116,6 +116,5 @@ IMPORTER = Importer(
     options=options,
     defaults=lambda: {**TOOL.all_defaults(), "sequence_len": 512},
     read=read,
-    written=lambda _plan: {},
     tree=lambda document: with_deepspeed(document, AXOLOTL),
 )

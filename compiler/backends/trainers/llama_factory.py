@@ -86,7 +86,6 @@ IMPORTER = Importer(
     options=options,
     defaults=lambda: {**TOOL.all_defaults(), "cutoff_len": 2048},
     read=read,
-    written=lambda _plan: {},
     tree=lambda document: with_deepspeed(document, LLAMA_FACTORY),
 )
 
@@ -101,7 +100,6 @@ TRAINER_IMPORTER = Importer(
     options=options,
     defaults=_TRAINER.all_defaults,
     read=reader(_TRAINER),
-    written=lambda _plan: {},
     tree=lambda document: with_deepspeed(document, TRAINER),
 )
 """Reads `TrainingArguments` that are given as a file."""

@@ -184,7 +184,6 @@ IMPORTER = Importer(
     options=_options,
     defaults=TOOL.all_defaults,
     read=_read,
-    written=lambda _plan: {},
     tree=_tree,
 )
 """Reads YAML, scripts and args.json of `swift sft`."""
@@ -235,6 +234,5 @@ MEGATRON_IMPORTER = Importer(
     options=_megatron_options,
     defaults=lambda: _MEGATRON_DEFAULTS,
     read=_read_megatron,
-    written=lambda _plan: {},
 )
 """Reads YAML, scripts and args.json of `megatron sft`."""

@@ -72,7 +72,8 @@ def affecting(tool: str, version: str) -> tuple[Advisory, ...]:
 
 
 def _advisory(record: Mapping[str, Any]) -> Advisory:
-    own = record["database_specific"]
+    given = {"when": None, **record["database_specific"]}
+    own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     events = [stretch["events"] for package in record["affected"] for stretch in package["ranges"]]
     return Advisory(
         id=record["id"],
@@ -80,7 +81,7 @@ def _advisory(record: Mapping[str, Any]) -> Advisory:
         effect=record["details"],
         affected=tuple(_stretch({name: at for event in pair for name, at in event.items()}) for pair in events),
         sources=tuple(reference["url"] for reference in record["references"]),
-        **{**own, "condition": tuple(own["condition"]), "when": own.get("when")},
+        **own,
     )
 
 
