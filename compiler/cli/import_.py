@@ -21,6 +21,7 @@ from parcompile.user_files import parse_json
 
 from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
+from .options import accelerator_option
 from .saying import say
 
 _OPTIONS: dict[SpecPath, str] = {
@@ -44,7 +45,7 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Rows of the embedding, when FILE does not say them.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Ranks on each machine.")
-@click.option("--accelerator", help="What a rank runs on.")
+@accelerator_option()
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights.")
 @click.option("--set", "settings", multiple=True, metavar="PATH=VALUE", help="Any other value of the spec, as JSON.")

@@ -18,7 +18,7 @@ from parcompile.model.presets import find_preset, near_presets, preset_alike, pr
 from parcompile.searching.first import Offer, first_spec, sequence_length_of
 from parcompile.spec.resolve.model import read_config
 
-from .options import no_estimate_option
+from .options import accelerator_name, accelerator_option, no_estimate_option
 from .saying import say
 from .search import progress_bar
 
@@ -38,7 +38,7 @@ class Chosen:
 @click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
-@click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
+@accelerator_option(default="h100-sxm", show_default=True)
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
 @no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
 @click.option("-y", "--yes", is_flag=True, help="Take the fastest layout without asking.")
@@ -75,7 +75,7 @@ def command(
         model = _asked_model()
         nodes = click.prompt("Machines", default=nodes, type=click.IntRange(1, 65536), err=True)
         gpus_per_node = click.prompt("Ranks on each", default=gpus_per_node, type=click.IntRange(1, 256), err=True)
-        accelerator = click.prompt("Accelerator", default=accelerator, err=True)
+        accelerator = click.prompt("Accelerator", default=accelerator, value_proc=accelerator_name, err=True)
     folder = output.parent if output else Path()
     chosen = chosen_model(model, hf_config, folder)
     if sequence_length is None:

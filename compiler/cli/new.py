@@ -17,6 +17,7 @@ from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
+from .options import accelerator_option
 from .plan import fine_tuning, fine_tuning_line
 from .saying import say
 
@@ -56,7 +57,7 @@ _SMALL = {
 @click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
-@click.option("--accelerator", default="h100-sxm", show_default=True, help="What a rank runs on.")
+@accelerator_option(default="h100-sxm", show_default=True)
 @click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
 @click.option("--weights", type=_EXISTING, help="Folder of safetensors to start from; its config.json is the model.")
 @click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")

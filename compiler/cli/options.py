@@ -14,6 +14,7 @@ import click
 from parcompile.backends.kinds import ALL, chosen, names
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.reporters import report
+from parcompile.machines.accelerator import named_accelerator
 from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.rules.registry import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
@@ -24,7 +25,7 @@ from .main import SPEC_HAS_ERRORS
 if TYPE_CHECKING:
     from parcompile.plan import Plan
 
-# Numbers of the command line, as types of its options.
+# Values of the command line, as types of its options.
 
 
 def positive_number(text: str) -> float:
@@ -40,6 +41,23 @@ def positive_number(text: str) -> float:
     if not math.isfinite(number) or number <= 0:
         raise click.BadParameter(f"{text} is not a finite number above 0")
     return number
+
+
+def accelerator_name(text: str) -> str:
+    """An accelerator as a person writes it, by the name of its preset; or the path of its file.
+
+    Raises:
+        BadParameter: there is none of this name.
+    """
+    try:
+        return named_accelerator(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def accelerator_option(**more: Any) -> Callable[[Any], Any]:
+    """`--accelerator` of a command."""
+    return click.option("--accelerator", type=accelerator_name, metavar="NAME", help="What a rank runs on.", **more)
 
 
 # Which findings count: those of chosen codes, and how much.

@@ -11,7 +11,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.machines.accelerator import accelerators
+from parcompile.machines.accelerator import named_accelerator
 from parcompile.searching.first import batch_of, sequence_length_of
 
 from .compile import command as compile_command
@@ -21,9 +21,8 @@ from .saying import say
 _CLUSTER = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<ranks>\d+)x(?P<accelerator>[a-z].*)", re.IGNORECASE)
 _LENGTH = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[km]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
-_USUAL = {"h100": "h100-sxm", "a100": "a100-80gb", "a6000": "rtx-a6000"}
-"""What people mean who do not say which."""
-
+USUAL_RANKS = 8
+"""GPUs of a node, of most machines that are sold: of more, a user may have meant the GPUs of several nodes."""
 FINE_TUNING_TOKENS = 2**19
 """Of a step of fine-tuning, about."""
 FINE_TUNING: dict[str, Any] = {
@@ -62,6 +61,10 @@ def command(model: str, cluster: str, length: str | None, output: Path | None, *
     section = {"nodes": nodes, "gpus_per_node": ranks, "accelerator": accelerator}
     offer = offered(chosen, section, tokens, file.parent, training=training)[0]
     style = Style.of(sys.stderr)
+    if ranks > USUAL_RANKS and ranks % USUAL_RANKS == 0:
+        other = f"{nodes * ranks // USUAL_RANKS}x{USUAL_RANKS}x{accelerator}"
+        nodes_said = "one node" if nodes == 1 else f"{nodes} nodes"
+        say(f"{cluster} is {nodes_said} of {ranks} GPUs; for nodes of {USUAL_RANKS} write {other}", err=True)
     for line in offer_lines((offer,), style):
         say(line, err=True)
     if training is not None:
@@ -96,15 +99,10 @@ def cluster_of(text: str) -> tuple[int, int, str]:
     found = _CLUSTER.fullmatch(text)
     if found is None:
         raise click.UsageError(f"{text!r} is no cluster: write nodes x GPUs of a node x accelerator, as 2x8xH100")
-    wanted = found["accelerator"]
-    if wanted.endswith(".json"):
-        name = wanted
-    else:
-        known = list(accelerators())
-        name = _USUAL.get(wanted.lower(), wanted.lower())
-        if name not in known:
-            near = [one for one in known if one.startswith(name)] or known
-            raise click.UsageError(f"there is no accelerator {wanted!r}; there are: {', '.join(near)}")
+    try:
+        name = named_accelerator(found["accelerator"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     nodes, ranks = int(found["nodes"] or 1), int(found["ranks"])
     if not nodes or not ranks:
         raise click.UsageError(f"{text!r} is an empty cluster")

@@ -147,6 +147,11 @@ class Diagnostic:
     related: tuple[Related, ...] = ()
     end: Position | None = None
 
+    def __repr__(self) -> str:
+        where = f"{self.file}:{self.position.line}:{self.position.column}" if self.position else self.file
+        said = self.message if len(self.message) <= 100 else f"{self.message[:99]}…"
+        return f"Diagnostic({self.code!r}, {self.severity.value!r}, {said!r}, {where!r})"
+
     @property
     def is_error(self) -> bool:
         """Whether this stops the compiler."""

@@ -86,6 +86,25 @@ def find_accelerator(name: str) -> Accelerator:
     return found
 
 
+_USUAL = {"h100": "h100-sxm", "a100": "a100-80gb", "a6000": "rtx-a6000"}
+"""What people mean who do not say which."""
+
+
+def named_accelerator(text: str) -> str:
+    """The name of the preset that a person means: `H100` is "h100-sxm". The name of a file stays as it is.
+
+    Raises:
+        ValueError: there is no such accelerator; the message lists near ones.
+    """
+    if is_preset_file(text):
+        return text
+    name, known = _USUAL.get(text.lower(), text.lower()), list(accelerators())
+    if name not in known:
+        near = [one for one in known if one.startswith(name)] if name else []
+        raise ValueError(f"there is no accelerator {text!r}; there are: {', '.join(near or known)}")
+    return name
+
+
 @functools.cache
 def accelerators() -> Mapping[str, Accelerator]:
     """All presets by name."""

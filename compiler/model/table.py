@@ -101,6 +101,9 @@ class ParameterTable:
     layers_per_module: int = 1
     """Consecutive layers whose parameters the model registers together."""
 
+    def __repr__(self) -> str:
+        return f"ParameterTable({self.numel:,} parameters, {self.num_layers} layers)"
+
     def __iter__(self) -> Iterator[Parameter]:
         """Each row once, layers not repeated."""
         yield from self.before

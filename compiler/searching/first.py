@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -296,16 +297,21 @@ def _warnings(one: Ranked, shortest: float) -> Iterator[str]:
 def _exact_only(space: Space) -> FirstSpec:
     """The simplest layout whose weights, gradients and optimizer state fit; activations and time are not estimated."""
     predictor, fitting, smallest, refusal = Predictor(space.choices), [], None, ""
-    for setting in _settings(space):
-        if isinstance(setting, Refused):
-            refusal = refusal or f"[{setting.code}] {setting.message}"
-            continue
-        one = Ranked(functools.partial(setting.candidate, setting.micro_batches[0], setting.recompute[0]), predictor)
-        size = static_memory(setting.work).total_bytes
-        if not far_too_large(setting.work):
-            fitting.append((_parts(one), setting.work.pp, setting.work.tp, size, one))
-        elif smallest is None or size < smallest[0]:
-            smallest = (size, one)
+    for each in _with_last_stage(space):
+        for setting in _settings(each):
+            if isinstance(setting, Refused):
+                refusal = refusal or f"[{setting.code}] {setting.message}"
+                continue
+            one = Ranked(
+                functools.partial(setting.candidate, setting.micro_batches[0], setting.recompute[0]), predictor
+            )
+            size = static_memory(setting.work).total_bytes
+            if not far_too_large(setting.work):
+                fitting.append((_parts(one), setting.work.pp, setting.work.tp, size, one))
+            elif smallest is None or size < smallest[0]:
+                smallest = (size, one)
+        if fitting:
+            break
     if fitting:
         *_, size, one = min(fitting, key=lambda entry: entry[:3])
         reason = f"{one.layout_name}: {_exact(one, size)}"
@@ -320,6 +326,13 @@ def _exact(one: Ranked, size: float) -> str:
     device = one.base.work.machine.memory_bytes
     room = "" if device is None else f" of {format_bytes(device)}"
     return f"weights, gradients and optimizer state take {format_bytes(size)}{room} on each rank"
+
+
+def _with_last_stage(space: Space) -> Iterator[Space]:
+    """A space, and then the same at ZeRO stage 3 where that is open."""
+    yield space
+    if last := space.at_last_stage:
+        yield last
 
 
 def _settings(space: Space) -> Iterator[Setting | Refused]:
@@ -391,9 +404,9 @@ def _size(one: Ranked) -> str:
 
 def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
     """A layout that fits, the simplest settings first, with full recomputation only where it has to be."""
-    other = narrow_space(tree, space.folder)
-    predictor = Predictor(other.choices)
-    for setting in _settings(other):
+    narrow = narrow_space(tree, space.folder)
+    predictor = Predictor(narrow.choices)
+    for setting in itertools.chain.from_iterable(map(_settings, _with_last_stage(narrow))):
         if isinstance(setting, Refused) or far_too_large(setting.work):
             continue
         for word in setting.recompute:

@@ -15,7 +15,7 @@ import functools
 import gc
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parcompile.cost.calibration import TIE, expected_seconds, simplicity
@@ -173,7 +173,7 @@ class SearchResult:
 
 
 def search(space: Space, progress: Progress | None = None, fitted: CoefficientSet | None = None) -> SearchResult:
-    """Every layout of a space, ranked.
+    """Every layout of a space, ranked; at ZeRO stage 3 only where none fits whose tp stays in a node.
 
     `progress` passes on the settings of the axes and may count them; `fitted` are coefficients to use instead of those
     of the package.
@@ -191,19 +191,47 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
 def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | None) -> SearchResult:
     memory, time = (fitted.memory, fitted.time) if fitted else (None, None)
     predictor = Predictor(space.choices, memory, time)
-    refused: list[Refused] = []
-    ranked: list[Ranked] = []
-    larger: list[Ranked] = []
-    shortest = math.inf
+    tried = _Tried()
+    _try_all(space, predictor, progress, tried)
+    if (last := space.at_last_stage) and not any(one.is_safe and _tp_in_node(one.base.work) for one in tried.ranked):
+        _try_all(last, predictor, progress, tried)
+    found = outcome(tried.ranked, tried.refused)
+    found = replace(found, too_large=(*found.too_large, *tried.larger))
+    if found.best is None:
+        smallest = found.too_large[:1]
+        return replace(found, remedies=tuple(one for each in smallest for one in remedies(space, each.candidate)))
+    return replace(found, other_executions=_other_executions(found.best, space.choices, time))
+
+
+@dataclass(slots=True)
+class _Tried:
+    """Layouts, while a search goes on."""
+
+    ranked: list[Ranked] = field(default_factory=list)
+    larger: list[Ranked] = field(default_factory=list)
+    """Those whose memory was not predicted: one that needs less is far too large."""
+    refused: list[Refused] = field(default_factory=list)
+    shortest: float = math.inf
+    """The step of the fastest that fits."""
+
+
+def _tp_in_node(work: Workload) -> bool:
+    return work.stride(Axis.TP) * work.tp <= work.gpus_per_node
+
+
+def _try_all(space: Space, predictor: Predictor, progress: Progress | None, tried: _Tried) -> None:
+    """Adds the layouts of a space to those tried before, of which only refusals may be the same."""
+    known_refusals = {_named(one.changes) for one in tried.refused}
     for changes in progress(space.combinations) if progress else space.combinations:
         found = expand(space, changes)
         if isinstance(found, Refused):
-            refused.append(found)
+            if _named(found.changes) not in known_refusals:
+                tried.refused.append(found)
             continue
         fitting: list[Ranked] = []
         for setting in _at_each_stage(space, found, predictor, fitting):
             judged = list(_judged(setting, predictor, fitting))
-            larger += [one for one, known in judged if not known]
+            tried.larger += [one for one, known in judged if not known]
             layouts = [one for one, known in judged if known]
             if space.recompute is not None and space.executable:
                 # Only the runtime recomputes some stages and not others.
@@ -212,24 +240,23 @@ def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | No
                 pairs = [(one.base, known and one.is_safe) for one, known in judged]
                 pairs += [(one.base, True) for one in fitting]
                 slow = [one for one, _ in judged if one.base.work.recompute == "none" and is_open(one.base, pairs)]
-                late = {id(one.base) for one in slow if not _may_win(one, shortest)}
+                late = {id(one.base) for one in slow if not _may_win(one, tried.shortest)}
                 pairs = [(one, fits) for one, fits in pairs if id(one) not in late]
                 layouts += [
                     Ranked(functools.partial(Candidate, one.changes, one.work), predictor)
-                    for one in between(pairs, memory)
+                    for one in between(pairs, predictor.memory)
                 ]
             for one in layouts:
-                placed = _reordered(one, shortest) if one.is_safe else one
-                ranked.append(placed)
+                placed = _reordered(one, tried.shortest) if one.is_safe else one
+                tried.ranked.append(placed)
                 if placed.is_safe:
                     fitting.append(placed)
-                    shortest = min(shortest, placed.seconds)
-    sorted_out = outcome(ranked, refused)
-    sorted_out = replace(sorted_out, too_large=(*sorted_out.too_large, *larger))
-    if sorted_out.best is None:
-        smallest = sorted_out.too_large[:1]
-        return replace(sorted_out, remedies=tuple(one for each in smallest for one in remedies(space, each.candidate)))
-    return replace(sorted_out, other_executions=_other_executions(sorted_out.best, space.choices, time))
+                    tried.shortest = min(tried.shortest, placed.seconds)
+
+
+def _named(changes: Mapping[str, object]) -> frozenset[tuple[str, object]]:
+    """A setting of the axes, at whatever ZeRO stage."""
+    return frozenset((name, value) for name, value in changes.items() if name != "stage")
 
 
 def _at_each_stage(

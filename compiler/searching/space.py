@@ -84,6 +84,8 @@ LARGEST_MICRO_BATCH = 64
 ZERO_STAGES = (1, 0, 2)
 """Of ZeRO. No layout is faster at another stage than at the first: another one is tried where it holds less, and the
 layout does not fit at the first."""
+LAST_ZERO_STAGE = 3
+"""Tried where nothing fits at the others: its weights are gathered in each pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,13 @@ class Space:
         tp = named[Axis.TP]
         whole = self.whole_experts and tp > 1 and named[Axis.EP] > 1 and named[Axis.EP] % tp == 0
         return [{}, {"expert_tp": 1}] if whole else [{}]
+
+    @property
+    def at_last_stage(self) -> Space | None:
+        """The same at ZeRO stage 3; None where the spec gives a stage, needs pp, or is not meant for the runtime."""
+        if self.zero_stages != ZERO_STAGES or not self.executable or 1 not in self.axes[Axis.PP]:
+            return None
+        return replace(self, zero_stages=(LAST_ZERO_STAGE,), axes={**self.axes, Axis.PP: (1,)})
 
 
 def open_space(
@@ -332,7 +341,7 @@ def between(judged: Iterable[tuple[Candidate, bool]], memory: Fit | None) -> Ite
 
 
 MOST = 3
-ZERO_STAGES_TRIED = (2, 3)
+ZERO_STAGES_TRIED = (2, LAST_ZERO_STAGE)
 """Where stage 1 does not fit."""
 
 

@@ -234,6 +234,9 @@ class Spec:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Options of Megatron-LM that are written as they stand."""
 
+    def __repr__(self) -> str:
+        return f"Spec({self.name!r}, world_size={self.cluster.world_size})"
+
     @property
     def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
         """For each pp rank its virtual stages (one unless they are interleaved)."""

@@ -23,6 +23,9 @@ class SourceText:
     text: str
     bom: bool = False
 
+    def __repr__(self) -> str:
+        return f"SourceText({self.file!r}, {self.line_count} lines)"
+
     @cached_property
     def _line_starts(self) -> list[int]:
         return [0, *(match.end() for match in _LINE_BREAK.finditer(self.text))]

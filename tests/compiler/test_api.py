@@ -167,5 +167,7 @@ def test_what_is_shown_of_an_object_is_a_line() -> None:
     plan = parcompile.compile(llama())
     objects = [plan, plan.estimate(), parcompile.check(llama()), parcompile.diff(plan, plan)]
     objects += [parcompile.init("llama-3-8b"), *parcompile.init("llama-3-8b").offers, parcompile.search(llama())]
+    checked = parcompile.check({**llama(), "nonsense": "long " * 100})
+    objects += [checked, *checked.diagnostics, checked.source, plan.spec, plan.parameters]
     shown = [repr(one) for one in objects]
     assert [one for one in shown if len(one) > 200 or not one] == []

@@ -160,6 +160,29 @@ def test_what_plan_cannot_read_is_said(run: Run, arguments: tuple[str, ...], mes
     assert message in " ".join(done.output.split())
 
 
+def test_accelerators_are_named_as_people_write_them(run: Run) -> None:
+    Path("ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 1}}', encoding="utf-8")
+    commands = [
+        ("init", "llama-3.1-8b", "-o", "first.json"),
+        ("new", "project", "--model", "llama-3.1-8b"),
+        ("import", "ds.json", "-o", "imported.json", "--gpus-per-node", "8", "--model", "llama-3.1-8b"),
+    ]
+    for command in commands:
+        wrong = run(*command, "--accelerator", "H10")
+        assert wrong.exit_code
+        assert "there is no accelerator 'H10'; there are: h100-sxm, h100-pcie, h100-nvl" in wrong.output
+        assert not any(map(Path.exists, map(Path, ("first.json", "project", "imported.json"))))
+    for command, file in zip(commands, ("first.json", "project/spec.json", "imported.json"), strict=True):
+        run(*command, "--accelerator", "H100")
+        assert json.loads(Path(file).read_text(encoding="utf-8"))["cluster"]["accelerator"] == "h100-sxm"
+
+
+def test_more_gpus_than_a_node_usually_has_are_remarked_on(run: Run) -> None:
+    said = " ".join(run("plan", "llama-3.1-8b", "16xH100", "8k").output.split())
+    assert "16xH100 is one node of 16 GPUs; for nodes of 8 write 2x8xh100-sxm" in said
+    assert "is one node" not in run("plan", "llama-3.1-8b", "8xH100", "8k", "-o", "eight").output
+
+
 def test_init_asks_for_a_model_only_in_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "name the model, as in parcompile init llama-3-8b" in run("init").output
     terminal = {"stdin": type("", (), {"isatty": lambda: True}), "stderr": sys.stderr}

@@ -23,6 +23,7 @@ from parcompile.cost.executions import OpenChoices, all_executions, fastest, ord
 from parcompile.cost.footprint import SAFE, footprint
 from parcompile.cost.step import timing, values_of
 from parcompile.cost.workload import Workload
+from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import ContextParallel, CpImplementation, level_sizes
 from parcompile.model.hf_config import shape_from_config
@@ -439,12 +440,31 @@ def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
 
 
 def test_init_takes_tp_over_nodes_where_nothing_else_fits_and_warns_of_it() -> None:
+    cluster = {"nodes": 4, "gpus_per_node": 2, "accelerator": "rtx-4090"}
+    offer, *_ = first_spec("small", {"preset": "llama-3.1-8b"}, cluster, 4096, Path()).offers
+    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["pp"]) == (4, 2)
+    assert any("tp 4 leaves the node of 2 GPUs" in warning for warning in offer.warnings)
+
+
+def test_zero_stage_3_is_tried_where_else_tp_would_leave_its_node() -> None:
     cluster = {"nodes": 8, "gpus_per_node": 4, "accelerator": "h100-sxm"}
     offer, *_ = first_spec("long", {"preset": "llama-3-70b"}, cluster, 131072, Path()).offers
-    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["cp"]) == (8, 4)
-    assert offer.spec["zero"] == {"stage": 2}
-    assert any("tp 8 leaves the node of 4 GPUs" in warning for warning in offer.warnings)
-    assert offer.spec["training"]["activation_checkpointing"] == "full"
+    assert offer.spec["zero"] == {"stage": 3}
+    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["cp"]) == (4, 4)
+    assert offer.warnings == ()
+    # Both fit at the other stages only with tp 8, which takes longer; the search knows all of them.
+    tree = {name: part for name, part in offer.spec.items() if name not in ("zero", "parallelism")}
+    del tree["training"]["activation_checkpointing"], tree["training"]["micro_batch_size"]
+    whole = open_space({**tree, "parallelism": {}}, Path(), executable=True, layers=80, experts=0)
+    axes = {**whole.axes, Axis.PP: (1,), Axis.TP: (4, 8), Axis.CP: (4, 8)}
+    found = search(replace(whole, axes=axes))
+    assert found.best is not None
+    assert (found.best.base.work.tp, found.best.base.work.zero_stage) == (4, 3)
+    assert {one.base.work.tp for one in found.fitting if one.base.work.zero_stage != 3} == {8}
+    # At a stage that the spec gives no other is tried, and where a layout fits in its node neither.
+    given = search(space({**tree, "parallelism": {"pp": 1}, "zero": {"stage": 1}}))
+    assert all(one.base.work.zero_stage == 1 for one in (*given.fitting, *given.too_large))
+    assert all(one.base.work.zero_stage < 3 for one in search(space(llama(nodes=1, batch=64))).fitting)
 
 
 def _of_stages(found: SearchResult) -> dict[Workload, int]:
