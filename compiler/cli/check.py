@@ -204,4 +204,5 @@ def _print(
         say(f"{run.fixed} fixed")
     if run.checked and not found:
         count = len(run.checked)
-        say(f"{count} file{'s' if count > 1 else ''} checked: no errors, no remarks")
+        files = run.files[0] if run.skipped and count == 1 else f"{count} file{'s' if count > 1 else ''}"
+        say(f"{files} checked: no errors, no remarks")

@@ -131,6 +131,14 @@ def test_a_file_alone_that_is_not_checked_is_told_why(run: Any, text: bytes, why
     assert err.startswith(f"Error: {why}")
 
 
+def test_the_file_that_was_checked_in_the_place_of_another_is_named(run: Any) -> None:
+    write("ds.json", {"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_clipping": 1.0})
+    write("axolotl.yml", {"base_model": "x", "deepspeed": "ds.json"})
+    _, out, err = run("check", "axolotl.yml")
+    assert out == "ds.json checked: no errors, no remarks\n"
+    assert "skipped: axolotl.yml is of kind axolotl" in err
+
+
 def test_the_kind_can_be_said(run: Any) -> None:
     write("odd.json", {"model": {"preset": "gpt2"}})
     code, out, _ = run("check", "odd.json", "--kind", "spec", "--format", "json")

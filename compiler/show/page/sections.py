@@ -260,8 +260,9 @@ def summary_line(subject: Subject) -> str:
     source = (
         spec.model.hf_config.get("model_type", "A model") if spec.model.source == "dimensions" else spec.model.source
     )
+    model = "" if source == spec.name else f"{source} on "
     return (
-        f"{source} on {spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "
+        f"{model}{spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "
         f"{spec.training.global_batch_size:,} sequences of {spec.training.sequence_length:,} tokens, "
         f"{spec.training.precision.value}, ZeRO-{spec.zero_stage}."
     )

@@ -75,7 +75,7 @@ class _Ring:
             CpImplementation.ALL_GATHER: "all keys are gathered at once",
             CpImplementation.ULYSSES: "heads are exchanged for tokens, so that each rank sees the whole sequence",
             CpImplementation.USP: f"{context.head_ranks} ranks exchange heads and share one of {places} places",
-        }.get(context.implementation, f"{places} steps, {places - 1} exchanges")
+        }.get(context.implementation, f"{places} steps, {places - 1} exchange{'s' * (places > 2)}")
         return f"cp {context.cp}, {context.name}, {self.layout.value}: {how}; balance {_balance(self):.0%}"
 
 

@@ -96,8 +96,11 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
     step, work = subject.estimate.time.step, subject.estimate.work
     sketch.y += 12
     name = "1F1B" if work.virtual_stages == 1 else f"interleaved 1F1B, {work.virtual_stages} virtual stages"
-    idle = f", idle {laid.idle_share:.1%} of the pipeline's time" if work.pp > 1 else ""
-    sketch.caption(f"What each stage does when: {work.micro_batches} micro-batches, {name}{idle}", strong=True)
+    how = f"What a rank does when: {work.micro_batches} micro-batches"
+    if work.pp > 1:
+        how = f"What each stage does when: {work.micro_batches} micro-batches, {name}, "
+        how += f"idle {laid.idle_share:.1%} of the pipeline's time"
+    sketch.caption(how, strong=True)
     left = text_width(f"stage {laid.stages - 1}", SMALL) + 10
     room = sketch.width - left
     lane = 22.0 if laid.stages <= 16 else 12.0
@@ -140,10 +143,10 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         ]
     )
     if len(windows) > 1:
-        sketch.caption(
-            "The pipeline fills, runs in its steady state, and drains; what lies between is like the steady state.",
-            size=SMALL + 1,
-        )
+        said = "The step begins and ends; what lies between is more of the same."
+        if work.pp > 1:
+            said = "The pipeline fills, runs in its steady state, and drains; the steady state is shown in part."
+        sketch.caption(said, size=SMALL + 1)
     estimate = step.seconds - step.gradients - step.optimizer
     if abs(laid.seconds - estimate) > 0.005 * estimate:
         sketch.caption(
