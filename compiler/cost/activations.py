@@ -79,18 +79,18 @@ def layer_bytes(
             ),
         )
     h, width = shape.hidden_size, float(element_bytes)
-    norms = shape.norms_per_layer * 2 * h
+    norms = shape.norms.per_layer * 2 * h
     kv_heads = _kv_heads(shape, tp)
     heads = shape.num_attention_heads / tp
-    if isinstance(mla := shape.projections, MlaShape):
+    if isinstance(mla := shape.attention.projections, MlaShape):
         attention = heads * (2 * mla.key_dim + 2 * mla.v_head_dim) + (mla.q_lora_rank or 0) + mla.kv_lora_rank
-    elif shape.low_rank is not None:
-        low, wide = shape.low_rank, heads * shape.head_dim
-        compressed = 0 if shape.compressed is None else 3 * shape.compressed.series * shape.head_dim
+    elif shape.heads.low_rank is not None:
+        low, wide = shape.heads.low_rank, heads * shape.head_dim
+        compressed = 0 if shape.attention.compressed is None else 3 * shape.attention.compressed.series * shape.head_dim
         attention = low.query_rank + 3 * wide + low.output_groups * low.output_rank / tp + shape.head_dim + compressed
     else:
         attention = (heads + _own(kv_heads, shape)) * (shape.head_dim + shape.value_dim)
-    projections = 3 if shape.gated_mlp else 2
+    projections = 3 if shape.mlp.gated else 2
     if moe and shape.moe is not None:
         experts = shape.moe
         active = experts.num_experts_per_token * experts.intermediate_size + experts.shared_intermediate_size
@@ -135,11 +135,11 @@ def eager_layer_bytes(
         )
     width, h = float(element_bytes), shape.hidden_size
     family = FAMILIES.get(shape.model_type, Family())
-    rms = family.norm is Norm.WEIGHT and not shape.norm_bias
+    rms = family.norm is Norm.WEIGHT and not shape.norms.bias
     normed = 4 if shape.model_type in FP32_NORMS else width
-    stream = shape.norms_per_layer * h * (4 + normed if rms else width)
-    if shape.norm_gate:  # what the gate multiplies, and the gate in fp32
-        stream += shape.norms_per_layer * (h * (width + 4) + 2 * width * shape.norm_gate)
+    stream = shape.norms.per_layer * h * (4 + normed if rms else width)
+    if shape.norms.gate:  # what the gate multiplies, and the gate in fp32
+        stream += shape.norms.per_layer * (h * (width + 4) + 2 * width * shape.norms.gate)
     if shape.layer_inputs is not None:
         # What goes into the gate, and a norm behind it; the part, its gate before and behind the activation, and their
         # product.
@@ -150,27 +150,27 @@ def eager_layer_bytes(
         stream += 12 * h
     stream += mixture_bytes(shape, width)
     heads, kv_heads = shape.num_attention_heads / tp, _own(_kv_heads(shape, tp), shape)
-    if isinstance(mla := shape.projections, MlaShape):
+    if isinstance(mla := shape.attention.projections, MlaShape):
         # Values are a view of what their projection gives, which has keys beside them; keys are copied on.
         attention = width * heads * (2 * mla.key_dim + mla.qk_nope_head_dim + 2 * mla.v_head_dim)
         # What is compressed passes a norm: in fp32, normalised, and weighted.
         attention += (4 + normed + width) * ((mla.q_lora_rank or 0) + mla.kv_lora_rank)
-    elif shape.low_rank is not None:
-        attention = _low_rank_bytes(shape, shape.low_rank, tp, width)
+    elif shape.heads.low_rank is not None:
+        attention = _low_rank_bytes(shape, shape.heads.low_rank, tp, width)
     else:
         attention = width * (heads + kv_heads) * (shape.head_dim + shape.value_dim)
-    if shape.qk_norm:
+    if shape.heads.qk_norm:
         attention += (4 + normed) * (heads + kv_heads) * shape.head_dim
-    attention += 4 * shape.weightless_qk_norm_share * (heads + kv_heads) * shape.head_dim
+    attention += 4 * shape.heads.weightless_qk_norm_share * (heads + kv_heads) * shape.head_dim
     if shape.model_type in VALUE_NORMS:
         attention += 4 * kv_heads * shape.value_dim
     attention += 4 * heads
     if shape.model_type in GATED_RESIDUALS:  # the norm of what attention gives
         attention += 4 * heads * shape.value_dim
-    if shape.attention_gate:
+    if shape.heads.gate:
         # What the gate multiplies is kept, and the product; of a gate for each feature its values too.
-        attention += width * heads * shape.value_dim * (2 if shape.attention_gate > 1 else 1)
-    kept = (4.0 if shape.gated_mlp else 2.0) + shape.activation_numbers
+        attention += width * heads * shape.value_dim * (2 if shape.heads.gate > 1 else 1)
+    kept = (4.0 if shape.mlp.gated else 2.0) + shape.mlp.activation_numbers
     if shape.model_type in FP32_MLPS:
         kept = 1 + 3 * 4 / width  # both projections and the activation's output in fp32
     if moe and shape.moe is not None:
@@ -205,7 +205,7 @@ def _low_rank_bytes(shape: ModelShape, low: LowRank, tp: int, width: float) -> f
     kept = (8 + width) * low.query_rank + 2 * wide * width + wide * cast  # queries before and behind rotation
     kept += 2 * width * wide + width * low.output_groups * low.output_rank / tp
     kept += (8 + width) * shape.head_dim
-    if (keys := shape.compressed) is not None:
+    if (keys := shape.attention.compressed) is not None:
         kept += keys.series * shape.head_dim * (width + 4 + (width if cast else 0))
         kept += (8 + 2 * width) * shape.head_dim / keys.rate
     return kept
@@ -218,7 +218,7 @@ def _kv_heads(shape: ModelShape, tp: int) -> float:
 
 def _own(kv_heads: float, shape: ModelShape) -> float:
     """The kv heads that a layer keeps itself."""
-    return 0.0 if shape.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
+    return 0.0 if shape.attention.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
 FP32_NORMS = types_with("fp32_norms")

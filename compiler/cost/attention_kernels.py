@@ -64,7 +64,7 @@ def _capability(work: Workload) -> tuple[int, int] | None:
 
 
 def _asked(shape: ModelShape, work: Workload) -> Attention:
-    window = shape.sliding_window
+    window = shape.attention.sliding_window
     return Attention(
         _NAMES[work.element_bytes],
         *_widths(shape),

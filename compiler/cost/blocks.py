@@ -183,7 +183,9 @@ def table_gradient_bytes(work: Workload, stage: Stage) -> float:
 
 def uses(shape: ModelShape, layers: range) -> int:
     """How many of these layers use a shared block."""
-    return 0 if shape.shared_blocks is None else sum(layer in layers for layer in shape.shared_blocks.layers)
+    return (
+        0 if shape.stack.shared_blocks is None else sum(layer in layers for layer in shape.stack.shared_blocks.layers)
+    )
 
 
 def kept_of_use(work: Workload) -> tuple[float, float]:
@@ -193,7 +195,7 @@ def kept_of_use(work: Workload) -> tuple[float, float]:
     the layer's projection keeps its input. Attention and MLP keep their inputs whole, and adapters what is between
     their two matrices.
     """
-    shared, width, hidden = work.shape.shared_blocks, work.element_bytes, work.shape.hidden_size
+    shared, width, hidden = work.shape.stack.shared_blocks, work.element_bytes, work.shape.hidden_size
     if shared is None:
         return 0.0, 0.0
     own = (INPUTS + 1) * hidden * (4 + width) + width * hidden
@@ -215,35 +217,35 @@ NUMBERS = 8
 
 def mixture_parameters(shape: ModelShape) -> int:
     """Parameters of a layer's mixtures that multiply each token."""
-    if shape.mixture_rank:
-        return MIXTURES * (head_parameters(shape) + shape.hyper_streams**2 * shape.hidden_size)
-    pairs = shape.hyper_streams if shape.square_mixtures else 0
-    return MIXTURES * (2 + pairs) * shape.hyper_streams**2 * shape.hidden_size
+    if shape.residual.mixture_rank:
+        return MIXTURES * (head_parameters(shape) + shape.residual.streams**2 * shape.hidden_size)
+    pairs = shape.residual.streams if shape.residual.square_mixtures else 0
+    return MIXTURES * (2 + pairs) * shape.residual.streams**2 * shape.hidden_size
 
 
 def head_parameters(shape: ModelShape) -> int:
     """Those of the mixture behind the last layer, which reads only."""
-    if shape.mixture_rank:
-        return 2 * shape.mixture_rank * shape.hyper_streams * shape.hidden_size
-    return 0 if shape.model_type in MEANS else shape.hyper_streams**2 * shape.hidden_size
+    if shape.residual.mixture_rank:
+        return 2 * shape.residual.mixture_rank * shape.residual.streams * shape.hidden_size
+    return 0 if shape.model_type in MEANS else shape.residual.streams**2 * shape.hidden_size
 
 
 def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
     """What a layer's mixtures keep of a token: the streams, what each block adds to them in fp32, and their numbers."""
-    if not shape.hyper_streams:
+    if not shape.residual.streams:
         return 0.0
-    numbers = NUMBERS * FP32_BYTES * shape.hyper_streams
-    if shape.square_mixtures:
+    numbers = NUMBERS * FP32_BYTES * shape.residual.streams
+    if shape.residual.square_mixtures:
         # Each time what is normalised, by rows or by columns, and its sums; before it a softmax and its logits.
-        pairs = shape.hyper_streams**2
-        numbers += FP32_BYTES * (2 * shape.square_mixtures * (pairs + shape.hyper_streams) + 2 * pairs)
+        pairs = shape.residual.streams**2
+        numbers += FP32_BYTES * (2 * shape.residual.square_mixtures * (pairs + shape.residual.streams) + 2 * pairs)
     return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape, element_bytes) + numbers)
 
 
 def added_bytes(shape: ModelShape, element_bytes: float) -> float:
     """What a block gives for a token as it is added to the streams: in their type where these are mixed, else fp32."""
-    width = element_bytes if shape.square_mixtures or shape.mixture_rank else FP32_BYTES
-    return float(width * shape.hidden_size) if shape.hyper_streams else 0.0
+    width = element_bytes if shape.residual.square_mixtures or shape.residual.mixture_rank else FP32_BYTES
+    return float(width * shape.hidden_size) if shape.residual.streams else 0.0
 
 
 def head_bytes(work: Workload, stage: Stage) -> float:
@@ -251,7 +253,7 @@ def head_bytes(work: Workload, stage: Stage) -> float:
 
     With full recomputation it is gone when the largest layer is computed again.
     """
-    none = not work.shape.hyper_streams or work.shape.model_type in MEANS
+    none = not work.shape.residual.streams or work.shape.model_type in MEANS
     if none or not stage.has_head or work.recomputes_layers:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
@@ -263,12 +265,12 @@ def _streams(shape: ModelShape, element_bytes: float) -> float:
 
     With gates of all features: the streams and what a norm makes of them in fp32, times its weight, and the gates.
     """
-    if shape.mixture_rank:
-        kept = shape.hyper_streams * shape.hidden_size * (2 * FP32_BYTES + 2 * element_bytes)
-        return kept + 2 * element_bytes * shape.mixture_rank
+    if shape.residual.mixture_rank:
+        kept = shape.residual.streams * shape.hidden_size * (2 * FP32_BYTES + 2 * element_bytes)
+        return kept + 2 * element_bytes * shape.residual.mixture_rank
     copied = FP32_BYTES if element_bytes < FP32_BYTES else 0
-    copied += FP32_BYTES if shape.square_mixtures else 0
-    return shape.hyper_streams * shape.hidden_size * (element_bytes + copied)
+    copied += FP32_BYTES if shape.residual.square_mixtures else 0
+    return shape.residual.streams * shape.hidden_size * (element_bytes + copied)
 
 
 # What keys that stand for windows of tokens send over cp, and what they keep there.
@@ -277,8 +279,8 @@ def _streams(shape: ModelShape, element_bytes: float) -> float:
 def compressed_layers(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, int]]:
     """How many of these layers have compressed keys of each kind, and the features of a key."""
     for own, one in shape.by_kind:
-        if one.compressed is not None and (count := len(within(own, layers))):
-            yield count, one.compressed, one.head_dim
+        if one.attention.compressed is not None and (count := len(within(own, layers))):
+            yield count, one.attention.compressed, one.head_dim
 
 
 def window_exchanges(work: Workload, layers: range, cp_rank: int | None = None) -> tuple[ContextExchange, ...]:

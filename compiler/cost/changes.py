@@ -185,7 +185,7 @@ def _values(work: Workload, name: str) -> list[Value]:
         return [size for size in range(work.ep + 1, experts + 1) if experts % size == 0 and size % work.ep == 0]
     if name == "pp":
         layers, size = work.shape.num_hidden_layers, work.pp
-        modules = layers // work.shape.layers_per_module
+        modules = layers // work.shape.stack.layers_per_module
         return [size * factor for factor in range(2, modules // size + 1) if modules % (size * factor) == 0]
     limit, size = work.gpus_per_node if name == "tp" else LARGEST_SIZE, int(getattr(work, name))
     factors = range(2, limit // size + 1) if name == "tp" else _POWERS
@@ -216,7 +216,7 @@ def _apply(work: Workload, settings: Mapping[str, Value]) -> Workload | None:
     if work.shape.num_attention_heads % tp or work.sequence_length % (2 * cp):
         return None
     if "pp" in fields:
-        if work.shape.num_hidden_layers % (pp * work.shape.layers_per_module):
+        if work.shape.num_hidden_layers % (pp * work.shape.stack.layers_per_module):
             return None
         fields["stage_layers"] = None
     return replace(work, **fields, dp=dp, micro_batches=batch // (dp * micro))

@@ -110,7 +110,7 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
 
     if work.tp > 1:
         _tensor(work, stage, send)
-    untrained = 0 if work.shape.runs is None else work.shape.runs.untrained * work.micro_batches
+    untrained = 0 if work.shape.stack.runs is None else work.shape.stack.runs.untrained * work.micro_batches
     passes = work.shape.attending(stage.layers) * work.micro_batches - untrained
     for both, forward in zip(context_exchanges(work), context_exchanges(work, trained=False), strict=True):
         kind = "all-to-all" if both.operation.startswith("all-to-all") else "send"
@@ -199,13 +199,15 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     blocks = work.shape.blocks_per_layer * layers + beside + wide
     forward = blocks + wide + stage.has_embedding
     # What gradients do not pass is neither computed again nor left backward.
-    passed = blocks - (0 if work.shape.runs is None else work.shape.blocks_per_layer * work.shape.runs.untrained)
+    passed = blocks - (
+        0 if work.shape.stack.runs is None else work.shape.blocks_per_layer * work.shape.stack.runs.untrained
+    )
     again = passed + wide if work.recomputes_layers else 0
     backward = passed + stage.has_head
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
     # and so is what a mixture of streams multiplies it by.
-    normed = experts is not None and (experts.is_normed or _BEHIND_MLP.intersection(work.shape.norm_names))
-    needed = normed or work.shape.hyper_streams
+    normed = experts is not None and (experts.is_normed or _BEHIND_MLP.intersection(work.shape.norms.names))
+    needed = normed or work.shape.residual.streams
     unrepeated = routed - beside if work.recomputes_layers and not needed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
@@ -402,7 +404,7 @@ def hidden_bytes(work: Workload) -> float:
 
 def stream_bytes(work: Workload) -> int:
     """Of a feature of the hidden states between the layers."""
-    return max(work.element_bytes, _FP32_BYTES) if work.shape.fp32_residual else work.element_bytes
+    return max(work.element_bytes, _FP32_BYTES) if work.shape.residual.fp32 else work.element_bytes
 
 
 def _embedding_gradient_bytes(work: Workload) -> int:

@@ -36,8 +36,8 @@ class AttentionSizes:
     def of(cls, shape: ModelShape, tp: int, tokens: int, element_bytes: int) -> AttentionSizes:
         """Those of a tensor-parallel rank with `tokens` tokens of a micro-batch."""
         key_dim, value_dim = shape.head_dim, shape.value_dim
-        if shape.projections is not None:
-            key_dim, value_dim = shape.projections.key_dim, shape.projections.value_dim
+        if shape.attention.projections is not None:
+            key_dim, value_dim = shape.attention.projections.key_dim, shape.attention.projections.value_dim
         heads, kv_heads = max(1, shape.num_attention_heads // tp), max(1, shape.num_key_value_heads // tp)
         return cls(tokens, heads, kv_heads, key_dim, value_dim, element_bytes)
 
@@ -130,7 +130,7 @@ def hops_of(work: Workload, context: ContextParallel) -> int:
     All the way where only some of these layers may have the window, and in a double ring.
     """
     shape, places = work.shape, context.ring_ranks
-    window = shape.sliding_window
+    window = shape.attention.sliding_window
     if window is None or window >= work.sequence_length or _mixes_windows(shape.model_type):
         return places - 1
     # A window of the token itself leaves no hop. One is counted: every kind of layers has the same messages.

@@ -25,16 +25,18 @@ CONVENTION = (
 def attention_matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the attention of one layer that multiply each token."""
     h, heads = shape.hidden_size, shape.num_attention_heads
-    if shape.projections is not None:
+    if shape.attention.projections is not None:
         gated_queries = FAMILIES.get(shape.model_type, Family()).query_gate
-        return shape.projections.matmul_parameters(h, heads, shape.attention_gate, gated_queries=gated_queries)
-    if shape.low_rank is not None:
-        attention = shape.low_rank.numel(h, heads, shape.head_dim) + h * shape.head_dim
-        return attention + (0 if shape.compressed is None else shape.compressed.numel(h, shape.head_dim))
-    projected, kv_heads = shape.keys_and_values.value, shape.num_key_value_heads
+        return shape.attention.projections.matmul_parameters(h, heads, shape.heads.gate, gated_queries=gated_queries)
+    if shape.heads.low_rank is not None:
+        attention = shape.heads.low_rank.numel(h, heads, shape.head_dim) + h * shape.head_dim
+        return attention + (
+            0 if shape.attention.compressed is None else shape.attention.compressed.numel(h, shape.head_dim)
+        )
+    projected, kv_heads = shape.attention.keys_and_values.value, shape.num_key_value_heads
     keys, values = kv_heads * ("k" in projected), kv_heads * ("v" in projected)
     taken = shape.attention_inputs * (shape.head_dim * (heads + keys) + shape.value_dim * values)
-    return taken + h * heads * (shape.value_dim + shape.attention_gate)
+    return taken + h * heads * (shape.value_dim + shape.heads.gate)
 
 
 def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
@@ -52,7 +54,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     attention += mixture_parameters(shape) + sum(
         _parameters(one, shape) for one in shape.parts if _is_of_all(one, shape)
     )
-    projections = 3 if shape.gated_mlp else 2
+    projections = 3 if shape.mlp.gated else 2
     if moe and shape.moe is not None:
         return attention + shape.moe.matmul_parameters(h, projections)
     return attention + projections * h * shape.intermediate_size
@@ -60,7 +62,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
 
 def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     """The mean of a layer that attends and one that carries a state, as often as the model has each."""
-    if shape.blocks is not None:
+    if shape.stack.blocks is not None:
         return _matmul_parameters_of_blocks(shape) / shape.num_hidden_layers
     whole = layer_matmul_parameters(shape, moe=moe)
     return whole + more / shape.num_hidden_layers if (more := _instead(shape)) else whole
@@ -71,7 +73,7 @@ def _matmul_parameters_of_blocks(shape: ModelShape) -> float:
     attention, every = attention_matmul_parameters(shape), range(shape.num_hidden_layers)
     total: float = len(shape.attention_layers) * attention
     total += sum(len(one.layers) * _parameters(one, shape) for one in shape.parts)
-    if (shared := shape.shared_blocks) is not None:
+    if (shared := shape.stack.shared_blocks) is not None:
         total += len(shared.layers) * shared.matmul_parameters(shape.hidden_size, shape.intermediate_size)
     total += shape.dense(every) * (layer_matmul_parameters(shape) - attention)
     return total + shape.routed(every) * (layer_matmul_parameters(shape, moe=True) - attention)
@@ -101,27 +103,32 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations of scores and weighted values for one token of a layer, causal: half of the keys are seen."""
     if shape.kinds:
         return mean_over_layers(shape, lambda one: attention_flops_per_token(one, sequence_length))
-    if shape.projections is not None:
-        width = shape.num_attention_heads * (shape.projections.key_dim + shape.projections.value_dim)
+    if shape.attention.projections is not None:
+        width = shape.num_attention_heads * (
+            shape.attention.projections.key_dim + shape.attention.projections.value_dim
+        )
     else:
         width = shape.num_attention_heads * (shape.head_dim + shape.value_dim)
     keys = sequence_length / 2
-    if shape.sliding_window is not None and shape.sliding_window < sequence_length:
-        keys = shape.sliding_window * (1 - shape.sliding_window / (2 * sequence_length))
-    if shape.compressed is not None:
-        keys += shape.compressed.count(sequence_length) / 2
+    if shape.attention.sliding_window is not None and shape.attention.sliding_window < sequence_length:
+        keys = shape.attention.sliding_window * (1 - shape.attention.sliding_window / (2 * sequence_length))
+    if shape.attention.compressed is not None:
+        keys += shape.attention.compressed.count(sequence_length) / 2
     return 2.0 * keys * width
 
 
 def forward_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations for a token without a gradient, the mean of all layers: each tp rank computes all of them."""
-    rank = 0 if shape.projections is None else shape.projections.query_rank
+    rank = 0 if shape.attention.projections is None else shape.attention.projections.query_rank
     total = sum(len(one.layers) * one.forward_flops(shape.hidden_size, rank, sequence_length) for one in shape.parts)
-    if shape.low_rank is not None:
+    if shape.heads.low_rank is not None:
         total += sum(
-            len(layers) * one.compressed.forward_flops(shape.hidden_size, shape.low_rank.query_rank, sequence_length)
+            len(layers)
+            * one.attention.compressed.forward_flops(
+                shape.hidden_size, shape.heads.low_rank.query_rank, sequence_length
+            )
             for layers, one in shape.by_kind
-            if one.compressed is not None
+            if one.attention.compressed is not None
         )
     return total / shape.num_hidden_layers
 
@@ -133,10 +140,10 @@ def moe_layers(shape: ModelShape) -> int:
 
 def matmul_parameters(shape: ModelShape) -> float:
     """Parameters of the whole model that multiply each token, head included; of layers that run again, again."""
-    if shape.blocks is not None:
+    if shape.stack.blocks is not None:
         return shape.vocab_size * shape.hidden_size + _matmul_parameters_of_blocks(shape)
     sparse = moe_layers(shape)
-    layers = shape.num_hidden_layers - sparse if shape.runs is None else shape.runs.counted
+    layers = shape.num_hidden_layers - sparse if shape.stack.runs is None else shape.stack.runs.counted
     total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
     total += sum(one.end_parameters(shape.hidden_size) for one in shape.parts)
     total += head_parameters(shape)
@@ -146,13 +153,17 @@ def matmul_parameters(shape: ModelShape) -> float:
 
 def model_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Operations of one training token by the convention of this module."""
-    if shape.projections is not None:
-        width = shape.num_attention_heads * (shape.projections.key_dim + shape.projections.value_dim) / 2
+    if shape.attention.projections is not None:
+        width = (
+            shape.num_attention_heads
+            * (shape.attention.projections.key_dim + shape.attention.projections.value_dim)
+            / 2
+        )
     else:
         width = shape.num_attention_heads * mean_over_layers(shape, lambda one: (one.head_dim + one.value_dim) / 2)
-    attending = len(shape.attention_layers) if shape.runs is None else shape.runs.counted
+    attending = len(shape.attention_layers) if shape.stack.runs is None else shape.stack.runs.counted
     keys = sequence_length + mean_over_layers(
-        shape, lambda one: 0 if one.compressed is None else one.compressed.count(sequence_length)
+        shape, lambda one: 0 if one.attention.compressed is None else one.attention.compressed.count(sequence_length)
     )
     attention = 12.0 * attending * width * keys
     scans = sum(len(one.layers) * one.flops_per_token(carried=False) for one in shape.parts)

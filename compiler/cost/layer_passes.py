@@ -109,7 +109,7 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     h = work.shape.expert_features
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
-    projections = 2 if work.shape.gated_mlp else 1
+    projections = 2 if work.shape.mlp.gated else 1
     slices = work.tp if work.ep == 1 else work.expert_slices
     width = moe.intermediate_size / slices
     experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
@@ -154,6 +154,6 @@ def behind_mlp_bytes(work: Workload) -> float:
 
 def kept_attention(work: Workload) -> float:
     """Output and log-sum-exp for each token, which recomputation does not compute again."""
-    one = work.shape.projections
+    one = work.shape.attention.projections
     width = mean_over_layers(work.shape, lambda each: each.value_dim) if one is None else one.value_dim
     return work.shape.num_attention_heads / work.tp * (width * work.element_bytes + 4)

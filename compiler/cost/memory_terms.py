@@ -128,7 +128,7 @@ class _Held:
     @property
     def untrained(self) -> int:
         """Layers that run without autograd."""
-        return 0 if self.work.shape.runs is None else self.work.shape.runs.untrained
+        return 0 if self.work.shape.stack.runs is None else self.work.shape.stack.runs.untrained
 
     @property
     def routed(self) -> int:
@@ -226,7 +226,7 @@ def _recomputing(whole: Workload, word: str) -> Workload:
 
 def _unlike(whole: Workload, every: Sequence[_Static]) -> Sequence[int]:
     """The first of stages with equal layers: it holds the activations of the most micro-batches."""
-    if not is_even(whole.shape) or whole.shape.parts or whole.shape.runs is not None:
+    if not is_even(whole.shape) or whole.shape.parts or whole.shape.stack.runs is not None:
         return range(len(every))
     found: dict[object, int] = {}
     for index, one in enumerate(every):
@@ -307,7 +307,7 @@ def _kept(one: _Held) -> dict[str, float]:
 
 def _in_flight(one: _Held) -> float:
     """What one layer has in flight beside what it keeps, in its backward pass."""
-    work, together = one.work, one.work.shape.layers_per_module
+    work, together = one.work, one.work.shape.stack.layers_per_module
     in_flight = in_flight_bytes(work, routed=one.routed > 0)
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
@@ -321,7 +321,7 @@ def _in_flight(one: _Held) -> float:
 def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:
     """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
     work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
-    layers, together = bool(stage.layers), work.shape.layers_per_module
+    layers, together = bool(stage.layers), work.shape.stack.layers_per_module
     # Of layers that are one module all: one of them has its experts.
     recomputed = (one.largest, *[one.dense] * (together - 1))
     kept: dict[str, float] = {
@@ -335,7 +335,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += carried
         kept["stream"] += of_own * work.split_tokens
         kept["gathered"] += of_whole * tokens
-    elif work.shape.blocks is not None:
+    elif work.shape.stack.blocks is not None:
         # A layer is one block: the largest counts.
         kept["attention"] = max(kept["attention"] * (one.attending > 0), carried)
         kept["mlp"] *= one.dense_layers + one.routed > 0
@@ -349,7 +349,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
     in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if one.states else 0.0)
     inputs = input_bytes(work)
     kept["stream"] += (len(stage.layers) - one.untrained) / together * inputs * held
-    if work.shape.hyper_streams:
+    if work.shape.residual.streams:
         kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
     if one.eager and layers:
         kept["attention"] += one.attending * kept_attention(work) * tokens * held
@@ -365,7 +365,7 @@ def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: floa
     # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
     # layer keeps behind its attention, or computes again.
     later = 0.0
-    if work.shape.low_rank is not None:
+    if work.shape.heads.low_rank is not None:
         last = one.sparse if one.routed else one.dense
         later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
     scoring = scoring_bytes(work, stage) + sum(kept.values()) - later

@@ -87,7 +87,7 @@ def rank_parameters(
 @functools.lru_cache(maxsize=1024)
 def is_even(shape: ModelShape) -> bool:
     """Whether all dense layers are equal, and all with experts, which come behind them."""
-    if any(one.states or one.behind for one in shape.parts) or shape.kinds or shape.blocks is not None:
+    if any(one.states or one.behind for one in shape.parts) or shape.kinds or shape.stack.blocks is not None:
         return False
     if shape.moe is not None and shape.moe.layers is not None:
         return False

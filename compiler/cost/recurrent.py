@@ -34,7 +34,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
     Of compressed keys this is scaled, too, in a tensor of its own, and each row of a batch is scored alone.
     """
     indexer = work.shape.part(Indexer)
-    if work.shape.low_rank is not None:
+    if work.shape.heads.low_rank is not None:
         length, queries = work.sequence_length, work.sequence_length // work.cp
         scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
         return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
@@ -50,7 +50,7 @@ def choice_bytes(work: Workload, stage: Stage) -> float:
 
     With full recomputation the choice of each layer, and what hides the keys of one.
     """
-    if work.shape.low_rank is not None:
+    if work.shape.heads.low_rank is not None:
         return _compressed_bytes(work, stage)
     indexer = work.shape.part(Indexer)
     if indexer is None:
@@ -160,7 +160,7 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     When it runs backward they have let go of it. With full recomputation they keep their inputs only: not counted.
     """
     recurrent = work.shape.part(Recurrent)
-    if recurrent is None or work.recomputes_layers or work.shape.blocks is not None or recurrent.beside_attention:
+    if recurrent is None or work.recomputes_layers or work.shape.stack.blocks is not None or recurrent.beside_attention:
         return 0.0
     last = within(recurrent.layers, stage.layers)[-1]
     behind = range(last + 1, stage.layers.stop)

@@ -168,7 +168,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
         shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
     )
     # Where dense layers stand between those with experts, the mean of both.
-    mixed = shape.moe is not None and shape.moe.layers is not None and shape.blocks is None
+    mixed = shape.moe is not None and shape.moe.layers is not None and shape.stack.blocks is None
     sparse = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if mixed else 1.0
     per_token = sparse * mixed_matmul_parameters(shape, moe=moe)
     if sparse < 1:
@@ -189,7 +189,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recomputes_layers else 4
     crossings = collectives * shape.blocks_per_layer // 2
-    if shape.shared_blocks is not None:
+    if shape.stack.shared_blocks is not None:
         # An MLP, and an attention that takes more features in than it gives: the mean of all layers.
         inside = 1 + (1 + shape.attention_inputs / shape.hidden_size) / 2
         crossings += round(inside * collectives / 2 * attending)
@@ -204,7 +204,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     if work.shards_weights:  # for forward and backward, and a recomputed forward; none behind the optimizer
         gathers *= 3 if work.recomputes_layers else 2
         reduced -= work.element_bytes
-    routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.blocks else sparse
+    routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
     rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
     tp_calls = crossings * (2 if work.sequence_parallel else 1)
@@ -257,10 +257,10 @@ def plain_slowdown(work: Workload) -> float:
 
 def _passed(shape: ModelShape, kept: LayerBytes) -> float:
     """Bytes of a token that the kernels of a layer pass on; of layers that are one block each, the mean."""
-    if shape.blocks is None:
+    if shape.stack.blocks is None:
         return kept.total - kept.gathered
     attending = len(shape.attention_layers) / shape.num_hidden_layers
-    wide = (len(shape.blocks.mlp) + len(shape.blocks.experts)) / shape.num_hidden_layers
+    wide = (len(shape.stack.blocks.mlp) + len(shape.stack.blocks.experts)) / shape.num_hidden_layers
     return kept.stream + attending * kept.attention + wide * kept.mlp
 
 

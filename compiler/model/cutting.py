@@ -109,23 +109,25 @@ _BEHIND_GROUPS = "o_b_proj"
 
 def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
     """The cut of `module` (`q_proj.weight`) in layers of this shape."""
-    if shape.compressed is not None and (cut := shape.compressed.cut(module)) is not None:
+    if shape.attention.compressed is not None and (cut := shape.attention.compressed.cut(module)) is not None:
         return cut
     name, _, kind = module.rpartition(".")
-    if shape.low_rank is not None and name in (_OF_GROUPS, _BEHIND_GROUPS):
-        groups = Part(shape.low_rank.output_groups * shape.low_rank.output_rank, shape.low_rank.output_groups)
+    if shape.heads.low_rank is not None and name in (_OF_GROUPS, _BEHIND_GROUPS):
+        groups = Part(
+            shape.heads.low_rank.output_groups * shape.heads.low_rank.output_rank, shape.heads.low_rank.output_groups
+        )
         return Cut(Split(0, (groups,))) if name == _OF_GROUPS else rows(groups, transposed=False)
     bias, dims, heads = kind == "bias", len(one.shape), shape.num_attention_heads
     if kind in ("weight", "bias") and name in OUTPUTS:
         size = heads * shape.value_dim
-        pairs = heads // 2 if shape.paired_heads else heads
+        pairs = heads // 2 if shape.heads.paired else heads
         return STREAM if bias else rows(Part(size, pairs), transposed=family.transposed)
     if kind in ("weight", "bias") and name in PROJECTIONS:
         whole = _projected(PROJECTIONS[name], family, shape)
-        if shape.paired_heads:
+        if shape.heads.paired:
             whole = tuple(half for part in whole for half in (Part(part.size // 2, part.units // 2),) * 2)
         return columns(whole, dims, transposed=family.transposed)
-    of_queries = {family.gate, *(_OF_HEADS if shape.projections or shape.low_rank else ())} - {""}
+    of_queries = {family.gate, *(_OF_HEADS if shape.attention.projections or shape.heads.low_rank else ())} - {""}
     of_heads = name in of_queries or (family.sinks and module == family.sinks)
     units = heads if of_heads else _heads_of(one.row.shape[0], shape, family)
     if units is not None:
@@ -144,8 +146,8 @@ def _projected(kinds: str, family: Family, shape: ModelShape) -> tuple[Part, ...
     if fused and family.fused_blocks:
         return (Part((heads + 2 * kv_heads) * width, family.fused_blocks),)
     sizes = {"q": width, "k": width, "v": shape.value_dim}
-    if family.query_gate or shape.projections:
-        sizes["q"] = 2 * width if shape.projections is None else shape.projections.key_dim
+    if family.query_gate or shape.attention.projections:
+        sizes["q"] = 2 * width if shape.attention.projections is None else shape.attention.projections.key_dim
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     return tuple(Part(counts[kind] * sizes[kind], counts[kind]) for kind in (family.qkv_parts if fused else kinds))
 
@@ -180,8 +182,8 @@ def places_of(shape: ModelShape) -> list[tuple[Place, frozenset[int]]]:
     """The kinds of a model's layers, each with the numbers of its layers."""
     every = range(shape.num_hidden_layers)
     attending, routed = frozenset(shape.attention_layers), frozenset[int]()
-    if shape.blocks is not None:
-        routed = frozenset(shape.blocks.experts)
+    if shape.stack.blocks is not None:
+        routed = frozenset(shape.stack.blocks.experts)
     elif shape.moe is not None:
         routed = frozenset(shape.moe.routed(len(every)))
     kinds = list(shape.by_kind)
@@ -216,7 +218,7 @@ def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
     for part in place.parts:
         if (cut := part.cut(own, one.shape)) is not None:
             return cut
-    if place.shape.shared_blocks is not None:
+    if place.shape.stack.shared_blocks is not None:
         if not own.startswith(f"{BLOCK}."):
             return STREAM
         own = own.removeprefix(f"{BLOCK}.")

@@ -16,7 +16,7 @@ from typing import Any
 from .cutting import OUTPUTS, PROJECTIONS, Place, cuts_of, own_key, places_of
 from .families import FAMILIES
 from .family import Family
-from .shape import ModelShape
+from .shape import Biases, ModelShape
 from .table import FROZEN, STREAM, Cut, Layers, Parameter, ParameterTable, Part, Split, vocabulary
 from .tables import Repeated, TableError, repeated, table_of
 from .user_module import LAYER, InjectionRule, UserModule
@@ -71,7 +71,7 @@ _OF_INPUTS = (_TABLE_OF_INPUTS, "per_layer_model_projection.", "per_layer_projec
 def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) -> None:
     """Raises TableError where a shape is not that of the configuration."""
     wanted = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
-    if shape.runs is None:  # else a configuration may state how often the stacks run as its number of layers
+    if shape.stack.runs is None:  # else a configuration may state how often the stacks run as its number of layers
         wanted["num_hidden_layers"] = shape.num_hidden_layers // family.layers_per_module
     for name, value in wanted.items():
         if stated.get(key := own_key(family, name) or name, value) != value:
@@ -80,9 +80,9 @@ def _compare(shape: ModelShape, family: Family, stated: Mapping[str, Hashable]) 
 
 def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family: Family) -> list[Parameter]:
     """The rows of all stacks of layers, and those outside of them, in the order in which they are registered."""
-    runs, one_stack = shape.runs, shape
+    runs, one_stack = shape.stack.runs, shape
     if runs is not None:
-        one_stack = replace(shape, runs=None, num_hidden_layers=runs.layers)
+        one_stack = replace(shape, stack=replace(shape.stack, runs=None), num_hidden_layers=runs.layers)
     firsts = {family.layers: 0} if runs is None else dict(runs.stacks)
     places, found = places_of(one_stack), list[Parameter]()
     for number, (name, first) in enumerate(firsts.items()):
@@ -209,20 +209,23 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     attending = {name for name, one in layer.items() if not set(shape.attention_layers).isdisjoint(one.layers or ())}
     mlps = _of_mlps(layer, shape, family)
     of_queries = [one for name, one in weights.items() if _norms_queries(f"{name}.weight", family)]
-    found = {
-        "qkv_bias": _biased(attending, family.attention, *PROJECTIONS, *_COMPRESSING),
-        "attention_output_bias": _biased(attending, family.attention, *OUTPUTS),
-        "gated_mlp": all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps)),
-        "mlp_bias": any(name.endswith(".bias") for name in mlps),
-        "head_bias": any(one.name == f"{family.head}.bias" for one in table.after),
+    biases = Biases(
+        qkv=_biased(attending, family.attention, *PROJECTIONS, *_COMPRESSING),
+        attention_output=_biased(attending, family.attention, *OUTPUTS),
+        mlp=any(name.endswith(".bias") for name in mlps),
+        head=any(one.name == f"{family.head}.bias" for one in table.after),
+    )
+    of_norms = replace(shape.norms, bias=any(f"{name}.bias" in layer for name in norms))
+    if not family.names_norms:
+        by_layer = Counter(layer for one in norms.values() for layer in one.layers or ())
+        of_norms = replace(of_norms, per_layer=max(by_layer.values(), default=0), names=tuple(norms))
+    return {
+        "biases": biases,
+        "mlp": replace(shape.mlp, gated=all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps))),
         "tie_word_embeddings": all(one.name != f"{family.head}.weight" for one in table.after),
-        "norm_bias": any(f"{name}.bias" in layer for name in norms),
-        "qk_norm": bool(of_queries),
+        "norms": of_norms,
+        "heads": replace(shape.heads, qk_norm=bool(of_queries)),
     }
-    if family.names_norms:
-        return found
-    by_layer = Counter(layer for one in norms.values() for layer in one.layers or ())
-    return {**found, "norms_per_layer": max(by_layer.values(), default=0), "norm_names": tuple(norms)}
 
 
 def _of_mlps(layer: Mapping[str, Parameter], shape: ModelShape, family: Family) -> dict[str, Parameter]:
@@ -230,7 +233,11 @@ def _of_mlps(layer: Mapping[str, Parameter], shape: ModelShape, family: Family) 
     shared = family.experts.shared if family.experts is not None else ""
     ends = (f".{family.mlp}", ".experts", *([f".{shared}"] if shared else []))
     # A block may be called as others are.
-    layers = range(shape.num_hidden_layers) if shape.blocks is None else (*shape.blocks.mlp, *shape.blocks.experts)
+    layers = (
+        range(shape.num_hidden_layers)
+        if shape.stack.blocks is None
+        else (*shape.stack.blocks.mlp, *shape.stack.blocks.experts)
+    )
     return {
         name: one
         for name, one in layer.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Hashable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from .blocks.experts import MoeShape, experts_from
@@ -17,8 +17,8 @@ from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, kept_numbers, types_with
 from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
-from .layers import LayerBlocks, LayerPeriod, LayersError, LayerShape, Projections, kinds_of_layers
-from .shape import Caps, ModelShape
+from .layers import LayerAttention, LayerBlocks, LayerPeriod, LayersError, LayerShape, Projections, kinds_of_layers
+from .shape import Caps, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, alias_of, class_default, in_layers, reads, stated, table_of
 from .user_module import InjectionProblem, UserModule
@@ -224,6 +224,11 @@ def _described(config: Config) -> ModelShape:
         blocks = LayerBlocks((), (), ())
     layers = read.size("num_hidden_layers") * family.layers_per_module if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
+    weightless = family.weightless_qk_norm_share
+
+    def size(key: tuple[str, int] | None) -> int:
+        return read.size(*key) if key else 0
+
     shape = ModelShape(
         model_type=name,
         hidden_size=hidden,
@@ -235,32 +240,27 @@ def _described(config: Config) -> ModelShape:
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=_positions(read, family, config),
         tie_word_embeddings=False,
-        rotary=not (family.positions or family.fixed_positions),
-        alibi=family.is_on(family.alibi, config),
-        activation_numbers=kept_numbers(name, config),
-        paired_heads=family.paired_heads,
-        attention_gate=_gate(read, family, config, hidden, heads, of_few),
-        norm_gate=read.size(*family.norm_gate) if family.norm_gate else 0,
-        norms_per_layer=len(family.norms),
-        norm_names=family.norms,
-        weightless_qk_norm_share=0.0
-        if family.weightless_qk_norm_share is None
-        else family.weightless_qk_norm_share(config, layers),
-        fp32_residual=family.is_on(family.fp32_residual, config),
+        positions=Positions(not (family.positions or family.fixed_positions), family.is_on(family.alibi, config)),
+        mlp=Mlp(activation_numbers=kept_numbers(name, config)),
+        heads=Heads(
+            paired=family.paired_heads,
+            weightless_qk_norm_share=weightless(config, layers) if weightless else 0.0,
+            gate=_gate(read, family, config, hidden, heads, of_few),
+            low_rank=None if family.low_rank is None else family.low_rank(config),
+        ),
+        norms=Norms(len(family.norms), family.norms, gate=size(family.norm_gate)),
         caps=_caps(name, config),
-        sliding_window=_sliding_window(config, family),
+        attention=LayerAttention(_sliding_window(config, family), projections=of_few),
         moe=_experts(read, family, config, blocks),
-        projections=of_few,
-        layers_per_module=family.layers_per_module,
-        runs=runs,
-        blocks=blocks,
-        shared_blocks=shared,
+        stack=Stack(family.layers_per_module, runs, blocks, shared),
         layer_inputs=None if family.layer_inputs is None else family.layer_inputs(config),
-        hyper_streams=0 if family.hyper_streams is None else read.size(*family.hyper_streams),
-        square_mixtures=0 if family.square_mixtures is None else read.size(*family.square_mixtures),
-        mixture_rank=0 if family.mixture_rank is None else read.size(*family.mixture_rank),
+        residual=Residual(
+            fp32=family.is_on(family.fp32_residual, config),
+            streams=size(family.hyper_streams),
+            square_mixtures=size(family.square_mixtures),
+            mixture_rank=size(family.mixture_rank),
+        ),
         parts=tuple(block for one in family.parts for block in one.read(config, layers, read.size)),
-        low_rank=None if family.low_rank is None else family.low_rank(config),
     )
     if family.layer_shapes is not None:
         shape = _of_kinds(shape, family, config)
@@ -325,7 +325,13 @@ def _stated(table: Table, family: Family, config: Config, shape: ModelShape) -> 
 def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:
     """The same, with the kinds of its layers; where all are of one kind, the whole is."""
     assert family.layer_shapes is not None
-    common = LayerShape(**{one.name: getattr(shape, one.name) for one in fields(LayerShape)})
+    common = LayerShape(
+        shape.num_key_value_heads,
+        shape.head_dim,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.attention,
+    )
     kinds = kinds_of_layers(family.layer_shapes(config, common, shape.num_hidden_layers))
     found = replace(shape, kinds=kinds)
     if len(kinds) == 1:

@@ -64,27 +64,31 @@ class LayersError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What a layer attends to, and what its queries, keys and values come of."""
+
+    sliding_window: int | None = None
+    value_head_dim: int | None = None
+    """Width of a value head; None: `head_dim`."""
+    keys_and_values: KeysAndValues = KeysAndValues.OWN
+    sinks: bool = True
+    """Whether there are attention sinks, where the family knows them."""
+    projections: Projections | None = None
+    """None: of hidden states, in heads of `head_dim`; of a kind of layers: as the model has them."""
+    compressed: CompressedKeys | None = None
+    """Keys that stand for windows of tokens, beside those of the tokens in the layer's own window."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """The dimensions that may differ from layer to layer, under the names of `ModelShape`."""
 
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    value_head_dim: int | None = None
-    """None: as wide as `head_dim`."""
-    sliding_window: int | None = None
-    keys_and_values: KeysAndValues = KeysAndValues.OWN
-    sinks: bool = True
-    """Whether the layer has attention sinks, where its family knows them."""
     num_attention_heads: int | None = None
-    projections: Projections | None = None
-    """None: each head has its rows of one projection."""
-    compressed: CompressedKeys | None = None
-    """Keys that stand for windows of tokens, beside those of the tokens in the layer's own window."""
-
-
-OF_MODEL = frozenset({"num_attention_heads", "projections"})
-"""What a kind that leaves it out has as the model does."""
+    """None: as the model has them."""
+    attention: LayerAttention = LayerAttention()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from .blocks import Block
 from .blocks.experts import MoeShape as MoeShape
-from .compressed_keys import CompressedKeys, LowRank
-from .layers import OF_MODEL, KeysAndValues, LayerBlocks, LayerKind, LayerRuns, LayerShape, Projections
+from .compressed_keys import LowRank
+from .layers import LayerAttention, LayerBlocks, LayerKind, LayerRuns
 from .shared_blocks import INPUTS, SharedBlocks
 from .table import within
 from .user_module import UserModule
@@ -41,6 +41,90 @@ class Caps:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """How attention knows positions; neither rotary nor ALiBi: a table of `max_position_embeddings` rows."""
+
+    rotary: bool = True
+    """Positions without end (rotary, or ALiBi biases)."""
+    alibi: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Which linears have one."""
+
+    qkv: bool = False
+    attention_output: bool = False
+    mlp: bool = False
+    head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The dense MLP of a layer."""
+
+    gated: bool = True
+    activation_numbers: int = 0
+    """Numbers that the activation keeps for each of its features beside its input and its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms of a layer."""
+
+    per_layer: int = 2
+    names: tuple[str, ...] = ()
+    """Empty where the model is no Hugging Face model."""
+    bias: bool = False
+    gate: int = 0
+    """Rank of the gate behind each norm; 0: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What is done with the heads of attention."""
+
+    paired: bool = False
+    """Heads work in pairs, one of the first half of all and one of the second."""
+    qk_norm: bool = False
+    """A norm of the queries and keys."""
+    weightless_qk_norm_share: float = 0.0
+    """The share of the layers in which norms without a weight norm queries and keys."""
+    gate: int = 0
+    """Width per head of the projection that gates the attention's output; 0: there is none."""
+    low_rank: LowRank | None = None
+    """Projections of queries and outputs through fewer features, without latent keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The hidden states between the layers."""
+
+    fp32: bool = False
+    """Whether they are in fp32, whatever the type of the weights."""
+    streams: int = 0
+    """Those that every block reads and writes through mixtures of its own (hyper-connections); 0: there is one."""
+    square_mixtures: int = 0
+    """Where these mixtures mix the streams with one another too, how often the numbers of all pairs are normalised."""
+    mixture_rank: int = 0
+    """Where they lie side by side in one hidden state, the rank of the gates of all features that read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """How the layers of a model come about, where they are not modules one after the other."""
+
+    layers_per_module: int = 1
+    """Consecutive layers that are one module, which is never cut between stages."""
+    runs: LayerRuns | None = None
+    """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
+    blocks: LayerBlocks | None = None
+    """Where a layer is one block: which are of which kind."""
+    shared_blocks: SharedBlocks | None = None
+    """Transformer blocks that several layers use."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Dimensions under their Hugging Face names; what a family fixes (biases, norms, gating) is spelled out as flags.
 
@@ -60,65 +144,22 @@ class ModelShape:
     max_position_embeddings: int
     """0: a state has no positions, and no end."""
     tie_word_embeddings: bool
-    rotary: bool = True
-    """Positions without end (rotary, or ALiBi biases); otherwise a table of `max_position_embeddings` rows."""
-    alibi: bool = False
-    gated_mlp: bool = True
-    activation_numbers: int = 0
-    """Numbers that the activation of an MLP keeps for each of its features beside its input and its result."""
-    qkv_bias: bool = False
-    attention_output_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    paired_heads: bool = False
-    """Heads work in pairs, one of the first half of all and one of the second."""
-    qk_norm: bool = False
-    """A norm of the queries and keys."""
-    weightless_qk_norm_share: float = 0.0
-    """The share of the layers in which norms without a weight norm queries and keys."""
-    attention_gate: int = 0
-    """Width per head of the projection that gates the attention's output; 0: there is none."""
-    norm_gate: int = 0
-    """Rank of the gate behind each norm of a layer; 0: there is none."""
-    norms_per_layer: int = 2
-    norm_names: tuple[str, ...] = ()
-    """Of the norms of a layer; empty where the model is no Hugging Face model."""
-    norm_bias: bool = False
-    fp32_residual: bool = False
-    """Hidden states between the layers are in fp32, whatever the type of the weights."""
+    positions: Positions = Positions()
+    mlp: Mlp = Mlp()
+    biases: Biases = Biases()
+    heads: Heads = Heads()
+    norms: Norms = Norms()
     caps: Caps = Caps()
-    sliding_window: int | None = None
-    value_head_dim: int | None = None
-    """Width of a value head; None: `head_dim`."""
-    keys_and_values: KeysAndValues = KeysAndValues.OWN
-    sinks: bool = True
-    """Whether there are attention sinks, where the family knows them."""
+    attention: LayerAttention = field(default_factory=LayerAttention)
+    """What layers attend to, and what of; where they differ, see `kinds`."""
     kinds: tuple[LayerKind, ...] = ()
     """Where layers differ: all layers, by kind. Dimensions that differ are those of the configuration above."""
     layer_inputs: LayerInputs | None = None
-    blocks: LayerBlocks | None = None
-    """Where a layer is one block: which are of which kind."""
-    hyper_streams: int = 0
-    """Residual streams that every block reads and writes through mixtures of its own (hyper-connections); 0: none."""
-    square_mixtures: int = 0
-    """Where these mixtures mix the streams with one another too, how often the numbers of all pairs are normalised."""
-    mixture_rank: int = 0
-    """Where they lie side by side in one hidden state, the rank of the gates of all features that read them."""
+    residual: Residual = Residual()
     parts: tuple[Block, ...] = ()
     """The mechanisms that some of its layers have (`blocks/`), in the order in which its family names them."""
     moe: MoeShape | None = None
-    projections: Projections | None = None
-    """None: queries, keys and values come of hidden states, in heads of `head_dim`."""
-    low_rank: LowRank | None = None
-    """Projections of queries and outputs through fewer features, without latent keys."""
-    compressed: CompressedKeys | None = None
-    """Keys that stand for windows of tokens, in a model all of whose layers have them alike; else see `kinds`."""
-    shared_blocks: SharedBlocks | None = None
-    """Transformer blocks that several layers use."""
-    layers_per_module: int = 1
-    """Consecutive layers that are one module, which is never cut between stages."""
-    runs: LayerRuns | None = None
-    """Stacks whose layers run several times; `num_hidden_layers` counts the runs."""
+    stack: Stack = Stack()
     stated: tuple[tuple[str, Hashable], ...] = field(default=(), repr=False, compare=False)
     """Values of the configuration that the derived table of the type reads; empty where its rows are hand-written.
 
@@ -130,7 +171,7 @@ class ModelShape:
     def __hash__(self) -> int:
         # Tables of what follows from a shape are asked a million times in a search; few shapes are in one.
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads, self.intermediate_size)
-        return hash((self.model_type, *sizes, self.vocab_size, self.sliding_window, len(self.kinds)))
+        return hash((self.model_type, *sizes, self.vocab_size, self.attention.sliding_window, len(self.kinds)))
 
     @property
     def attends(self) -> bool:
@@ -140,7 +181,7 @@ class ModelShape:
     @property
     def attention_inputs(self) -> int:
         """Features of a token that queries, keys and values are projected from."""
-        return self.hidden_size * (1 if self.shared_blocks is None else INPUTS)
+        return self.hidden_size * (1 if self.stack.shared_blocks is None else INPUTS)
 
     @property
     def attention_layers(self) -> range | tuple[int, ...]:
@@ -149,14 +190,14 @@ class ModelShape:
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
-        if self.blocks is not None:
-            return len(within(self.blocks.attention, layers))
+        if self.stack.blocks is not None:
+            return len(within(self.stack.blocks.attention, layers))
         return len(layers) - sum(one.count(layers) for one in self.parts if one.replaces_attention)
 
     @property
     def blocks_per_layer(self) -> int:
         """Blocks that take a layer's hidden states in and give a part of a sum: attention and MLP, mostly."""
-        if self.blocks is not None:
+        if self.stack.blocks is not None:
             return 1
         return 3 if any(one.beside_attention for one in self.parts) else 2
 
@@ -164,15 +205,19 @@ class ModelShape:
         """How many of these layers have routed experts."""
         if self.moe is None:
             return 0
-        if self.blocks is not None:
-            return len(within(self.blocks.experts, layers))
+        if self.stack.blocks is not None:
+            return len(within(self.stack.blocks.experts, layers))
         if self.moe.layers is not None:
             return len(within(self.moe.layers, layers))
         return len(range(max(self.moe.first_moe_layer, layers.start), layers.stop))
 
     def dense(self, layers: range) -> int:
         """How many of these layers have an MLP that is no mixture of experts."""
-        return len(layers) - self.routed(layers) if self.blocks is None else len(within(self.blocks.mlp, layers))
+        return (
+            len(layers) - self.routed(layers)
+            if self.stack.blocks is None
+            else len(within(self.stack.blocks.mlp, layers))
+        )
 
     @property
     def by_kind(self) -> Iterator[tuple[range | tuple[int, ...], ModelShape]]:
@@ -180,15 +225,28 @@ class ModelShape:
         if not self.kinds and self.attends:
             yield self.attention_layers, self
         for kind in self.kinds:
-            own = {one.name: getattr(kind.shape, one.name) for one in fields(LayerShape)}
+            one = kind.shape
             # What a kind does not say is the model's.
-            own = {name: value for name, value in own.items() if value is not None or name not in OF_MODEL}
-            yield kind.layers, replace(self, kinds=(), **own)
+            projections = one.attention.projections or self.attention.projections
+            yield (
+                kind.layers,
+                replace(
+                    self,
+                    kinds=(),
+                    num_attention_heads=one.num_attention_heads or self.num_attention_heads,
+                    num_key_value_heads=one.num_key_value_heads,
+                    head_dim=one.head_dim,
+                    intermediate_size=one.intermediate_size,
+                    attention=replace(one.attention, projections=projections),
+                ),
+            )
 
     @property
     def window_rates(self) -> tuple[int, ...]:
         """How many tokens the keys of layers stand for that stand for windows, each number once, ascending."""
-        return tuple(sorted({one.compressed.rate for _, one in self.by_kind if one.compressed is not None}))
+        return tuple(
+            sorted({one.attention.compressed.rate for _, one in self.by_kind if one.attention.compressed is not None})
+        )
 
     def of_layer(self, layer: int) -> ModelShape:
         """A model all of whose layers are as this one."""
@@ -208,7 +266,7 @@ class ModelShape:
     @property
     def kv_units(self) -> tuple[int, ...]:
         """The same of what tensor parallelism never cuts: kv heads, or pairs of them."""
-        return tuple(heads // (2 if self.paired_heads else 1) for heads in self.kv_head_counts)
+        return tuple(heads // (2 if self.heads.paired else 1) for heads in self.kv_head_counts)
 
     def kv_replicas(self, tp: int) -> int:
         """Consecutive tp ranks that hold the same kv heads; the most of all layers."""
@@ -217,12 +275,12 @@ class ModelShape:
     @property
     def residual_streams(self) -> int:
         """How many hidden states of each token a layer hands on."""
-        return max(1, self.hyper_streams, *(one.streams for one in self.parts))
+        return max(1, self.residual.streams, *(one.streams for one in self.parts))
 
     @property
     def value_dim(self) -> int:
         """Width of a value head."""
-        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+        return self.head_dim if self.attention.value_head_dim is None else self.attention.value_head_dim
 
     @property
     def expert_features(self) -> int:
@@ -242,8 +300,8 @@ class ModelShape:
 @lru_cache(maxsize=256)
 def _attention_layers(shape: ModelShape) -> range | tuple[int, ...]:
     every = range(shape.num_hidden_layers)
-    if shape.blocks is not None:
-        return shape.blocks.attention
+    if shape.stack.blocks is not None:
+        return shape.stack.blocks.attention
     others = {layer for one in shape.parts if one.replaces_attention for layer in one.layers}
     return tuple(layer for layer in every if layer not in others) if others else every
 

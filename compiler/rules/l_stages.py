@@ -397,7 +397,7 @@ def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 )
 def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
     """Fires for stages whose number of layers is no multiple of those in a module."""
-    layers, together = spec.shape.num_hidden_layers, spec.shape.layers_per_module
+    layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
     if together == 1:
         return
     try:

@@ -260,7 +260,7 @@ def scope_of_the_balance_is_shown(spec: Resolution) -> Iterator[Finding]:
 def latent_attention_is_not_grouped(spec: Resolution) -> Iterator[Finding]:
     """Fires when a deepseek_v3 model has fewer kv heads than heads."""
     shape = spec.shape
-    if shape.projections is None or shape.num_key_value_heads == shape.num_attention_heads:
+    if shape.attention.projections is None or shape.num_key_value_heads == shape.num_attention_heads:
         return
     heads, path = shape.num_attention_heads, model_path(spec, "num_key_value_heads")
     fixes: tuple[Fix, ...] = ()

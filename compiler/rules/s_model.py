@@ -90,7 +90,7 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
 def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for learned positions; S004 warns for rotary ones."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
-    if not spec.shape.rotary and length > limit:
+    if not spec.shape.positions.rotary and length > limit:
         yield Finding(
             f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows",
             _LENGTH,
@@ -111,7 +111,7 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
-    if spec.shape.attends and spec.shape.rotary and not spec.shape.alibi and length > limit:
+    if spec.shape.attends and spec.shape.positions.rotary and not spec.shape.positions.alibi and length > limit:
         # transformers 5 keeps both in rope_parameters.
         rope = spec.model_config.get("rope_parameters") or spec.model_config
         base = rope.get("rope_theta", "of the family")
@@ -137,7 +137,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
     """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
     heads = shape.num_attention_heads
-    for kv_heads in shape.kv_head_counts if shape.projections is None else ():
+    for kv_heads in shape.kv_head_counts if shape.attention.projections is None else ():
         if heads % kv_heads == 0:
             continue
         fitting = divisors(heads)
@@ -150,7 +150,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
             help=f"num_key_value_heads can be {', '.join(map(str, fitting))}",
             fixes=(fix,) if path[-1] == "num_key_value_heads" else (),
         )
-    turned = turned_width(spec.model_config, None if shape.projections else shape.head_dim)
+    turned = turned_width(spec.model_config, None if shape.attention.projections else shape.head_dim)
     if turned is not None and turned[1] % 2:
         key, width = turned
         path = model_path(spec, key, "num_attention_heads")

@@ -49,10 +49,10 @@ def _groups(spec: Resolution) -> int:
     family = FAMILIES.get(shape.model_type, Family())
     if family.fused_blocks:
         return family.fused_blocks
-    if shape.paired_heads:
+    if shape.heads.paired:
         return shape.num_attention_heads // 2
-    if shape.low_rank is not None:
-        return shape.low_rank.output_groups
+    if shape.heads.low_rank is not None:
+        return shape.heads.low_rank.output_groups
     interleaved = family.heads_interleaved and shape.num_key_value_heads > 1
     return shape.num_key_value_heads if interleaved else shape.num_attention_heads
 
@@ -62,10 +62,10 @@ def _why(spec: Resolution) -> str:
     family = FAMILIES.get(spec.shape.model_type, Family())
     if family.fused_blocks:
         return f"holds queries, keys and values in {family.fused_blocks} blocks of heads in one projection"
-    if spec.shape.paired_heads:
+    if spec.shape.heads.paired:
         return f"takes the difference of pairs of heads, {spec.shape.num_attention_heads // 2} of them"
-    if spec.shape.low_rank is not None:
-        return f"projects what its heads give in {spec.shape.low_rank.output_groups} groups (o_groups)"
+    if spec.shape.heads.low_rank is not None:
+        return f"projects what its heads give in {spec.shape.heads.low_rank.output_groups} groups (o_groups)"
     return "holds each key and value between its queries in one projection"
 
 
@@ -130,7 +130,7 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 )
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
-    tp, paired = spec.axis(Axis.TP), spec.shape.paired_heads
+    tp, paired = spec.axis(Axis.TP), spec.shape.heads.paired
     if not spec.shape.attends:
         return
     indivisible = [heads for heads in spec.shape.kv_units if heads % tp and tp % heads]

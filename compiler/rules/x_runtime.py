@@ -184,7 +184,7 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
 def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     """A sliding window that transformers' mask has and its attention has not, or the other way round."""
     shape = spec.shape
-    family, window = FAMILIES.get(shape.model_type, Family()), shape.sliding_window
+    family, window = FAMILIES.get(shape.model_type, Family()), shape.attention.sliding_window
     kinds = spec.model_config.get("layer_types")
     unused = isinstance(kinds, list) and "sliding_attention" not in kinds
     if not family.window_only_in or window is None or window >= spec.sequence_length or unused:
@@ -345,10 +345,10 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
     kinds = {layer: one for layers, one in shape.by_kind for layer in layers}
     for layer in range(shape.num_hidden_layers):
         one = kinds.get(layer, shape)
-        if one.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER:
-            found.append((layer, own[one.sliding_window]))
+        if one.attention.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER:
+            found.append((layer, own[one.attention.sliding_window]))
         else:
-            own[one.sliding_window] = layer
+            own[one.attention.sliding_window] = layer
     return found
 
 

@@ -180,10 +180,10 @@ class _Injection:
         for parent_name, layers in blocks.items():
             parent = self.model.get_submodule(parent_name)
             region.enter_layers(parent, layers)
-            item = shape.layers_per_module > 1 and parent_name.rpartition(".")[2].isdigit()
+            item = shape.stack.layers_per_module > 1 and parent_name.rpartition(".")[2].isdigit()
             attention = parent_name.rpartition(".")[0] if item else parent_name
             if attention.endswith(f".{self.family.attention}") and parent_name not in whole:
-                own, pairs = shape, 2 if shape.paired_heads else 1
+                own, pairs = shape, 2 if shape.heads.paired else 1
                 if shape.kinds:
                     own = shape.of_layer(int(parent_name.removeprefix(f"{path}.").partition(".")[0]))
                 kv_heads = pairs * max(1, own.num_key_value_heads // pairs // tp)

@@ -148,7 +148,7 @@ class SelfCheck:
         share_blocks(without_peft(model), path, shape)
         # Where transformers' masks do not tell documents apart, the original computes something else with two.
         # It passes a state from one to the next, or compresses keys of both; the masks of stacks are not looked at.
-        plain = all(one.told_apart for one in shape.parts) and shape.low_rank is None and shape.runs is None
+        plain = all(one.told_apart for one in shape.parts) and shape.heads.low_rank is None and shape.stack.runs is None
         # Documents of one row would have other rotary embeddings, or temperatures, than each has on its own.
         plain = plain and not any(embeddings_by_length(model)) and not scaled_by_place(model)
         same = shape.user_module is None and plain

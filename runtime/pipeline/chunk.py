@@ -48,7 +48,7 @@ class ChunkForward:
         behind = [one.name for one in plan.parameters.after if one.name.startswith(f"{family.base}.")]
         self._norm = behind[0].removeprefix(f"{family.base}.").partition(".")[0] if behind else ""
         self._shape = plan.spec.model.shape
-        self._has_fp32_residual = plan.spec.model.shape.fp32_residual
+        self._has_fp32_residual = plan.spec.model.shape.residual.fp32
         self._has_parts = plan.spec.model.shape.layer_inputs is not None
         self._name = plan.parameters.layer[0].name.partition(".{layer}")[0].rpartition(".")[2]
         self._layers_per_module = plan.parameters.layers_per_module
@@ -179,12 +179,12 @@ def _streams_dim(shape: ModelShape) -> int | None:
     for one in shape.parts:
         if one.streams_dim is not None:
             return one.streams_dim
-    return 2 if shape.hyper_streams and not shape.mixture_rank else None
+    return 2 if shape.residual.streams and not shape.residual.mixture_rank else None
 
 
 def _one_stream(hidden: Tensor, shape: ModelShape) -> Tensor:
     """The first of the streams that a stage received: [B, s, H]."""
-    if shape.mixture_rank:
+    if shape.residual.mixture_rank:
         return hidden[..., : shape.hidden_size]
     return hidden if (dim := _streams_dim(shape)) is None else hidden.select(dim, 0)
 
@@ -203,9 +203,9 @@ def handed(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], dtype: torch.
     hidden: tuple[int, ...] = shape
     if (dim := _streams_dim(spec.model.shape)) is not None:
         hidden = *shape[:dim], spec.model.shape.residual_streams, *shape[dim:]
-    elif spec.model.shape.mixture_rank:
+    elif spec.model.shape.residual.mixture_rank:
         hidden = *shape[:2], spec.model.shape.residual_streams * spec.model.shape.hidden_size
-    found: list[Like] = [(hidden, torch.float32 if spec.model.shape.fp32_residual else dtype)]
+    found: list[Like] = [(hidden, torch.float32 if spec.model.shape.residual.fp32 else dtype)]
     if (size := getattr(without_peft(model).loss_function, "handed_size", None)) is not None:
         found.append(((size,), torch.float32))
     if (inputs := spec.model.shape.layer_inputs) is not None:

@@ -16,7 +16,7 @@ from parcompile.cost.context_time import candidates, cheapest, costs
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, ring_holder, ring_source
-from parcompile.model.layers import LayerShape, kinds_of_layers
+from parcompile.model.layers import LayerAttention, LayerShape, kinds_of_layers
 from parcompile.plan import Plan, compile_plan, plan_tree
 from parcompile.rules import check
 from parcompile.rules.registry import example_spec
@@ -62,7 +62,7 @@ def test_bytes_of_each_implementation() -> None:
 def test_keys_go_around_as_far_as_a_window_reaches_where_every_layer_has_it() -> None:
     """Neighbouring pieces of a zigzag are one step apart, or one step back. Of gpt_oss other layers see all keys."""
     for model_type, hops in (("mistral", 2), ("gpt_oss", 15)):
-        shape = replace(SHAPE, model_type=model_type, sliding_window=1024)
+        shape = replace(SHAPE, model_type=model_type, attention=LayerAttention(sliding_window=1024))
         assert sent("ring", shape=shape) == sent("all_gather", shape=shape) == {"cp": hops * KEYS * 4}
         assert sum(sent("double_ring", (8, 2), shape=shape).values()) == 15 * KEYS * 4
 
@@ -103,8 +103,10 @@ def test_every_place_of_a_ring_meets_each_source_once_and_the_holder_knows_it(si
         assert all(ring_holder(step, source, size, inner) == place for step, source in enumerate(sources))
 
 
-OWN = LayerShape(SHAPE.num_key_value_heads, SHAPE.head_dim, SHAPE.intermediate_size, sliding_window=1024)
-WIDE = replace(OWN, num_key_value_heads=2, head_dim=4 * SHAPE.head_dim, sliding_window=None)
+OWN = LayerShape(
+    SHAPE.num_key_value_heads, SHAPE.head_dim, SHAPE.intermediate_size, attention=LayerAttention(sliding_window=1024)
+)
+WIDE = replace(OWN, num_key_value_heads=2, head_dim=4 * SHAPE.head_dim, attention=LayerAttention())
 
 
 def test_each_exchange_hides_behind_the_attention_of_its_own_layer() -> None:

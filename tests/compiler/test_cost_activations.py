@@ -127,7 +127,7 @@ def test_what_a_7b_model_holds_beyond_static_memory_is_near_the_measured_figure(
     """Measured with Megatron on H100: 19.24 GiB static, 53.22 GiB peak. The static part is of a plain MLP, too."""
     shape = llama_shape(layers=32, hidden=4096, heads=32, kv_heads=8, width=16384, vocab=131073, tied=True)
     work = Workload(
-        shape=replace(shape, gated_mlp=False),
+        shape=replace(shape, mlp=replace(shape.mlp, gated=False)),
         nodes=1,
         gpus_per_node=8,
         accelerator="h100-sxm",

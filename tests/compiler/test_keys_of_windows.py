@@ -32,7 +32,7 @@ def shape_of(**changes: Any) -> ModelShape:
 
 
 def kinds(shape: ModelShape) -> list[CompressedKeys | None]:
-    return [shape.of_layer(layer).compressed for layer in range(shape.num_hidden_layers)]
+    return [shape.of_layer(layer).attention.compressed for layer in range(shape.num_hidden_layers)]
 
 
 def test_the_defaults_are_those_of_the_class() -> None:
@@ -42,7 +42,7 @@ def test_the_defaults_are_those_of_the_class() -> None:
     assert kinds(shape)[:5] == [HEAVY, HEAVY, HEAVY, CHOSEN, HEAVY]
     assert shape.moe is not None
     assert shape.moe.hashed == (0, 1, 2)
-    assert shape.sliding_window == 128
+    assert shape.attention.sliding_window == 128
 
 
 def test_older_words_say_the_same_as_todays() -> None:

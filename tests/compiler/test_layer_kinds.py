@@ -12,7 +12,7 @@ from parcompile.cost.parameters import rank_parameters
 from parcompile.layout.pipeline import Stage
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.layers import KeysAndValues, LayerShape, kinds_of_layers
+from parcompile.model.layers import KeysAndValues, LayerAttention, LayerShape, kinds_of_layers
 from parcompile.model.shape import ModelShape
 
 BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64, tie_word_embeddings=False)
@@ -75,15 +75,20 @@ def test_operations_are_counted_layer_by_layer() -> None:
 
 
 def test_windows_count_for_the_layers_that_have_them() -> None:
-    windowed = replace(BY_HAND, kinds=kinds_of_layers([replace(OWN, sliding_window=8)] * 3 + [OWN]))
-    one, all_keys = (attention_flops_per_token(replace(BY_HAND, sliding_window=size), 64) for size in (8, None))
+    windowed = replace(
+        BY_HAND, kinds=kinds_of_layers([replace(OWN, attention=LayerAttention(sliding_window=8))] * 3 + [OWN])
+    )
+    one, all_keys = (
+        attention_flops_per_token(replace(BY_HAND, attention=LayerAttention(sliding_window=size)), 64)
+        for size in (8, None)
+    )
     assert attention_flops_per_token(windowed, 64) == pytest.approx((3 * one + all_keys) / 4)
 
 
 def test_a_layer_keeps_no_keys_of_another() -> None:
     options = {"tp": 2, "sequence_parallel": False}
     own, shared = (
-        eager_layer_bytes(replace(BY_HAND, keys_and_values=kind), **options)  # type: ignore[arg-type]
+        eager_layer_bytes(replace(BY_HAND, attention=LayerAttention(keys_and_values=kind)), **options)  # type: ignore[arg-type]
         for kind in (KeysAndValues.OWN, KeysAndValues.OF_ANOTHER_LAYER)
     )
     assert own.attention - shared.attention == 2 * 2 * 2 * 8  # keys and values of two heads of 8, in two bytes

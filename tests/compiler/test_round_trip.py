@@ -62,10 +62,11 @@ def joined(said: dict[str, Any], tree: dict[str, Any], lost: str) -> dict[str, A
 
 def values(plan: Plan) -> Iterator[tuple[str, Any]]:
     spec, shape = plan.spec, plan.spec.model.shape
-    window = shape.sliding_window
+    window = shape.attention.sliding_window
     if window is not None and window >= spec.training.sequence_length:
         window = None  # it hides nothing
-    yield "model", dataclasses.replace(shape, model_type="", sliding_window=window, stated=())
+    attention = dataclasses.replace(shape.attention, sliding_window=window)
+    yield "model", dataclasses.replace(shape, model_type="", attention=attention, stated=())
     yield "zero.stage", spec.zero_stage if spec.parallelism.dp * spec.parallelism.cp > 1 else 0
     yield "parallelism.order", effective_order(spec.parallelism)
     for section in (spec.parallelism, spec.training):

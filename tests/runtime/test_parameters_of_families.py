@@ -325,7 +325,7 @@ _MISTRAL4_ROPE = WITHOUT_PRESETS["mistral4"]["rope_parameters"]
 def test_a_table_lists_what_a_model_registers_that_is_published_and_no_preset(name: str) -> None:
     check(WITHOUT_PRESETS[name])
     built, shape = registered(WITHOUT_PRESETS[name])[1], shape_from_config(WITHOUT_PRESETS[name])
-    assert shape.sliding_window == getattr(built, "sliding_window", None)
+    assert shape.attention.sliding_window == getattr(built, "sliding_window", None)
     assert shape.max_position_embeddings == built.max_position_embeddings
 
 

@@ -143,7 +143,7 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
     ):
         assert (recurrent.groups, recurrent.key_dim, recurrent.value_dim) == (4, 8, 10)
     shape = small.spec.model.shape
-    layers = shape.runs.layers if shape.runs else shape.num_hidden_layers
+    layers = shape.stack.runs.layers if shape.stack.runs else shape.num_hidden_layers
     assert layers == 2 or more or mixed or shape.moe
     if mixed:
         assert planned_config(small).sliding_window == WINDOW

@@ -87,6 +87,6 @@ def test_a_small_copy_uses_each_block_and_the_first_twice() -> None:
     stored = {"attention_hidden_size": 256, "attention_head_dim": 64, "hybrid_layer_ids": [2, 4, 5, 6]}
     plan = family_plan("zamba2", 2, {"tp": 2}, **changes, **stored)
     plan = replace(plan, spec=replace(plan.spec, training=replace(plan.spec.training, sequence_length=1024)))
-    shared = shrunk(plan).spec.model.shape.shared_blocks
+    shared = shrunk(plan).spec.model.shape.stack.shared_blocks
     assert shared is not None
     assert (len(shared.layers), shared.count) == (3, 2)

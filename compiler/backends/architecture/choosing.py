@@ -210,20 +210,20 @@ def architecture_of(config: Config, shape: ModelShape) -> Architecture:
     activation = str(_value(config, *family.activation))
     if activation not in ACTIVATIONS:
         raise InexpressibleError(f"{family.activation[0]} {activation}", "there is no switch for it")
-    if shape.head_bias:
+    if shape.biases.head:
         raise InexpressibleError("head_bias", "there is no switch for a bias of the head")
     return Architecture(
         rms_norm=family.rms_norm,
         epsilon=float(_value(config, *family.epsilon)),
         activation=ACTIVATIONS[activation],
-        gated=shape.gated_mlp,
-        biases=(shape.qkv_bias, shape.attention_output_bias, shape.mlp_bias),
+        gated=shape.mlp.gated,
+        biases=(shape.biases.qkv, shape.biases.attention_output, shape.biases.mlp),
         rope=_rope(config, family),
         tied=shape.tie_word_embeddings,
         grouped=shape.num_key_value_heads != shape.num_attention_heads,
         own_head_dim=shape.head_dim * shape.num_attention_heads != shape.hidden_size,
         centered_norm=family.centered_norm,
-        qk_norm=shape.qk_norm,
+        qk_norm=shape.heads.qk_norm,
         parallel=_switch(config, family.parallel, default=name == "gpt_neox"),
         window=_window(config, shape),
         **{part: float(_value(config, *key)) for part, key in family.dropouts.items()},
@@ -262,7 +262,7 @@ def _router(config: Config, family: Switches, moe: MoeShape | None) -> Router | 
 
 
 def _window(config: Config, shape: ModelShape) -> int | None:
-    window = shape.sliding_window
+    window = shape.attention.sliding_window
     kinds = set(config.get("layer_types") or ())
     if window is None or kinds == {"full_attention"} or window >= shape.max_position_embeddings:
         return None

@@ -223,7 +223,7 @@ def _write(spec: Spec) -> Arguments:
 
 
 def _write_heads(spec: Spec) -> Arguments:
-    shape, mla = spec.model.shape, spec.model.shape.projections
+    shape, mla = spec.model.shape, spec.model.shape.attention.projections
     if isinstance(mla, MlaShape):
         return {
             "multi_latent_attention": True,

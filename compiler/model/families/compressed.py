@@ -67,12 +67,16 @@ def _layer_shapes(config: Mapping[str, Any], common: LayerShape, count: int) -> 
     choice = KeyChoice(
         _whole(config, "index_n_heads", 64), _whole(config, "index_head_dim", 128), _whole(config, "index_topk", 512)
     )
+
+    def with_keys(compressed: CompressedKeys) -> LayerShape:
+        return replace(common, attention=replace(common.attention, compressed=compressed))
+
     found: dict[str, LayerShape] = {_WINDOW: common}
     kinds = _kinds(config, count)
     if _CHOSEN in kinds:
-        found[_CHOSEN] = replace(common, compressed=CompressedKeys(_rate(config, _CHOSEN), 2, choice))
+        found[_CHOSEN] = with_keys(CompressedKeys(_rate(config, _CHOSEN), 2, choice))
     if _HEAVY in kinds:
-        found[_HEAVY] = replace(common, compressed=CompressedKeys(_rate(config, _HEAVY)))
+        found[_HEAVY] = with_keys(CompressedKeys(_rate(config, _HEAVY)))
     return [found[kind] for kind in kinds]
 
 

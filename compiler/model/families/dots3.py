@@ -90,8 +90,8 @@ def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int |
         raise LayersError(f"{named}{unknown[0]} differs from the model's: layers may differ in their attention", named)
     for name, value in own.items():
         _check(named + name, value)
-    assert isinstance(common.projections, MlaShape)
-    mla = replace(common.projections, **{name: own[name] for name in _LATENT if name in own})
+    assert isinstance(common.attention.projections, MlaShape)
+    mla = replace(common.attention.projections, **{name: own[name] for name in _LATENT if name in own})
     heads = own.get("num_attention_heads", common.num_attention_heads)
     kv_heads = own.get("num_key_value_heads", common.num_key_value_heads)
     if heads != kv_heads:
@@ -104,8 +104,7 @@ def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int |
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=mla.value_dim,
-        sliding_window=window,
-        projections=mla,
+        attention=replace(common.attention, sliding_window=window, projections=mla),
     )
 
 
@@ -115,10 +114,10 @@ def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[i
         return {}
     kinds, found = list(_kinds(config, shape.num_hidden_layers)), dict[int, Mapping[str, Any]]()
     for layers, one in shape.by_kind:
-        own = {name: getattr(one.projections, name) for name in _LATENT} | dict.fromkeys(
+        own = {name: getattr(one.attention.projections, name) for name in _LATENT} | dict.fromkeys(
             _HEADS, one.num_attention_heads
         )
-        windowed = {**own, "head_dim": one.projections.key_dim if one.projections else 0}
+        windowed = {**own, "head_dim": one.attention.projections.key_dim if one.attention.projections else 0}
         both = {**own, **{f"swa_{name}": size for name, size in windowed.items()}, "layer_types": kinds}
         found |= dict.fromkeys(layers, both)
     return found

@@ -105,7 +105,8 @@ def _overrides(config: Config, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
 def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     kinds = kinds_of_attention(config, count, 6, last_is_full=True)
     first = first_with_keys_of_others(config, kinds, 0)
-    found = []
+    found, attention = [], common.attention
+    of_all = replace(attention, sliding_window=None)
     for layer, (kind, own) in enumerate(zip(kinds, _overrides(config, kinds), strict=True)):
         for key, value in own.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -113,18 +114,18 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
                 raise LayersError(
                     f"{stated} gives layer {layer} {key} {value!r}: it has to be a whole number of 1 or more", stated
                 )
-        shape = replace(common, **own, sliding_window=common.sliding_window if kind == _SLIDING else None)
+        shape = replace(common, **own, attention=attention if kind == _SLIDING else of_all)
         if layer >= first:
             wide = 2 if config.get("use_double_wide_mlp") else 1
             found.append(
                 replace(
                     shape,
-                    keys_and_values=KeysAndValues.OF_ANOTHER_LAYER,
+                    attention=replace(shape.attention, keys_and_values=KeysAndValues.OF_ANOTHER_LAYER),
                     intermediate_size=wide * shape.intermediate_size,
                 )
             )
         elif config.get("attention_k_eq_v") and kind == _FULL:
-            found.append(replace(shape, keys_and_values=KeysAndValues.KEYS_ARE_VALUES))
+            found.append(replace(shape, attention=replace(of_all, keys_and_values=KeysAndValues.KEYS_ARE_VALUES)))
         else:
             found.append(shape)
     return found
@@ -191,8 +192,11 @@ def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[Laye
         replace(
             common,
             intermediate_size=width,
-            sliding_window=common.sliding_window if kind == _SLIDING else None,
-            keys_and_values=KeysAndValues.OWN if layer < first else KeysAndValues.OF_ANOTHER_LAYER,
+            attention=replace(
+                common.attention,
+                sliding_window=common.attention.sliding_window if kind == _SLIDING else None,
+                keys_and_values=KeysAndValues.OWN if layer < first else KeysAndValues.OF_ANOTHER_LAYER,
+            ),
         )
         for layer, (kind, width) in enumerate(zip(kinds, widths, strict=True))
     ]

@@ -171,7 +171,7 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     listed = config.get("layer_types")
     default = ["sliding_attention" if layer and (layer + 1) % 6 else "full_attention" for layer in range(count)]
     kinds = kinds_of_attention({"layer_types": default if listed is None else listed}, count, 6, last_is_full=False)
-    width, window = config.get("v_head_dim", 128), common.sliding_window
+    width, window = config.get("v_head_dim", 128), common.attention.sliding_window
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise LayersError(f"v_head_dim is {width!r}: it has to be a whole number of 1 or more", "v_head_dim")
     read = config.get("sliding_window_size")
@@ -179,8 +179,13 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
         raise LayersError(f"sliding_window_size is {read!r}: it has to be a whole number", "sliding_window_size")
     if read is not None:
         window = read + 1  # as transformers reads the published file
-    full = replace(common, value_head_dim=width, sliding_window=None, sinks=False)
-    windowed = replace(full, num_key_value_heads=2 * common.num_key_value_heads, sliding_window=window, sinks=True)
+    attention = replace(common.attention, value_head_dim=width)
+    full = replace(common, attention=replace(attention, sliding_window=None, sinks=False))
+    windowed = replace(
+        common,
+        num_key_value_heads=2 * common.num_key_value_heads,
+        attention=replace(attention, sliding_window=window, sinks=True),
+    )
     _agrees(config, kinds, full, windowed)
     return [windowed if kind == "sliding_attention" else full for kind in kinds]
 
@@ -190,7 +195,7 @@ def _agrees(config: Config, kinds: list[str], full: LayerShape, windowed: LayerS
     built = {
         "swa_num_key_value_heads": windowed.num_key_value_heads,
         "swa_head_dim": full.head_dim,
-        "swa_v_head_dim": full.value_head_dim,
+        "swa_v_head_dim": full.attention.value_head_dim,
         "swa_num_attention_heads": config.get("num_attention_heads"),
         "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
         "add_swa_attention_sink_bias": True,

@@ -41,7 +41,7 @@ _TILE = 512
 
 def use_compressed_keys(placed: Placed) -> None:
     """Makes the attention modules of this rank's layers attend to compressed keys too."""
-    if placed.shape.low_rank is None:
+    if placed.shape.heads.low_rank is None:
         return
     place = RingPlace.of(placed.mesh)
     for _, layer in placed.layers():

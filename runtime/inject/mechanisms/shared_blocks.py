@@ -31,9 +31,9 @@ def share_blocks(model: nn.Module, path: str, shape: ModelShape) -> None:
     Raises:
         RunError: a use has parameters of its own.
     """
-    if shape.shared_blocks is None:
+    if shape.stack.shared_blocks is None:
         return
-    for _, layer, first in shape.shared_blocks.uses:
+    for _, layer, first in shape.stack.shared_blocks.uses:
         if layer == first:
             continue
         user, block = model.get_submodule(f"{path}.{layer}"), model.get_submodule(f"{path}.{first}.{BLOCK}")
@@ -50,7 +50,7 @@ def share_blocks(model: nn.Module, path: str, shape: ModelShape) -> None:
 
 def parts_with_adapters(path: str, shape: ModelShape) -> list[str]:
     """The modules of shared blocks in which columns of adapters take what their module is called with."""
-    if shape.shared_blocks is None:
+    if shape.stack.shared_blocks is None:
         return []
-    blocks = [f"{path}.{layer}.{BLOCK}" for layer in shape.shared_blocks.first_layers]
+    blocks = [f"{path}.{layer}.{BLOCK}" for layer in shape.stack.shared_blocks.first_layers]
     return [f"{block}.{part}" for block in blocks for part in ("self_attn", "feed_forward")]

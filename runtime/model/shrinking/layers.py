@@ -22,15 +22,15 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
     attending = set(shape.attention_layers)
     for layer in range(shape.num_hidden_layers):
         dense = shape.moe is not None and not shape.routed(range(layer, layer + 1))
-        keys = shape.of_layer(layer).keys_and_values if shape.kinds else None
+        keys = shape.of_layer(layer).attention.keys_and_values if shape.kinds else None
         parts = tuple(layer in one.layers for one in shape.parts)
         kind = (dense, layer in attending, keys, parts, *(value[layer] for value in lists))
         kinds.setdefault(kind, layer)
         if shape.kinds and layer == shape.num_hidden_layers - 1:
             kinds[kind] = layer  # some models have a kind for the last layer, whatever their list says
-    if shape.shared_blocks is not None:
+    if shape.stack.shared_blocks is not None:
         # A use of each block, and a second one of the first.
-        for layer in shape.shared_blocks.layers[: shape.shared_blocks.count + 1]:
+        for layer in shape.stack.shared_blocks.layers[: shape.stack.shared_blocks.count + 1]:
             kinds.setdefault((False, True, None, (), layer), layer)
     stages = split.pp * split.virtual
     if stages > 1 and any(kind[2] is KeysAndValues.OF_ANOTHER_LAYER for kind in kinds):
@@ -40,11 +40,11 @@ def kept_layers(plan: Plan, config: Any) -> list[int]:
     # Layers that come once in a period stay where they are: up to the first of the last kind.
     periodic = _has_periods(shape)
     chosen = list(dict.fromkeys(kinds.values()))
-    unit = stages * shape.layers_per_module
+    unit = stages * shape.stack.layers_per_module
     wanted = -(-max(max(chosen) + 1 if periodic else len(chosen), least) // unit) * unit
     if wanted >= shape.num_hidden_layers:
         return list(range(shape.num_hidden_layers))
-    if periodic or shape.layers_per_module > 1:
+    if periodic or shape.stack.layers_per_module > 1:
         return list(range(wanted))
     chosen += [layer for layer in range(shape.num_hidden_layers) if layer not in chosen][: wanted - len(chosen)]
     assert len(PipelineSplit(split.pp, split.virtual).counts(wanted)) == stages
@@ -63,8 +63,8 @@ def _has_periods(shape: ModelShape) -> bool:
 
 def lists_of_layers(config: Any, shape: ModelShape, layers: list[int]) -> dict[str, Any]:
     """The keys that say how many layers there are, and of which kind each is."""
-    found: dict[str, Any] = {"num_hidden_layers": len(layers) // shape.layers_per_module}
-    if shape.runs is not None:
+    found: dict[str, Any] = {"num_hidden_layers": len(layers) // shape.stack.layers_per_module}
+    if shape.stack.runs is not None:
         found["num_layers_per_stack"] = None  # then the other counts the layers of a stack
     if hasattr(config, "num_attention_heads_per_layer"):
         found["num_attention_heads_per_layer"] = None  # all are num_attention_heads
@@ -158,7 +158,7 @@ def small_heads(plan: Plan, config: Any) -> dict[str, Any]:
         found["num_key_value_heads"] = fewer
     found |= _low_rank(plan, of_head)
     found |= _windowed(shape, fewer)
-    if shape.projections is None and (
+    if shape.attention.projections is None and (
         "head_dim" in plan.spec.model.hf_config or class_default(shape.model_type, "head_dim")
     ):
         found["head_dim"] = shape.head_dim
@@ -168,9 +168,9 @@ def small_heads(plan: Plan, config: Any) -> dict[str, Any]:
 def _low_rank(plan: Plan, of_head: int) -> dict[str, Any]:
     """Two heads in each group whose outputs are projected together, a group or two on a rank, narrow projections."""
     shape, tp = plan.spec.model.shape, plan.spec.parallelism.tp
-    if shape.low_rank is None:
+    if shape.heads.low_rank is None:
         return {}
-    low = shape.low_rank
+    low = shape.heads.low_rank
     groups = tp * (2 if tp == 1 and low.output_groups % 2 == 0 else 1)
     heads = groups * min(shape.num_attention_heads // low.output_groups, 2)
     ranks = {"q_lora_rank": low.query_rank, "o_lora_rank": low.output_rank}
@@ -182,7 +182,11 @@ def _windowed(shape: ModelShape, heads: int) -> Mapping[str, Any]:
     """Where attention has other sizes in windows: those, with as few heads."""
     if not shape.kinds:
         return {}
-    windows = (one.projections for _, one in shape.by_kind if one.projections is not None and one.sliding_window)
+    windows = (
+        one.attention.projections
+        for _, one in shape.by_kind
+        if one.attention.projections is not None and one.attention.sliding_window
+    )
     return next((one.small_windows(heads) for one in windows), {})
 
 

@@ -168,7 +168,7 @@ def shrunk(plan: Plan) -> Plan:
     replaced = {"rope_scaling"} if "rope_parameters" in changes else set()
     replaced |= {"per_layer_config"} if "use_dsa" in changes else set()
     replaced |= _SAID_AGAIN
-    replaced |= FOLLOWING if shape.shared_blocks is not None else set()
+    replaced |= FOLLOWING if shape.stack.shared_blocks is not None else set()
     hf_config = {key: value for key, value in spec.model.hf_config.items() if key not in replaced} | changes
     model = replace(spec.model, shape=shape_from_config(hf_config), hf_config=hf_config)
     axes = spec.parallelism
