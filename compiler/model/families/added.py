@@ -18,7 +18,7 @@ from parcompile.model.tables.reading import add_table
 _DATA = by_type("family")
 """The families that are data alone: what of them is not Llama's."""
 _MODULES = by_type("module")
-"""Where in this folder the others stand, which have functions."""
+"""Where in this folder the others stand, which have functions: a constant with the name of the type."""
 
 
 class _BuiltIn(Mapping[str, Family]):
@@ -41,8 +41,9 @@ class _BuiltIn(Mapping[str, Family]):
 def _built_in(name: str) -> Family:
     if name in _DATA:
         return family_from(_DATA[name])
-    families: Mapping[str, Family] = importlib.import_module(f"{__package__}.{_MODULES[name]}").FAMILIES
-    return families[name]
+    module = importlib.import_module(f"{__package__}.{_MODULES[name]}")
+    family: Family = getattr(module, name.replace("-", "_").upper())
+    return family
 
 
 BUILT_IN: Mapping[str, Family] = _BuiltIn()

@@ -125,67 +125,63 @@ def _another_width(config: Mapping[str, Any]) -> bool:
     return config.get("intermediate_size") not in (None, config.get("moe_intermediate_size", 2048))
 
 
-COMPRESSED: Mapping[str, Family] = {
-    "deepseek_v4": Family(
-        keys={"intermediate_size": None},
-        kv_heads=lambda _, __: 1,
-        sinks="sinks",
-        hyper_streams=("hc_mult", 4),
-        square_mixtures=("hc_sinkhorn_iters", 20),
-        low_rank=_low_rank,
-        layer_shapes=_layer_shapes,
-        defaults={"sliding_window": 128, "head_dim": _HEAD_DIM},
-        experts=Experts(
-            shared="shared_experts",
-            count=("n_routed_experts", 256),
-            per_token=("num_experts_per_tok", 6),
-            width=("moe_intermediate_size", 2048),
-            dense_width=("moe_intermediate_size", 2048),
-            shared_count=("n_shared_experts", 1),
-            hashed=_hashed,
+DEEPSEEK_V4 = Family(
+    keys={"intermediate_size": None},
+    kv_heads=lambda _, __: 1,
+    sinks="sinks",
+    hyper_streams=("hc_mult", 4),
+    square_mixtures=("hc_sinkhorn_iters", 20),
+    low_rank=_low_rank,
+    layer_shapes=_layer_shapes,
+    defaults={"sliding_window": 128, "head_dim": _HEAD_DIM},
+    experts=Experts(
+        shared="shared_experts",
+        count=("n_routed_experts", 256),
+        per_token=("num_experts_per_tok", 6),
+        width=("moe_intermediate_size", 2048),
+        dense_width=("moe_intermediate_size", 2048),
+        shared_count=("n_shared_experts", 1),
+        hashed=_hashed,
+    ),
+    refusals=(
+        _is_not("n_shared_experts", 1, "transformers builds one shared expert whatever it says: write 1"),
+        _is_not("num_key_value_heads", 1, "all queries share one key, which is the value too: write 1"),
+        _is_not("norm_topk_prob", wanted=True, reason="transformers divides by the sum of scores always: write true"),
+        _is_not("attention_bias", wanted=False, reason="transformers' projections have no bias: write false"),
+        _is_not("router_jitter_noise", 0, "transformers' routers multiply nothing by noise: write 0"),
+        Refusal(
+            "scoring_func",
+            lambda config: config.get("scoring_func", "sigmoid") not in ("sqrtsoftplus", "sigmoid"),
+            "transformers takes it from its activations, which have 'sqrtsoftplus' and 'sigmoid' of these: write "
+            "one of them",
         ),
-        refusals=(
-            _is_not("n_shared_experts", 1, "transformers builds one shared expert whatever it says: write 1"),
-            _is_not("num_key_value_heads", 1, "all queries share one key, which is the value too: write 1"),
-            _is_not(
-                "norm_topk_prob", wanted=True, reason="transformers divides by the sum of scores always: write true"
-            ),
-            _is_not("attention_bias", wanted=False, reason="transformers' projections have no bias: write false"),
-            _is_not("router_jitter_noise", 0, "transformers' routers multiply nothing by noise: write 0"),
-            Refusal(
-                "scoring_func",
-                lambda config: config.get("scoring_func", "sigmoid") not in ("sqrtsoftplus", "sigmoid"),
-                "transformers takes it from its activations, which have 'sqrtsoftplus' and 'sigmoid' of these: write "
-                "one of them",
-            ),
-            Refusal(
-                "attention_dropout",
-                lambda config: bool(config.get("attention_dropout")),
-                "weights of compressed KV are not dropped by their position: write 0",
-            ),
-            Refusal(
-                "output_router_logits",
-                _balances_nothing,
-                "no router chooses by its scores, and transformers computes no loss of them: write false",
-            ),
-            Refusal(
-                "o_groups",
-                _ungrouped,
-                "num_attention_heads % o_groups is not 0, and each group has whole heads: choose a divisor",
-            ),
-            Refusal(
-                "index_head_dim",
-                _narrow,
-                "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
-            ),
-            Refusal(
-                "intermediate_size",
-                _another_width,
-                "transformers takes it for another name of moe_intermediate_size, which differs: leave it out",
-            ),
+        Refusal(
+            "attention_dropout",
+            lambda config: bool(config.get("attention_dropout")),
+            "weights of compressed KV are not dropped by their position: write 0",
+        ),
+        Refusal(
+            "output_router_logits",
+            _balances_nothing,
+            "no router chooses by its scores, and transformers computes no loss of them: write false",
+        ),
+        Refusal(
+            "o_groups",
+            _ungrouped,
+            "num_attention_heads % o_groups is not 0, and each group has whole heads: choose a divisor",
+        ),
+        Refusal(
+            "index_head_dim",
+            _narrow,
+            "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
+        ),
+        Refusal(
+            "intermediate_size",
+            _another_width,
+            "transformers takes it for another name of moe_intermediate_size, which differs: leave it out",
         ),
     ),
-}
+)
 
 
 # Sparse attention over the keys that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556, section 2).
@@ -261,38 +257,34 @@ _HY = Latent(1536, 512, 192, 64, 256)
 _V32_INDEXER, _GLM_INDEXER = IndexerTraits(), IndexerTraits(heads=32, kinds=scheduled_kinds)
 _AX_INDEXER, _HY_INDEXER = IndexerTraits(heads=16), IndexerTraits(heads=16, kinds=every_fourth)
 
-INDEXED: Mapping[str, Family] = {
-    "deepseek_v32": Family(
-        latent=_V32,
-        parts=(_V32_INDEXER,),
-        experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-        refusals=_refusals(_V32, _V32_INDEXER, _OLD_COUNT),
-    ),
-    "glm_moe_dsa": Family(
-        latent=_GLM,
-        parts=(_GLM_INDEXER,),
-        experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-        refusals=_refusals(_GLM, _GLM_INDEXER, _OLD_COUNT),
-    ),
-    "axk2": Family(
-        latent=_AX,
-        parts=(_AX_INDEXER,),
-        gate="q_gate_proj",
-        query_gate=True,
-        norm_gate=("gated_norm_rank", 16),
-        experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types", layers=by_frequency(1)),
-        refusals=_refusals(_AX, _AX_INDEXER, _EXPERT_GROUPS),
-    ),
-    "hy_v4": Family(
-        latent=_HY,
-        parts=(_HY_INDEXER,),
-        kv_heads=all_heads,
-        gate="gate_proj",
-        sinks="sinks",
-        hyper_streams=("hc_mult", 4),
-        experts=routed(256, 8, 768, by_layer="mlp_layer_types", dense_by_default=1),
-        refusals=_refusals(_HY, _HY_INDEXER, _KEYS_OF_QUERIES, _CLAMP),
-    ),
-}
-
-FAMILIES: Mapping[str, Family] = {**COMPRESSED, **INDEXED}
+DEEPSEEK_V32 = Family(
+    latent=_V32,
+    parts=(_V32_INDEXER,),
+    experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
+    refusals=_refusals(_V32, _V32_INDEXER, _OLD_COUNT),
+)
+GLM_MOE_DSA = Family(
+    latent=_GLM,
+    parts=(_GLM_INDEXER,),
+    experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
+    refusals=_refusals(_GLM, _GLM_INDEXER, _OLD_COUNT),
+)
+AXK2 = Family(
+    latent=_AX,
+    parts=(_AX_INDEXER,),
+    gate="q_gate_proj",
+    query_gate=True,
+    norm_gate=("gated_norm_rank", 16),
+    experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types", layers=by_frequency(1)),
+    refusals=_refusals(_AX, _AX_INDEXER, _EXPERT_GROUPS),
+)
+HY_V4 = Family(
+    latent=_HY,
+    parts=(_HY_INDEXER,),
+    kv_heads=all_heads,
+    gate="gate_proj",
+    sinks="sinks",
+    hyper_streams=("hc_mult", 4),
+    experts=routed(256, 8, 768, by_layer="mlp_layer_types", dense_by_default=1),
+    refusals=_refusals(_HY, _HY_INDEXER, _KEYS_OF_QUERIES, _CLAMP),
+)

@@ -42,53 +42,51 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
     )
 
 
-DENSE: Mapping[str, Family] = {
-    "diffllama": Family(
-        paired_heads=True,
-        refusals=(
-            Refusal(
-                "num_key_value_heads",
-                lambda config: (config.get("num_key_value_heads") or config.get("num_attention_heads") or 0) % 2 > 0,
-                "its heads work in pairs, whose values are the halves of all: it has to be even",
-            ),
-            Refusal(
-                "attention_dropout",
-                lambda config: bool(config.get("attention_dropout")),
-                "transformers builds no differential attention with dropout: it has to be 0",
-            ),
+DIFFLLAMA = Family(
+    paired_heads=True,
+    refusals=(
+        Refusal(
+            "num_key_value_heads",
+            lambda config: (config.get("num_key_value_heads") or config.get("num_attention_heads") or 0) % 2 > 0,
+            "its heads work in pairs, whose values are the halves of all: it has to be even",
+        ),
+        Refusal(
+            "attention_dropout",
+            lambda config: bool(config.get("attention_dropout")),
+            "transformers builds no differential attention with dropout: it has to be 0",
         ),
     ),
-    "hrm_text": Family(
-        runs=_cycles,
-        initial_state="z_L_init",
-        gate="gate_proj",
-        refusals=(
-            Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),
-            Refusal("L_cycles", lambda config: not _whole(config.get("L_cycles", 3)), _POSITIVE),
-            Refusal(
-                "L_bp_cycles",
-                lambda config: not _passes(config.get("L_bp_cycles")),
-                "it says in how many of the last low cycles gradients pass: it has to be a list of whole numbers of 1 "
-                "or more",
-            ),
-            Refusal(
-                "num_layers_per_stack",
-                lambda config: config.get("num_layers_per_stack") is not None and not _fits(config),
-                "num_hidden_layers beside it counts the runs of all layers: it has to be num_layers_per_stack x "
-                "H_cycles x (L_cycles + 1)",
-            ),
-            Refusal(
-                "attention_dropout",
-                lambda config: bool(config.get("attention_dropout")),
-                "masks are drawn by the number of the layer, which each of its runs has: it has to be 0",
-            ),
+)
+HRM_TEXT = Family(
+    runs=_cycles,
+    initial_state="z_L_init",
+    gate="gate_proj",
+    refusals=(
+        Refusal("H_cycles", lambda config: not _whole(config.get("H_cycles", 2)), _POSITIVE),
+        Refusal("L_cycles", lambda config: not _whole(config.get("L_cycles", 3)), _POSITIVE),
+        Refusal(
+            "L_bp_cycles",
+            lambda config: not _passes(config.get("L_bp_cycles")),
+            "it says in how many of the last low cycles gradients pass: it has to be a list of whole numbers of 1 "
+            "or more",
         ),
-        refused_axes={
-            "pp": "its two stacks of layers run several times, one after the other: hidden states would pass each "
-            "stage many times in a forward pass"
-        },
+        Refusal(
+            "num_layers_per_stack",
+            lambda config: config.get("num_layers_per_stack") is not None and not _fits(config),
+            "num_hidden_layers beside it counts the runs of all layers: it has to be num_layers_per_stack x "
+            "H_cycles x (L_cycles + 1)",
+        ),
+        Refusal(
+            "attention_dropout",
+            lambda config: bool(config.get("attention_dropout")),
+            "masks are drawn by the number of the layer, which each of its runs has: it has to be 0",
+        ),
     ),
-}
+    refused_axes={
+        "pp": "its two stacks of layers run several times, one after the other: hidden states would pass each "
+        "stage many times in a forward pass"
+    },
+)
 
 
 # Dense decoders in the manner of GPT: LayerNorm with a bias, mostly an MLP of two linears.
@@ -106,28 +104,24 @@ def _other_head_dim(config: Mapping[str, Any]) -> bool:
     )
 
 
-BIASED: Mapping[str, Family] = {
-    "phi": Family(
-        refusals=(
-            Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),
-        )
-    ),
-    "modernbert-decoder": Family(
-        embedding="embeddings.tok_embeddings",
-        embedding_norm="embeddings.norm",
-        head="decoder",
-        attention="attn",
-        window_of=_modernbert_window,
-        refusals=(
-            Refusal(
-                "local_attention",
-                lambda config: not config.get("sliding_window") and _modernbert_window(config) < 1,
-                "transformers halves it for the window of its layers: it has to be a whole number of 2 or more",
-            ),
+PHI = Family(
+    refusals=(Refusal("qk_layernorm", _other_head_dim, "its norms take heads of hidden_size / num_attention_heads"),)
+)
+MODERNBERT_DECODER = Family(
+    embedding="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    head="decoder",
+    attention="attn",
+    window_of=_modernbert_window,
+    refusals=(
+        Refusal(
+            "local_attention",
+            lambda config: not config.get("sliding_window") and _modernbert_window(config) < 1,
+            "transformers halves it for the window of its layers: it has to be a whole number of 2 or more",
         ),
-        defaults={"intermediate_size": 1152},
     ),
-}
+    defaults={"intermediate_size": 1152},
+)
 
 
 # Muse: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.
@@ -180,34 +174,30 @@ def _refusals(base: float) -> tuple[Refusal, ...]:
     )
 
 
-MUSE: Mapping[str, Family] = {
-    "muse_glimmer_text": Family(
-        gate="gate_proj",
-        weightless_qk_norm_share=lambda _, __: 1.0,
-        refusals=_refusals(10000.0),
-        defaults={"sliding_window": 2048},
-    ),
-    "muse_spark_text": Family(
-        gate="gate_proj",
-        weightless_qk_norm_share=lambda _, __: 1.0,
-        refusals=(
-            *_refusals(500000.0),
-            Refusal(
-                "tie_word_embeddings",
-                lambda config: bool(config.get("tie_word_embeddings")),
-                "transformers ties no weights of this type, and would train two: set it to false",
-            ),
+MUSE_GLIMMER_TEXT = Family(
+    gate="gate_proj",
+    weightless_qk_norm_share=lambda _, __: 1.0,
+    refusals=_refusals(10000.0),
+    defaults={"sliding_window": 2048},
+)
+MUSE_SPARK_TEXT = Family(
+    gate="gate_proj",
+    weightless_qk_norm_share=lambda _, __: 1.0,
+    refusals=(
+        *_refusals(500000.0),
+        Refusal(
+            "tie_word_embeddings",
+            lambda config: bool(config.get("tie_word_embeddings")),
+            "transformers ties no weights of this type, and would train two: set it to false",
         ),
-        experts=Experts(
-            count=("num_local_experts", 256),
-            per_token=("num_experts_per_tok", 8),
-            width=("moe_intermediate_size", 4096),
-            by_layer="mlp_layer_types",
-            taken=("moe_hidden_size", 4096),
-            normed=True,
-        ),
-        defaults={"sliding_window": 2048},
     ),
-}
-
-FAMILIES: Mapping[str, Family] = {**BIASED, **DENSE, **MUSE}
+    experts=Experts(
+        count=("num_local_experts", 256),
+        per_token=("num_experts_per_tok", 8),
+        width=("moe_intermediate_size", 4096),
+        by_layer="mlp_layer_types",
+        taken=("moe_hidden_size", 4096),
+        normed=True,
+    ),
+    defaults={"sliding_window": 2048},
+)

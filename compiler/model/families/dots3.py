@@ -133,38 +133,34 @@ def _dense_between(config: Mapping[str, Any]) -> bool:
     return bool(every != 1)
 
 
-DOTS3: Mapping[str, Family] = {
-    "dots3_note_text": Family(
-        keys={"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
-        latent=Latent(1024, 512, 128, 64, 128),
-        parts=(IndexerTraits(kinds=_choosing, key_width=_FP32),),
-        layer_shapes=_layer_shapes,
-        values_of_layers=_values_of_layers,
-        gate="g_proj",
-        gate_of_heads=lambda _: True,
-        experts=Experts(
-            shared="shared_experts",
-            count=("n_routed_experts", 256),
-            per_token=("num_experts_per_tok", 8),
-            width=("moe_intermediate_size", 1536),
-            shared_count=("n_shared_experts", 1),
-            shared_width=("shared_experts_intermediate_size", 1536),
-            by_layer="mlp_layer_types",
-            dense_layers=("first_k_dense_replace", 1),
+DOTS3_NOTE_TEXT = Family(
+    keys={"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
+    latent=Latent(1024, 512, 128, 64, 128),
+    parts=(IndexerTraits(kinds=_choosing, key_width=_FP32),),
+    layer_shapes=_layer_shapes,
+    values_of_layers=_values_of_layers,
+    gate="g_proj",
+    gate_of_heads=lambda _: True,
+    experts=Experts(
+        shared="shared_experts",
+        count=("n_routed_experts", 256),
+        per_token=("num_experts_per_tok", 8),
+        width=("moe_intermediate_size", 1536),
+        shared_count=("n_shared_experts", 1),
+        shared_width=("shared_experts_intermediate_size", 1536),
+        by_layer="mlp_layer_types",
+        dense_layers=("first_k_dense_replace", 1),
+    ),
+    refusals=(
+        Refusal(
+            "q_lora_rank",
+            lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
+            "it is null, and transformers compresses the queries of this type: write their width",
         ),
-        refusals=(
-            Refusal(
-                "q_lora_rank",
-                lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
-                "it is null, and transformers compresses the queries of this type: write their width",
-            ),
-            Refusal(
-                "moe_layer_freq",
-                _dense_between,
-                "every layer from the first with experts on has to have them: a stage is counted by its first and last",
-            ),
+        Refusal(
+            "moe_layer_freq",
+            _dense_between,
+            "every layer from the first with experts on has to have them: a stage is counted by its first and last",
         ),
-    )
-}
-
-FAMILIES: Mapping[str, Family] = {**DOTS3}
+    ),
+)

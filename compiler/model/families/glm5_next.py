@@ -55,69 +55,65 @@ def _uneven(config: Mapping[str, Any]) -> bool:
     return isinstance(pool, int) and isinstance(chosen, int) and pool > 0 and chosen % pool != 0
 
 
-GLM5_NEXT: Mapping[str, Family] = {
-    "glm5_next_text": Family(
-        kv_heads=all_heads,
-        latent=Latent(1536, 512, 256, 0, 256),
-        parts=(
-            KimiDeltaTraits(
-                module="self_attn",
-                attending_words=(_CHOSEN, "full_attention"),
-                by_default=_three_of_four,
-                section=_SECTION,
-                gates_by_few=True,
-            ),
-            IndexerTraits(heads=32, top_k=_TOP_K, kinds=_kinds, pool=("index_kpool", _POOL)),
+GLM5_NEXT_TEXT = Family(
+    kv_heads=all_heads,
+    latent=Latent(1536, 512, 256, 0, 256),
+    parts=(
+        KimiDeltaTraits(
+            module="self_attn",
+            attending_words=(_CHOSEN, "full_attention"),
+            by_default=_three_of_four,
+            section=_SECTION,
+            gates_by_few=True,
         ),
-        defaults={"linear_num_heads": _HEADS},
-        hyper_streams=("hc_mult", 4),
-        square_mixtures=("hc_sinkhorn_iters", 20),
-        values_of_layers=_values_of_layers,
-        experts=routed(288, 8, 2048, by_layer="mlp_layer_types", dense_by_default=3),
-        refusals=(
-            Refusal(
-                "num_key_value_heads",
-                lambda config: (
-                    config.get("num_key_value_heads", _HEADS) not in (None, config.get("num_attention_heads", _HEADS))
-                ),
-                "latent attention has a key of each query head: it has to be num_attention_heads",
+        IndexerTraits(heads=32, top_k=_TOP_K, kinds=_kinds, pool=("index_kpool", _POOL)),
+    ),
+    defaults={"linear_num_heads": _HEADS},
+    hyper_streams=("hc_mult", 4),
+    square_mixtures=("hc_sinkhorn_iters", 20),
+    values_of_layers=_values_of_layers,
+    experts=routed(288, 8, 2048, by_layer="mlp_layer_types", dense_by_default=3),
+    refusals=(
+        Refusal(
+            "num_key_value_heads",
+            lambda config: (
+                config.get("num_key_value_heads", _HEADS) not in (None, config.get("num_attention_heads", _HEADS))
             ),
-            Refusal(
-                "q_lora_rank",
-                lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
-                "it is null, and the indexer takes the compressed queries: write their width",
+            "latent attention has a key of each query head: it has to be num_attention_heads",
+        ),
+        Refusal(
+            "q_lora_rank",
+            lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
+            "it is null, and the indexer takes the compressed queries: write their width",
+        ),
+        Refusal(
+            "qk_rope_head_dim",
+            lambda config: bool(config.get("qk_rope_head_dim")),
+            "this attention rotates nothing, and transformers builds no such model: write 0",
+        ),
+        Refusal(
+            _SECTION,
+            _bound_is_no_fraction,
+            "transformers takes a number with a point, as -5.0, or null for its gate_lower_bound",
+        ),
+        Refusal(
+            "index_topk",
+            _uneven,
+            "index_topk % index_kpool is not 0, and whole pools of keys are chosen: choose a multiple",
+        ),
+        Refusal(
+            "index_kpool_always_select_tail",
+            lambda config: (
+                config.get("index_kpool_always_select_tail") is False and config.get("index_kpool", _POOL) != 1
             ),
-            Refusal(
-                "qk_rope_head_dim",
-                lambda config: bool(config.get("qk_rope_head_dim")),
-                "this attention rotates nothing, and transformers builds no such model: write 0",
-            ),
-            Refusal(
-                _SECTION,
-                _bound_is_no_fraction,
-                "transformers takes a number with a point, as -5.0, or null for its gate_lower_bound",
-            ),
-            Refusal(
-                "index_topk",
-                _uneven,
-                "index_topk % index_kpool is not 0, and whole pools of keys are chosen: choose a multiple",
-            ),
-            Refusal(
-                "index_kpool_always_select_tail",
-                lambda config: (
-                    config.get("index_kpool_always_select_tail") is False and config.get("index_kpool", _POOL) != 1
-                ),
-                "the first index_kpool - 1 queries would see no key, of which each attention of transformers makes "
-                "something else: write true",
-            ),
-            Refusal(
-                "layer_types",
-                lambda config: "attention" in (config.get("layer_types") or ()),
-                'transformers makes "full_attention" of the older word "attention", of which its model finds no mask: '
-                'write "indexed_attention"',
-            ),
+            "the first index_kpool - 1 queries would see no key, of which each attention of transformers makes "
+            "something else: write true",
+        ),
+        Refusal(
+            "layer_types",
+            lambda config: "attention" in (config.get("layer_types") or ()),
+            'transformers makes "full_attention" of the older word "attention", of which its model finds no mask: '
+            'write "indexed_attention"',
         ),
     ),
-}
-
-FAMILIES: Mapping[str, Family] = {**GLM5_NEXT}
+)

@@ -67,61 +67,56 @@ def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
 
 
-HYBRIDS: Mapping[str, Family] = {
-    "lfm2": _lfm2(mlp_width=_adjusted),
-    "lfm2_moe": _lfm2(
-        _LISTED,
-        experts=Experts(
-            block="feed_forward",
-            count=("num_experts", 32),
-            per_token=("num_experts_per_tok", 4),
-            width=("moe_intermediate_size", 1792),
-            dense_layers=("num_dense_layers", 2),
+LFM2 = _lfm2(mlp_width=_adjusted)
+LFM2_MOE = _lfm2(
+    _LISTED,
+    experts=Experts(
+        block="feed_forward",
+        count=("num_experts", 32),
+        per_token=("num_experts_per_tok", 4),
+        width=("moe_intermediate_size", 1792),
+        dense_layers=("num_dense_layers", 2),
+    ),
+)
+LFM3 = Family(
+    gate="g_proj",
+    gate_of_heads=lambda _: True,
+    gate_key="use_attention_gate",
+    mlp="feed_forward",
+    parts=(
+        ShortConvolutionTraits(by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")),
+    ),
+    defaults={"sliding_window": 256, "conv_L_cache": 7, "use_attention_gate": True},
+)
+MINIMAX = Family(
+    parts=(LightningTraits(module="self_attn", by_default=lambda _, count: tuple(range(1, count, 2))),),
+    experts=Experts(),
+    refusals=(
+        Refusal(
+            "router_jitter_noise",
+            lambda config: bool(config.get("router_jitter_noise")),
+            "transformers multiplies the residual in place with the hidden states, which ranks hold apart: set it to 0",
         ),
     ),
-    "lfm3": Family(
-        gate="g_proj",
-        gate_of_heads=lambda _: True,
-        gate_key="use_attention_gate",
-        mlp="feed_forward",
-        parts=(
-            ShortConvolutionTraits(
-                by_default=_lfm3_convolutions, attending_words=("full_attention", "sliding_attention")
-            ),
+)
+OLMO_HYBRID = Family(
+    parts=(GatedDeltaTraits(by_default=_all_but_every_fourth, follows_attention=True),),
+    refusals=(
+        Refusal(
+            "layer_types",
+            lambda config: len(set(config.get("layer_types") or ("linear_attention", "full_attention"))) == 1,
+            "transformers builds no such model of one kind of layer: it needs linear_attention and full_attention",
         ),
-        defaults={"sliding_window": 256, "conv_L_cache": 7, "use_attention_gate": True},
-    ),
-    "minimax": Family(
-        parts=(LightningTraits(module="self_attn", by_default=lambda _, count: tuple(range(1, count, 2))),),
-        experts=Experts(),
-        refusals=(
-            Refusal(
-                "router_jitter_noise",
-                lambda config: bool(config.get("router_jitter_noise")),
-                "transformers multiplies the residual in place with the hidden states, which ranks hold apart: "
-                "set it to 0",
-            ),
+        Refusal(
+            "num_hidden_layers",
+            lambda config: config.get("num_hidden_layers") == 1,
+            "transformers builds no such model of one layer: it needs linear_attention and full_attention",
         ),
     ),
-    "olmo_hybrid": Family(
-        parts=(GatedDeltaTraits(by_default=_all_but_every_fourth, follows_attention=True),),
-        refusals=(
-            Refusal(
-                "layer_types",
-                lambda config: len(set(config.get("layer_types") or ("linear_attention", "full_attention"))) == 1,
-                "transformers builds no such model of one kind of layer: it needs linear_attention and full_attention",
-            ),
-            Refusal(
-                "num_hidden_layers",
-                lambda config: config.get("num_hidden_layers") == 1,
-                "transformers builds no such model of one layer: it needs linear_attention and full_attention",
-            ),
-        ),
-    ),
-    "qwen3_next": Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(512, 10, by_step)),
-    "qwen3_5_text": Family(query_gate=True, parts=(GatedDeltaTraits(),)),
-    "qwen3_5_moe_text": Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(256, 8)),
-}
+)
+QWEN3_NEXT = Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(512, 10, by_step))
+QWEN3_5_TEXT = Family(query_gate=True, parts=(GatedDeltaTraits(),))
+QWEN3_5_MOE_TEXT = Family(query_gate=True, parts=(GatedDeltaTraits(),), experts=_experts(256, 8))
 
 
 # Kimi delta attention (arXiv 2510.26692) three layers of four or more, latent attention in the others, and experts.
@@ -200,33 +195,29 @@ _REFUSALS = (
     ),
 )
 
-KIMI_DELTA: Mapping[str, Family] = {
-    "kimi_linear": Family(
-        keys={"max_position_embeddings": "model_max_length"},
-        latent=Latent(q_lora_rank=None),
-        kv_heads=all_heads,
-        parts=(_KIMI,),
-        values_of_layers=_values_of_layers,
-        experts=_kimi_experts(256, 1024, 1),
-        refusals=_REFUSALS,
-    ),
-    "bailing_hybrid": Family(
-        keys={"max_position_embeddings": "model_max_length"},
-        latent=Latent(q_lora_rank=None),
-        kv_heads=all_heads,
-        gate="g_proj",
-        gate_of_heads=lambda _: True,
-        parts=(_BAILING,),
-        experts=_kimi_experts(512, 768, 2),
-        refusals=(
-            *_REFUSALS,
-            Refusal(
-                "q_lora_rank",
-                lambda config: config.get("q_lora_rank") is not None,
-                "transformers' class projects queries at once, and does not read it: leave it out",
-            ),
+KIMI_LINEAR = Family(
+    keys={"max_position_embeddings": "model_max_length"},
+    latent=Latent(q_lora_rank=None),
+    kv_heads=all_heads,
+    parts=(_KIMI,),
+    values_of_layers=_values_of_layers,
+    experts=_kimi_experts(256, 1024, 1),
+    refusals=_REFUSALS,
+)
+BAILING_HYBRID = Family(
+    keys={"max_position_embeddings": "model_max_length"},
+    latent=Latent(q_lora_rank=None),
+    kv_heads=all_heads,
+    gate="g_proj",
+    gate_of_heads=lambda _: True,
+    parts=(_BAILING,),
+    experts=_kimi_experts(512, 768, 2),
+    refusals=(
+        *_REFUSALS,
+        Refusal(
+            "q_lora_rank",
+            lambda config: config.get("q_lora_rank") is not None,
+            "transformers' class projects queries at once, and does not read it: leave it out",
         ),
     ),
-}
-
-FAMILIES: Mapping[str, Family] = {**HYBRIDS, **KIMI_DELTA}
+)

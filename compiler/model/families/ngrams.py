@@ -56,69 +56,65 @@ def _uneven(config: Mapping[str, Any]) -> bool:
     return isinstance(budget, int) and isinstance(rate, int) and rate > 0 and budget % rate != 0
 
 
-NGRAMS: Mapping[str, Family] = {
-    "qwen4_exp_text": Family(
-        query_gate=True,
-        hyper_streams=("hc_count", 4),
-        mixture_rank=("hc_lowrank", 320),
-        parts=(
-            GatedDeltaTraits(attending_words=("indexed_attention", "full_attention")),
-            NgramTraits(among=_carrying),
-            IndexerTraits(
-                kinds=_kinds,
-                sizes={
-                    "index_n_heads": "indexer_n_heads",
-                    "index_head_dim": "indexer_head_dim",
-                    "index_topk": "indexer_budget",
-                },
-                block_key="indexer_compress_ratio",
-                rotated=_rotated,
-            ),
-        ),
-        experts=Experts(
-            shared="shared_expert",
-            count=("num_experts", 512),
-            per_token=("num_experts_per_tok", 10),
-            width=("moe_intermediate_size", 512),
-            shared_width=("shared_expert_intermediate_size", 512),
-            dense_width=("moe_intermediate_size", 512),
-        ),
-        refusals=(
-            Refusal(
-                "indexer_n_heads",
-                _unblocked,
-                f"transformers builds no layer that attends without all of {', '.join(_BLOCK_KEYS)}: write them",
-            ),
-            Refusal(
-                "indexer_kv_heads",
-                lambda config: config.get("indexer_kv_heads") not in (None, 1),
-                "transformers takes one key head of an indexer only: write 1",
-            ),
-            Refusal(
-                "indexer_budget",
-                _uneven,
-                "indexer_budget % indexer_compress_ratio is not 0: an indexer chooses whole blocks of so many tokens",
-            ),
-            Refusal(
-                "indexer_head_dim",
-                _narrow,
-                "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
-            ),
-            Refusal(
-                "hc_count",
-                lambda config: config.get("hc_count") == 1,
-                "transformers takes 2 residual streams or more",
-            ),
-            Refusal(
-                "output_gate_type",
-                lambda config: (
-                    (config.get("output_gate_type") or config.get("hidden_act", "silu")) not in ("silu", "sigmoid")
-                ),
-                "output_gate_type, or else hidden_act, gates what layers with a state give: transformers takes silu "
-                "and sigmoid",
-            ),
+QWEN4_EXP_TEXT = Family(
+    query_gate=True,
+    hyper_streams=("hc_count", 4),
+    mixture_rank=("hc_lowrank", 320),
+    parts=(
+        GatedDeltaTraits(attending_words=("indexed_attention", "full_attention")),
+        NgramTraits(among=_carrying),
+        IndexerTraits(
+            kinds=_kinds,
+            sizes={
+                "index_n_heads": "indexer_n_heads",
+                "index_head_dim": "indexer_head_dim",
+                "index_topk": "indexer_budget",
+            },
+            block_key="indexer_compress_ratio",
+            rotated=_rotated,
         ),
     ),
-}
-
-FAMILIES: Mapping[str, Family] = {**NGRAMS}
+    experts=Experts(
+        shared="shared_expert",
+        count=("num_experts", 512),
+        per_token=("num_experts_per_tok", 10),
+        width=("moe_intermediate_size", 512),
+        shared_width=("shared_expert_intermediate_size", 512),
+        dense_width=("moe_intermediate_size", 512),
+    ),
+    refusals=(
+        Refusal(
+            "indexer_n_heads",
+            _unblocked,
+            f"transformers builds no layer that attends without all of {', '.join(_BLOCK_KEYS)}: write them",
+        ),
+        Refusal(
+            "indexer_kv_heads",
+            lambda config: config.get("indexer_kv_heads") not in (None, 1),
+            "transformers takes one key head of an indexer only: write 1",
+        ),
+        Refusal(
+            "indexer_budget",
+            _uneven,
+            "indexer_budget % indexer_compress_ratio is not 0: an indexer chooses whole blocks of so many tokens",
+        ),
+        Refusal(
+            "indexer_head_dim",
+            _narrow,
+            "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
+        ),
+        Refusal(
+            "hc_count",
+            lambda config: config.get("hc_count") == 1,
+            "transformers takes 2 residual streams or more",
+        ),
+        Refusal(
+            "output_gate_type",
+            lambda config: (
+                (config.get("output_gate_type") or config.get("hidden_act", "silu")) not in ("silu", "sigmoid")
+            ),
+            "output_gate_type, or else hidden_act, gates what layers with a state give: transformers takes silu "
+            "and sigmoid",
+        ),
+    ),
+)
