@@ -39,17 +39,17 @@ from .recipes import built, flattened
 VERSION = "0.3.0"
 """Version of torchtitan whose configuration classes were read and ran with what is written here."""
 
-FLAVORS: dict[str, tuple[str, str]] = {
-    "llama-3.1-8b": ("llama3", "llama3_8b"),
-    "llama-3.1-70b": ("llama3", "llama3_70b"),
-    "qwen3-0.6b": ("qwen3", "qwen3_0_6b"),
-    "qwen3-1.7b": ("qwen3", "qwen3_1_7b"),
-    "qwen3-14b": ("qwen3", "qwen3_14b"),
-    "qwen3-30b-a3b": ("qwen3", "qwen3_30b_a3b"),
-    "qwen3-32b": ("qwen3", "qwen3_32b"),
-    "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b"),
+FLAVORS: dict[str, str] = {
+    "llama-3.1-8b": "llama3.llama3_8b",
+    "llama-3.1-70b": "llama3.llama3_70b",
+    "qwen3-0.6b": "qwen3.qwen3_0_6b",
+    "qwen3-1.7b": "qwen3.qwen3_1_7b",
+    "qwen3-14b": "qwen3.qwen3_14b",
+    "qwen3-30b-a3b": "qwen3.qwen3_30b_a3b",
+    "qwen3-32b": "qwen3.qwen3_32b",
+    "deepseek-v3": "deepseek_v3.deepseek_v3_671b",
 }
-"""Presets that torchtitan has a configuration for, as a model and a function of its `config_registry`: those whose
+"""Presets that torchtitan has a configuration for, as MODEL.FUNCTION, of that model's `config_registry`: those whose
 parameters are as many there as here."""
 
 _ORDERS = (("tp", "cp", "dp", "pp"),)
@@ -95,7 +95,8 @@ def files(plan: Plan) -> dict[str, str]:
     text = _TEMPLATE.format(header="\n".join(header(plan, about)), version=VERSION, parallelism=rows, settings=settings)
     flavor = FLAVORS.get(spec.model.source)
     if flavor is not None:
-        text += _MODEL.format(preset=spec.model.source, module=flavor[0], function=flavor[1])
+        module, function = flavor.split(".")
+        text += _MODEL.format(preset=spec.model.source, module=module, function=function)
     return {"torchtitan_config.py": text}
 
 
@@ -487,7 +488,8 @@ def _read(source: Source, draft: Draft) -> None:
     if isinstance(name, str):
         module, _, flavor = name.partition(" ")
         own = flavor.lower().replace(".", "_").replace("-", "_")
-        preset = next((one for one, at in FLAVORS.items() if at in ((module, own), (module, f"{module}_{own}"))), None)
+        places = (f"{module}.{own}", f"{module}.{module}_{own}")
+        preset = next((one for one, place in FLAVORS.items() if place in places), None)
         source.used[_MODEL_OPTION] = {("model",)}
         if preset is not None and ("model",) not in draft.answers:
             draft.set(("model", "preset"), preset, said=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.project import EXECUTABLE, project_files
+from parcompile.project import EXECUTABLE, project_files, small_spec
 from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
@@ -22,33 +22,6 @@ from .plan import fine_tuning, fine_tuning_line
 from .saying import say
 
 _EXISTING = click.Path(exists=True, path_type=Path)
-
-_SMALL = {
-    "version": 1,
-    "name": "byte-llama",
-    "model": {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 192,
-        "vocab_size": 256,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.08,
-    },
-    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu"},
-    "parallelism": {"tp": 2, "cp": 1, "pp": 1, "dp": "auto", "sequence_parallel": True},
-    "training": {
-        "sequence_length": 64,
-        "global_batch_size": 8,
-        "micro_batch_size": 4,
-        "precision": "fp32",
-        "optimizer": {"type": "adamw", "lr": 3e-3},
-    },
-    "zero": {"stage": 1},
-}
-"""Without a model: one that trains on two processes of a CPU, on bytes."""
 
 
 @click.command("new")
@@ -103,7 +76,7 @@ def command(
     lines: list[str] = []
     extra = {}
     if model is None and hf_config is None:
-        spec = json.dumps(_SMALL, indent=2) + "\n"
+        spec = small_spec()
         if lr is not None or batch is not None or finetune:
             raise click.UsageError("--lr, --batch and --finetune go with a model: name it, or its --weights")
     else:

@@ -20,7 +20,7 @@ from parcompile.rules.registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Fin
 
 from .deepspeed.usage import UsageContext, UsageOptions
 
-_ROOMS = {DEEPSPEED: ("deepspeed", "advisories"), MEGATRON: ("megatron", "advisories"), GPT_NEOX: ("gpt_neox",)}
+_ROOMS = {DEEPSPEED: ("deepspeed", "advisories"), MEGATRON: ("megatron", "advisories"), GPT_NEOX: (GPT_NEOX,)}
 """The folders with the rules for each kind of file."""
 
 

@@ -15,6 +15,12 @@ TEMPLATES = {
 }
 """Files of a project and their templates."""
 EXECUTABLE = ("run.sh", "submit.sh")
+_FOLDER = importlib.resources.files("parcompile.project") / "templates"
+
+
+def small_spec() -> str:
+    """The spec of a project without a model: one that trains on two processes of a CPU, on bytes."""
+    return (_FOLDER / "spec.json.txt").read_text(encoding="utf-8")
 
 
 def project_files(name: str, spec: str, arguments: Mapping[str, str]) -> dict[str, str]:
@@ -25,10 +31,9 @@ def project_files(name: str, spec: str, arguments: Mapping[str, str]) -> dict[st
         spec: the text of its spec.
         arguments: of every run of train.py, by their names without dashes. Without `data`, an example is written.
     """
-    folder = importlib.resources.files("parcompile.project") / "templates"
     example = {} if "data" in arguments else {"data/example.txt": "example.txt"}
     texts = {
-        path: (folder / template).read_text(encoding="utf-8") for path, template in {**TEMPLATES, **example}.items()
+        path: (_FOLDER / template).read_text(encoding="utf-8") for path, template in {**TEMPLATES, **example}.items()
     }
     lines = "".join(f"--{key}={value}\n" for key, value in {"data": "data", **arguments}.items())
     return {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from parcompile.model.blocks.latent import PARTIAL_STYLES
+from parcompile.model.family import types_with
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.slices import Slices
 
@@ -99,6 +100,10 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             )
 
 
+_FROM_THE_LEFT = types_with("experts_from_the_left")
+"""Types whose stacks of experts are stored [experts, in, out]."""
+
+
 def _multiplies_from_the_left(name: str, slices: Slices) -> bool:
     """Whether a weight is a stack of experts of a type whose experts are one product."""
-    return name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and slices.model_type == "llama4_text"
+    return name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and slices.model_type in _FROM_THE_LEFT

@@ -106,7 +106,7 @@ def test_adapters_of_later_uses_stand_under_the_first_layer_of_their_block() -> 
 
 def test_a_configuration_without_a_list_has_the_layers_of_its_class() -> None:
     config = {key: value for key, value in ZAMBA2_3B.items() if key != "layers_block_type"}
-    found = shape_from_config(config).shared_blocks
+    found = shape_from_config(config).stack.shared_blocks
     assert found is not None
     assert found.layers == (6, 12, 18, 24, 30, 36, 42, 47, 51)
 

@@ -62,7 +62,7 @@ def run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: st
             name: types.SimpleNamespace(Config=lambda name=name: name) for name in ("FullAC", "SelectiveAC")
         },
     }
-    for module, function_name in FLAVORS.values():
+    for module, function_name in (place.split(".") for place in FLAVORS.values()):
         registry = modules.setdefault(f"torchtitan.models.{module}.config_registry", {})
         registry[function_name] = lambda name=function_name: types.SimpleNamespace(
             name=name, training=Fields("TrainingConfig"), debug=Fields("DebugConfig")
@@ -169,7 +169,7 @@ def test_torchtitans_own_classes_build_the_file_and_have_the_defaults_of_the_imp
 
 
 def test_models_that_torchtitan_has_are_the_same_models() -> None:
-    for preset, (module, function) in FLAVORS.items():
+    for preset, place in FLAVORS.items():
         found = find_preset(preset)
         if found is not None:
-            assert found.parameters == RECORDED["parameters"][f"{module}.{function}"], preset
+            assert found.parameters == RECORDED["parameters"][place], preset

@@ -111,7 +111,7 @@ def test_what_a_configuration_leaves_out_has_the_default_of_its_class(family: st
     window = getattr(built, "sliding_window", None) if getattr(built, "use_sliding_window", True) else None
     if family in ("gemma4_text", "gemma4_unified_text", "mimo_v2_flash"):
         window = None  # their only layer is a full one
-    assert shape_from_config(config).sliding_window == window
+    assert shape_from_config(config).attention.sliding_window == window
 
 
 _EVERY_EIGHTH = [*(["linear_attention"] * 7), "full_attention"]

@@ -57,7 +57,7 @@ def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
 
 
 def _has_head_dim(name: str) -> bool:
-    return name != "starcoder2" and reads(name, "head_dim")
+    return FAMILIES[name].reads_head_dim and reads(name, "head_dim")
 
 
 def _turns_part(family: Switches, wanted: Architecture) -> bool:
@@ -224,7 +224,7 @@ def architecture_of(config: Config, shape: ModelShape) -> Architecture:
         own_head_dim=shape.head_dim * shape.num_attention_heads != shape.hidden_size,
         centered_norm=family.centered_norm,
         qk_norm=shape.heads.qk_norm,
-        parallel=_switch(config, family.parallel, default=name == "gpt_neox"),
+        parallel=_switch(config, family.parallel, default=family.parallel_by_default),
         window=_window(config, shape),
         **{part: float(_value(config, *key)) for part, key in family.dropouts.items()},
         initializer_range=float(_value(config, "initializer_range", family.initializer_range)),

@@ -5,6 +5,8 @@ Sources: the modeling files and configuration classes of transformers 5.23; the 
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -102,8 +104,7 @@ class Architecture:
 
 
 _NONE: Biases = (False, False, False)
-_ALL: Biases = (True, True, True)
-_QKV: Biases = (True, False, False)
+_PLACES = ("qkv", "output", "mlp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,9 @@ class Switches:
     centered_norm: bool = False
     qk_norm: Mapping[bool, Mapping[str, bool]] = field(default_factory=lambda: {False: {}})
     parallel: Mapping[bool, Mapping[str, bool]] = field(default_factory=lambda: {False: {}})
+    parallel_by_default: bool = False
+    reads_head_dim: bool = True
+    """Whether its class takes the width of a head that the configuration gives."""
     windowed: bool | None = False
     """Whether every layer has a sliding window; None: the key decides."""
     dropouts: Mapping[str, tuple[str, float]] = field(
@@ -141,130 +145,24 @@ class Switches:
     latent: bool = False
 
 
-_SEQUENTIAL = {False: {"use_parallel_residual": False}, True: {"use_parallel_residual": True}}
-_DEEPSEEK_KEYS = {
-    "normalized": ("norm_topk_prob", True),
-    "scale": ("routed_scaling_factor", 2.5),
-    "groups": ("n_group", 8),
-    "groups_per_token": ("topk_group", 4),
-}
+def _read(tree: Mapping[str, Any]) -> Switches:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
+    for name in given.keys() & {"qk_norm", "parallel"}:
+        given[name] = {on == "true": keys for on, keys in tree[name].items()}
+    for name in given.keys() & {"dropouts", "router_keys"}:
+        given[name] = {part: tuple(key) for part, key in tree[name].items()}
+    if "biases" in given:
+        given["biases"] = {
+            tuple(place in places.split() for place in _PLACES): keys for places, keys in tree["biases"].items()
+        }
+    if "router" in given:
+        given["router"] = Router(**tree["router"])
+    return Switches(**given)
 
-FAMILIES: Mapping[str, Switches] = MappingProxyType(
-    {
-        "llama": Switches(
-            biases={
-                _NONE: {},
-                _ALL: {"attention_bias": True, "mlp_bias": True},
-                (True, True, False): {"attention_bias": True},
-                (False, False, True): {"mlp_bias": True},
-            }
-        ),
-        "mistral": Switches(windowed=None),
-        "qwen2": Switches(biases={_QKV: {}}),
-        "qwen3": Switches(qk_norm={True: {}}, biases={_NONE: {}, (True, True, False): {"attention_bias": True}}),
-        "arcee": Switches(
-            epsilon=("rms_norm_eps", 1e-5),
-            activation=("hidden_act", "relu2"),
-            gated=False,
-            biases={_NONE: {}, _ALL: {"attention_bias": True, "mlp_bias": True}},
-        ),
-        "starcoder2": Switches(
-            rms_norm=False,
-            epsilon=("norm_epsilon", 1e-5),
-            activation=("hidden_act", "gelu_pytorch_tanh"),
-            gated=False,
-            biases={_ALL: {"use_bias": True}, _NONE: {"use_bias": False}},
-            windowed=None,
-            dropouts={
-                "attention_dropout": ("attention_dropout", 0.0),
-                "hidden_dropout": ("residual_dropout", 0.0),
-                "embedding_dropout": ("embedding_dropout", 0.0),
-            },
-            initializer_range=0.018042,
-            tied=True,
-        ),
-        "nemotron": Switches(
-            rms_norm=False,
-            epsilon=("norm_eps", 1e-5),
-            activation=("hidden_act", "relu2"),
-            gated=False,
-            biases={_NONE: {}, _ALL: {"attention_bias": True, "mlp_bias": True}},
-            percent=("partial_rotary_factor", 0.5),
-            centered_norm=True,
-            initializer_range=0.0134,
-        ),
-        "jais2": Switches(
-            rms_norm=False,
-            epsilon=("layer_norm_eps", 1e-5),
-            activation=("hidden_act", "relu2"),
-            gated=False,
-            biases={_ALL: {"attention_bias": True, "mlp_bias": True}},
-        ),
-        "gpt_neox": Switches(
-            rms_norm=False,
-            epsilon=("layer_norm_eps", 1e-5),
-            activation=("hidden_act", "gelu"),
-            gated=False,
-            biases={_ALL: {"attention_bias": True}, (False, False, True): {"attention_bias": False}},
-            theta_key="rotary_emb_base",
-            percent=("rotary_pct", 0.25),
-            parallel=_SEQUENTIAL,
-            grouped=False,
-            dropouts={
-                "attention_dropout": ("attention_dropout", 0.0),
-                "hidden_dropout": ("hidden_dropout", 0.0),
-                "embedding_dropout": ("hidden_dropout", 0.0),
-            },
-        ),
-        "gpt2": Switches(
-            rms_norm=False,
-            epsilon=("layer_norm_epsilon", 1e-5),
-            activation=("activation_function", "gelu_new"),
-            gated=False,
-            biases={_ALL: {}},
-            theta=None,
-            grouped=False,
-            dropouts={
-                "attention_dropout": ("attn_pdrop", 0.1),
-                "hidden_dropout": ("resid_pdrop", 0.1),
-                "embedding_dropout": ("embd_pdrop", 0.1),
-            },
-            tied=True,
-        ),
-        "mixtral": Switches(epsilon=("rms_norm_eps", 1e-5), theta=1000000.0, windowed=None, router=Router()),
-        "qwen2_moe": Switches(
-            biases={_QKV: {}, _NONE: {"qkv_bias": False}},
-            router=Router(shared_gate=True, shared=True),
-            router_keys={"normalized": ("norm_topk_prob", False)},
-            has_dense_layers=True,
-        ),
-        "qwen3_moe": Switches(
-            qk_norm={True: {}},
-            biases={_NONE: {}, (True, True, False): {"attention_bias": True}},
-            router=Router(),
-            router_keys={"normalized": ("norm_topk_prob", False)},
-            has_dense_layers=True,
-        ),
-        "glm4_moe": Switches(
-            epsilon=("rms_norm_eps", 1e-5),
-            biases={_NONE: {}, _QKV: {"attention_bias": True}},
-            percent=("partial_rotary_factor", 0.5),
-            qk_norm={False: {}, True: {"use_qk_norm": True}},
-            router=Router("sigmoid", correction_bias=True, shared=True),
-            has_dense_layers=True,
-            router_keys={
-                "normalized": ("norm_topk_prob", True),
-                "scale": ("routed_scaling_factor", 1.0),
-                "groups": ("n_group", 1),
-                "groups_per_token": ("topk_group", 1),
-            },
-        ),
-        "deepseek_v3": Switches(
-            router=Router("sigmoid", correction_bias=True, shared=True),
-            router_keys=_DEEPSEEK_KEYS,
-            has_dense_layers=True,
-            latent=True,
-        ),
-    }
-)
-"""The model types whose layers these switches describe in full, the plainest first: that is the order of the search."""
+
+_TEXT = (importlib.resources.files(__package__) / "families.json").read_text(encoding="utf-8")
+FAMILIES: Mapping[str, Switches] = MappingProxyType({name: _read(one) for name, one in json.loads(_TEXT).items()})
+"""The model types whose layers these switches describe in full, the plainest first: that is the order of the search.
+
+`families.json` says of each what is not Llama's; `biases` names the places that have one.
+"""

@@ -137,7 +137,8 @@ _ATTRIBUTES = (
     "shared_experts_pattern",
     "shared_experts_gate_pattern",
 )
-_EXPERTS = {"enabled": True, "autoep_size": 4, "preset_model": "mixtral"}
+_SWITCHED_OFF = {"autoep_size": 4, "preset_model": "mixtral"}
+_EXPERTS = {"enabled": True, **_SWITCHED_OFF}
 
 
 def _at(key: str) -> Path:
@@ -330,7 +331,7 @@ def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None)
     "expert parallelism that is not switched on",
     """The section expert_parallel does nothing without "enabled": true. With autoep_size 1 AutoEP replaces the layers,
     and every rank keeps all experts.""",
-    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {"autoep_size": 4, "preset_model": "mixtral"}},
+    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: _SWITCHED_OFF},
     right={**BATCH, ZERO: {"stage": 1}, _SECTION: _EXPERTS},
     severity=Severity.WARNING,
     sources=("DeepSpeed module_inject/auto_ep_config.py",),

@@ -99,7 +99,7 @@ class _Places:
 
 @functools.cache
 def _current() -> _Places:
-    return _Places("gpt_neox", tuple((name,) for name, field in fields().items() if field.is_current))
+    return _Places(GPT_NEOX, tuple((name,) for name, field in fields().items() if field.is_current))
 
 
 def _of_keys(document: Document) -> list[Diagnostic]:

@@ -9,9 +9,9 @@ from parcompile.model.blocks.delta import GatedDeltaTraits
 from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
 from parcompile.model.blocks.ngrams import NgramTraits
 from parcompile.model.family import Experts, Family, Refusal
+from parcompile.model.tables import OLDER_KINDS
 
 _CARRYING = "linear_attention"
-_OLDER = {"mamba": _CARRYING}
 _BLOCK_KEYS = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 
 
@@ -19,7 +19,7 @@ def _carrying(config: Mapping[str, Any], count: int) -> set[int]:
     """The layers that carry a state; what is wrong with their list is said where they are read."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple):
-        return {layer for layer, kind in enumerate(kinds) if _OLDER.get(str(kind), kind) == _CARRYING}
+        return {layer for layer, kind in enumerate(kinds) if OLDER_KINDS.get(str(kind), kind) == _CARRYING}
     every = config.get("full_attention_interval", 4)
     return {layer for layer in range(count) if not isinstance(every, int) or every < 1 or (layer + 1) % every}
 
