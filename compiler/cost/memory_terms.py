@@ -362,7 +362,7 @@ def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: floa
     """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
     work, stage = one.work, one.stage
     layer = one_layer + in_flight - behind_mlp_bytes(work) if stage.layers else 0.0
-    # While the indexer of the last layer scores, no logits are there yet; of compressed keys, nor is what the
+    # While the last layer chooses keys by scores, no logits are there yet; of compressed keys, nor is what the
     # layer keeps behind its attention, or computes again.
     later = 0.0
     if work.shape.heads.low_rank is not None:

@@ -36,8 +36,6 @@ _POSITIVE = frozenset(
     }
 )
 """Sizes by which classes divide or which they count with, beside those that parameters follow from."""
-_GROUPS_TOO = "num_expert_group"
-"""What Kimi and Bailing call `n_group`, which it goes before."""
 _LISTED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type"), ("text",)),
     **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
@@ -154,27 +152,10 @@ def turned_width(config: Mapping[str, Any], head_dim: int | None) -> tuple[str, 
     return (key, width) if key and whole and isinstance(width, int) else None
 
 
-def groups_of_experts(config: Mapping[str, Any]) -> tuple[str, Any, Any, int]:
-    """The key of the number of groups, that number and `topk_group`, with what its class takes where nothing says them.
-
-    And of how many experts' scores its class makes that of a group. None and None where it looks at no groups.
-    """
-    own = _stored()["groups"].get(config.get("model_type"), {})
-    said = {**own, **config}
-    key = _GROUPS_TOO if own and config.get(_GROUPS_TOO) is not None else "n_group"
-    by_method = "topk_method" in own
-    if by_method and said["topk_method"] == "greedy":
-        return key, None, None, 0
-    return key, said.get(key), said.get("topk_group"), 2 if own and not by_method else 1
-
-
-def unsaid_of_method(config: Mapping[str, Any]) -> str | None:
-    """The first key without a value that a router reads which chooses experts by `topk_method`; None where none is."""
-    own = _stored()["groups"].get(config.get("model_type"), {})
-    said = {**own, **config}
-    if "topk_method" not in own or said["topk_method"] == "greedy":
-        return None
-    return next((key for key in ("topk_method", "n_group", "topk_group") if said.get(key) is None), None)
+def stored_groups(model_type: object) -> Mapping[str, Any]:
+    """What a class whose router looks at groups of experts takes where a configuration says nothing; else empty."""
+    found: Mapping[str, Any] = _stored()["groups"].get(model_type, {})
+    return found
 
 
 def whole_heads(model_type: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from parcompile.backends.deepspeed.facts import OWN_CHECKPOINTS, has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
-from parcompile.model.blocks.experts import CORRECTION_BIASES
+from parcompile.model.blocks.experts import router_biases
 from parcompile.model.derived_rows import parameter_table
 from parcompile.spec.resolve import Resolution
 
@@ -80,8 +80,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
     """Fires for what stages 1 and 2 assert where ep > 1, and for a bias that moves and that stage 3 shards."""
     stage, ep = spec.zero_stage, spec.axis(Axis.EP)
     if stage == 3 and spec.given(*_RATE):
-        names = {row.name.rpartition(".")[2] for row in parameter_table(spec.shape)}
-        for name in sorted(names.intersection(CORRECTION_BIASES)):
+        for name in router_biases(row.name for row in parameter_table(spec.shape)):
             yield Finding(
                 f"bias_update_rate {spec.get(*_RATE)} at zero.stage 3: {name} of {spec.shape.model_type} is a "
                 "parameter, which this stage shards",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from parcompile.model.blocks.experts import PASSED_ON
 from parcompile.model.blocks.latent import PARTIAL_STYLES
 from parcompile.model.family import types_with
 from parcompile.runtime.errors import RunError
@@ -15,7 +16,6 @@ from parcompile.runtime.model.slices import Slices
 EXPERTS = "moe_tp_experts"
 """The entry of a module whose experts are cut, each of them, over all tp ranks."""
 
-_PASSED_ON = "moe_identity_expert"
 """The entry of an expert that gives back what it takes, which `expert_parallel.pass_on` sees to."""
 
 _OWN = "local_params"
@@ -32,7 +32,7 @@ _PARTIAL = ("replicated_with_grad_allreduce", *PARTIAL_STYLES)
 # weights part by part, and a norm over all heads sums its squares over the ranks.
 _WHOLE = ("index_qk_proj", "input_mix_weight_down")
 """Projections of whole features to whole features that transformers cuts between, and the plan does not."""
-_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, _PASSED_ON, _OWN, _TABLE)
+_KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, PASSED_ON, _OWN, _TABLE)
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -66,7 +66,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             raise RunError(
                 f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
             )
-        if style in (EXPERTS, _PASSED_ON, _OWN):
+        if style in (EXPERTS, PASSED_ON, _OWN):
             continue
         if style == _GATHERED and id(model.get_submodule(name)) in apart:
             continue

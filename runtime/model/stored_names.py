@@ -9,9 +9,11 @@ transformers renames and stacks them while it loads; here only the slices that a
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,25 +24,11 @@ from parcompile.model.compressed_keys import STORED
 
 # Names in files of DeepSeek-V4, several parts of which are others than the model's.
 
-_SHORTER = (
-    (r"^lm_head\.", "head."),
-    *STORED,
-    (r"\.self_attn\.", ".attn."),
-    (r"\.mlp\.", ".ffn."),
-    (r"\.input_layernorm\.", ".attn_norm."),
-    (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.(attn|ffn)_hc\.(\w+)$", r".hc_\1_\2"),
-    (r"\.sinks$", ".attn_sink"),
-    (r"\.position_bias$", ".ape"),
-    (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
-    (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
-    (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
-    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
-    (r"\.q_a_norm\.", ".q_norm."),
-    (r"\.kv_proj\.", ".wkv."),
-    (r"\.gate_proj\.", ".wgate."),
-    (r"\.(q|o)_(a|b)_proj\.", r".w\1_\2."),
+_RULES: dict[str, list[tuple[str, str]]] = json.loads(
+    (importlib.resources.files(__package__) / "stored_names.json").read_text(encoding="utf-8")
 )
+_HEAD, *_REST = _RULES["shorter"]
+_SHORTER = (_HEAD, *STORED, *_REST)
 _NORM = (r"\.kv_norm\.", ".norm.")
 _PUBLISHED = (
     (r"^model\.embed_tokens\.", "embed."),
@@ -56,7 +44,7 @@ def short_names(name: str) -> tuple[str, ...]:
     return (*found, *(_replaced(one, _PUBLISHED) for one in found))
 
 
-def _replaced(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def _replaced(name: str, rules: Iterable[tuple[str, str]]) -> str:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
@@ -73,55 +61,8 @@ _ATTENTION = (".self_attn.", ".attention.")
 Opener = Callable[[str], Any]
 """From the name of a stored tensor to its safetensors slice."""
 
-_RENAMED = (
-    (r"^lm_head\.weight$", "embed_out.weight"),
-    (r"\.mlp\.(gate|router)\.weight$", ".block_sparse_moe.gate.weight"),
-    (r"\.mlp\.e_score_correction_bias$", ".block_sparse_moe.e_score_correction_bias"),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
-    (r"\.block_sparse_moe\.router\.weight$", ".block_sparse_moe.router.layer.weight"),
-    (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
-    (r"\.experts\.down_proj$", ".output_linear.weight"),
-    (r"\.experts\.gate_up_proj$", ".experts.fc1.weight"),
-    (r"\.experts\.down_proj$", ".experts.fc2.weight"),
-    (r"\.mlp\.gate\.weight$", ".mlp.router.gate.weight"),
-    (r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),
-    (r"\.mlp\.e_score_correction_bias$", ".mlp.expert_bias"),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".moe.router.expert_bias"),
-    (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
-    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
-    (r"\.mlp\.post_mlp_layernorm\.weight$", ".post_mlp_layernorm.weight"),
-    (r"\.post_mlp_layernorm\.weight$", ".post_ffn_norm.weight"),
-    (r"\.post_self_attn_layernorm\.weight$", ".post_attn_norm.weight"),
-    (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),
-    (r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),
-    (r"\.self_attn\.sinks$", ".self_attn.learnable_sink_param"),
-    (r"\.gate_proj\.", ".linear_gate."),
-    *(
-        (pattern, replacement.format(prefix))
-        for prefix in ("hc_pre.", "")  # as transformers writes them back, and as published
-        for pattern, replacement in (
-            (r"\.attn_hc\.(?=\w+$)", ".{}hc_attn_layer.hc_"),
-            (r"\.ffn_hc\.(?=\w+$)", ".{}hc_mlp_layer.hc_"),
-            (r"\.hc_head\.hc_(?=\w+$)", ".{}hc_head.hc_head_"),
-            (r"\.attn_hc\.(?=\w+$)", ".hc_attn_layer.{}hc_"),
-            (r"\.ffn_hc\.(?=\w+$)", ".hc_mlp_layer.{}hc_"),
-            (r"\.hc_head\.hc_(?=\w+$)", ".hc_head.{}hc_head_"),
-        )
-    ),
-    (r"\.self_attn\.g_proj\.", ".self_attn.gate_proj."),
-    (r"\.self_attn\.q_gate_proj\.", ".self_attn.q_b_proj."),
-    (r"\.self_attn\.o_proj\.", ".attn.o_proj."),
-    (r"\.mlp\.fc1\.", ".W_down."),
-    (r"\.mlp\.fc2\.", ".W_up."),
-    (r"\.input_layernorm\.", ".attention_layer_norm."),
-    (r"\.post_attention_layernorm\.", ".feedforward_layer_norm."),
-    (r"\.forget_gate\.", "."),
-    (r"\.mlp\.", ".block_sparse_moe."),
-    (r"^model\.embed_tokens\.", "model.word_embeddings."),
-    (r"\.attention\.o_proj\.", ".attention.dense."),
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),
-)
+_RENAMED = _RULES["renamed"]
+"""Patterns of the model's names, and what stands there in files: as transformers writes them back, and as published."""
 _JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),)
 """The model's tensor, and the stored ones whose rows follow one another in it."""
 _PIECES = tuple(pair for one in KNOWN for pair in one.pieces)

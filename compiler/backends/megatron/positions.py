@@ -40,7 +40,7 @@ LLAMA3 = {
 """What --use-rope-scaling computes. --rope-scaling-factor is read by nothing: the builder of the model does not pass it
 on, and the default of core/models/common/embeddings/rotary_pos_embedding.py stays."""
 LATENT_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-"""What latent attention computes YaRN with: these have no option (MLATransformerConfig)."""
+"""What latent attention computes YaRN with: these have no option."""
 
 
 def write(found: Architecture) -> Arguments:

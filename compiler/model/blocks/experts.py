@@ -5,11 +5,11 @@ What a family says of them (`Experts`), what a configuration makes of it (`MoeSh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from parcompile.model.key_types import groups_of_experts, unsaid_of_method
+from parcompile.model.key_types import stored_groups
 from parcompile.model.layers import LayerPeriod, LayersError
 from parcompile.model.tables import alias_of
 
@@ -17,6 +17,8 @@ from .block import Exchange, Local, Small
 
 CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """What transformers calls the scores that a router adds for its choice, and does not learn."""
+PASSED_ON = "moe_identity_expert"
+"""The style of transformers' plans for experts that give what they take."""
 _INDEX_BYTES, _SCORE_BYTES = 8, 4
 """Of an expert that a token chose: its index, and its score in fp32."""
 _WIDTH_OF_A_RANK = 16
@@ -286,14 +288,46 @@ def _moe(read: Reader, experts: Experts, config: Mapping[str, Any], layers_per_m
     )
 
 
+def router_biases(names: Iterable[str]) -> list[str]:
+    """Among parameters, the biases that a router adds for its choice; each last part of a name once."""
+    return sorted({name.rpartition(".")[2] for name in names}.intersection(CORRECTION_BIASES))
+
+
+_GROUPS_TOO = "num_expert_group"
+"""What Kimi and Bailing call `n_group`, which it goes before."""
+
+
+def _groups_of_experts(config: Mapping[str, Any]) -> tuple[str, Any, Any, int]:
+    """The key of the number of groups, that number and `topk_group`, with what its class takes where nothing says them.
+
+    And of how many experts' scores its class makes that of a group. None and None where it looks at no groups.
+    """
+    own = stored_groups(config.get("model_type"))
+    said = {**own, **config}
+    key = _GROUPS_TOO if own and config.get(_GROUPS_TOO) is not None else "n_group"
+    by_method = "topk_method" in own
+    if by_method and said["topk_method"] == "greedy":
+        return key, None, None, 0
+    return key, said.get(key), said.get("topk_group"), 2 if own and not by_method else 1
+
+
+def _unsaid_of_method(config: Mapping[str, Any]) -> str | None:
+    """The first key without a value that a router reads which chooses experts by `topk_method`; None where none is."""
+    own = stored_groups(config.get("model_type"))
+    said = {**own, **config}
+    if "topk_method" not in own or said["topk_method"] == "greedy":
+        return None
+    return next((key for key in ("topk_method", "n_group", "topk_group") if said.get(key) is None), None)
+
+
 def _check_groups(config: Mapping[str, Any], count: int, experts: str) -> None:
     """Of routers that choose groups of experts first: all are as large, and no more are chosen than there are."""
-    if (unsaid := unsaid_of_method(config)) is not None:
+    if (unsaid := _unsaid_of_method(config)) is not None:
         raise LayersError(
             f"{unsaid} is null or missing: topk_method is greedy, or group_limited_greedy with n_group and topk_group",
             unsaid,
         )
-    key, groups, chosen, least = groups_of_experts(config)
+    key, groups, chosen, least = _groups_of_experts(config)
     if not isinstance(groups, int):
         return
     if groups < 1 or count % groups:
