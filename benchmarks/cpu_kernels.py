@@ -20,8 +20,7 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel, kept_memory
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.selection import has_bf16_products_alone
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 

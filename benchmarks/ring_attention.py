@@ -51,7 +51,7 @@ from parcompile.runtime.ring_attention import (
 )
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import kept_memory
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 

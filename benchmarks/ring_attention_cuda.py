@@ -31,7 +31,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from parcompile.atomic import write_file
+from parcompile.cli.profile import read_set
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.context_time import candidates, cheapest
 from parcompile.cost.estimate import Estimate, estimate
@@ -33,7 +34,6 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from .calibrate import read_set
 from .main import SPEC_HAS_ERRORS
 from .options import positive_number
 from .saying import say

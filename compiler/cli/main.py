@@ -47,11 +47,12 @@ of a module that has several."""
 _TOGETHER = {
     "accelerators": "reference",
     "advisories": "reference",
+    "calibrate": "profile",
     "diff": "showing",
-    "doctor": "runs",
+    "doctor": "preflight",
     "explain": "reference",
     "groups": "showing",
-    "local": "runs",
+    "local": "preflight",
     "schema": "reference",
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
+from parcompile.cli.profile import read_set
 from parcompile.cost.table import columns, headed, verdict
 from parcompile.diagnostics.reporters.dispatch import Style, hanging, wrapped
 from parcompile.layout.groups import Axis
@@ -23,7 +24,6 @@ from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
-from .calibrate import read_set
 from .estimate import checked_spec, refuse, refuse_longer
 from .saying import say
 

@@ -24,8 +24,8 @@ from parcompile.layout.groups import EXPERT_DP
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
+from parcompile.runtime.deepspeed_patches import check_names
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer
-from parcompile.runtime.deepspeed_patches.probe import check_names
 from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables

@@ -25,8 +25,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parcompile.runtime.liveness.activity import is_training
-from parcompile.runtime.liveness.recording import records
+from parcompile.runtime.liveness.recording import is_training, records
 from parcompile.runtime.liveness.watchdog import LOST, Requests, StoreChannel, Watchdog, is_running
 
 if TYPE_CHECKING:

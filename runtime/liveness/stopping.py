@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from parcompile.runtime.errors import lost_peer
+from parcompile.runtime.liveness.recording import now_doing
 from parcompile.runtime.settings import SILENT_TIMEOUT, heartbeats_wanted
 
-from .activity import now_doing
 from .monitor import Monitor
 from .recording import records
 from .watchdog import StoreChannel

@@ -8,7 +8,8 @@ and transposed. Convolutions take the last tokens of the piece before (the halo)
 local computation of each kind of layer. Usable on any process group, without the compiler.
 """
 
-from .chain import Chain
+from parcompile.runtime.recurrent.pieces import Chain
+
 from .kinds import convolve, gated_delta_rule, lightning_attention, selective_scan, state_space
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan

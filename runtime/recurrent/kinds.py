@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chain import Chain
+from parcompile.runtime.recurrent.pieces import Chain
+
 from .pieces import Pieces, Segment
 from .scan import Action, LocalScan, halo, join, scan
 

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from parcompile.runtime.recurrent.pieces import Chain
 from parcompile.runtime.ring_attention.passes import once
 
-from .chain import Chain
 from .pieces import Pieces, Segment
 
 

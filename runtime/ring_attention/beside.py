@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients
+
 from .all_gather import gathered
 from .execution import attention_backward, attention_call, blocks, queries_of_pass
 from .inputs import autocast
 from .kernels.blocks import add_gradients, attend
-from .kernels.gradients import Gradients
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.merge import RunningAttention
 from .kernels.selection import select_kernel

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.ring_attention.all_gather import GatherSchedule, plan_gather
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, QueriesOfPass
 
 from .all_gather import gathered, gathered_backward
-from .gather_schedule import GatherSchedule, plan_gather
 from .inputs import check_inputs, check_terms
 from .kernels.blocks import attend
-from .kernels.gradients import Gradients, QueriesOfPass
 from .kernels.kernel import Terms, accumulation_dtype
 from .kernels.merge import RunningAttention, unseen_rows_to_infinity
 from .kernels.selection import select_kernel

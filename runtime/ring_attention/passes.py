@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import heads_per_pass
+from parcompile.runtime.ring_attention.all_gather import GatherSchedule
 from parcompile.runtime.transport import gloo
 
-from .gather_schedule import GatherSchedule
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .route import RingStep
 

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .gather_schedule import GatherSchedule
+from parcompile.runtime.ring_attention.all_gather import GatherSchedule
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .kernels.blocks import add_gradients
-from .kernels.gradients import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
 from .route import Hop, RingStep
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from parcompile.runtime import deepspeed_patches
-from parcompile.runtime.deepspeed_patches import probe
 from parcompile.runtime.deepspeed_patches.norm import norm_at_once
 from parcompile.runtime.engine import initialization
 from parcompile.runtime.errors import RunError
@@ -101,10 +100,12 @@ def test_deepspeed_still_has_what_is_read(name: str) -> None:
 
 
 def test_every_name_is_looked_for_before_an_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe.missing() == []
-    assert set(PRIVATE_NAMES) - {"_hp_mapping"} <= {name for names in probe.NAMES.values() for name in names}
-    monkeypatch.setattr(probe, "NAMES", {"utils.groups": ("_GONE",), "moved.away": ("cdb",)})
-    assert probe.missing() == ["utils.groups._GONE", "moved.away.cdb"]
+    assert deepspeed_patches.missing() == []
+    assert set(PRIVATE_NAMES) - {"_hp_mapping"} <= {
+        name for names in deepspeed_patches.NAMES.values() for name in names
+    }
+    monkeypatch.setattr(deepspeed_patches, "NAMES", {"utils.groups": ("_GONE",), "moved.away": ("cdb",)})
+    assert deepspeed_patches.missing() == ["utils.groups._GONE", "moved.away.cdb"]
     with pytest.raises(
         RunError, match=r"no utils\.groups\._GONE, moved\.away\.cdb, on .* \"deepspeed>=0\.19\.8,<0\.20\""
     ):

@@ -24,8 +24,14 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import identified
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live import Limits, check_job, live_check
-from parcompile.runtime.preflight.live.agreement import Arrived, compare_arrival, compare_places
-from parcompile.runtime.preflight.live.capacity import checkpoint_bytes, compare_memory, compare_shared_memory
+from parcompile.runtime.preflight.live.agreement import (
+    Arrived,
+    checkpoint_bytes,
+    compare_arrival,
+    compare_memory,
+    compare_places,
+    compare_shared_memory,
+)
 from parcompile.runtime.preflight.live.facts import Facts
 from parcompile.runtime.preflight.live.links import slow_pairs
 from parcompile.runtime.preflight.live.trial import Trial, compare_trials

@@ -65,7 +65,7 @@ def test_runs_leave_rows_that_calibrate_takes(axis: str, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert f"memory: {RUNS} runs" in done.stdout
     assert f"time: {RUNS} runs" in done.stdout
-    from parcompile.cli.calibrate import read_set
+    from parcompile.cli.profile import read_set
 
     fitted = read_set(tmp_path / "own.json").memory
     measured = sorted(one.peak_bytes or 0 for one in rows)[RUNS // 2]

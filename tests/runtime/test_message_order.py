@@ -26,7 +26,7 @@ from parcompile.runtime.pipeline.execution import Batch, Outputs, Step, Work
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import _batch, _engine
-from parcompile.runtime.recurrent.chain import Chain
+from parcompile.runtime.recurrent.pieces import Chain
 from parcompile.runtime.transport import Lanes
 
 CPU = torch.device("cpu")

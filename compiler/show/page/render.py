@@ -9,16 +9,30 @@ from typing import Any
 
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, Axis
+from parcompile.plan.diff import TITLES, difference
 from parcompile.searching.variant import CUT_KEYS
+from parcompile.show.page.data import page_data, remarks
+from parcompile.show.page.data import section as search_section
+from parcompile.show.page.sections import (
+    Html,
+    diagnostics,
+    figures,
+    joined,
+    launching,
+    script_json,
+    section,
+    summary_line,
+    table,
+    tag,
+    tiles,
+    values,
+)
 from parcompile.show.pictures import front
-from parcompile.show.pictures.shapes import WIDE, Subject
-from parcompile.show.pictures.svg import DARK, LIGHT, rules
+from parcompile.show.pictures.front import picture
+from parcompile.show.pictures.shapes import NARROW, WIDE, Picture, Subject
+from parcompile.show.pictures.svg import DARK, LIGHT, inline, rules
+from parcompile.units import format_bytes, format_seconds
 from parcompile.version import __version__
-
-from . import beside
-from .data import page_data, remarks
-from .data import section as search_section
-from .sections import diagnostics, figures, joined, launching, script_json, section, summary_line, tag, tiles, values
 
 SCRIPTS = ("ranks.js", "grid.js", "panel.js", "values.js")
 """Parts of the page's script, in their order."""
@@ -46,7 +60,7 @@ def page(
         more.append(section("search", "Search", search_section(search, _layout(subject))))
         drawn += [front.draw(search, WIDE)] if search["fitting"] and "pareto_front" in search else []
     if other is not None:
-        compared, shown = beside.section(subject, other)
+        compared, shown = comparison(subject, other)
         more.append(section("beside", "Beside another plan", compared))
         drawn += shown
     more.append(section("launch", "Launch", launching(subject)))
@@ -118,3 +132,58 @@ def _variables(scheme: Mapping[str, str]) -> str:
 
 def _read(name: str) -> str:
     return (importlib.resources.files("parcompile.show.page") / "assets" / name).read_text(encoding="utf-8")
+
+
+# Another plan beside the plan of the page: figures, what changes, and pictures of both.
+
+_PICTURES = ("memory", "timeline")
+
+
+def comparison(subject: Subject, other: Subject) -> tuple[Html, list[Picture]]:
+    """The comparison, and its pictures, for their colours."""
+    names = _names(subject, other)
+    figures = [("", *names), *((row[0], *row[1:]) for row in _figures(subject, other))]
+    found = difference(subject.plan, other.plan)
+    changes = [("what", *names, "which means")]
+    for kind, title in TITLES.items():
+        changes += [(one.what, *one.texts, one.note or title) for one in found.of(kind)]
+    pictures: list[Picture] = []
+    rows = []
+    for name in _PICTURES:
+        pair = [picture(name, one, width=NARROW) for one in (subject, other)]
+        pictures += pair
+        cells = [
+            tag("figure", tag("figcaption", f"{title}: {one.title}"), Html(inline(one)))
+            for title, one in zip(names, pair, strict=True)
+        ]
+        rows.append(tag("div", *cells, class_="beside"))
+    parts = [table(figures, caption="Both plans")]
+    parts += [table(changes, caption="What changes")] if not found.same else [tag("p", "The plans are the same.")]
+    return joined([*parts, *rows]), pictures
+
+
+def _names(subject: Subject, other: Subject) -> tuple[str, str]:
+    first, second = subject.plan.spec.name, other.plan.spec.name
+    return (first, second) if first != second else (f"{first} (this)", f"{second} (other)")
+
+
+def _figures(*subjects: Subject) -> list[tuple[str, ...]]:
+    """The figures that a reader looks for first, of each plan."""
+    columns = [_column(one) for one in subjects]
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+
+
+def _column(subject: Subject) -> dict[str, str]:
+    plan, found = subject.plan, subject.estimate
+    axes = (*DENSE_AXES, *((Axis.EP,) if plan.groups.ep > 1 else ()))
+    training = plan.spec.training
+    return {
+        "Ranks": f"{plan.world_size:,}",
+        "Layout": " · ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in axes),
+        "Micro-batches": f"{training.micro_batch_size} × {training.gradient_accumulation_steps}",
+        "Peak memory": format_bytes(found.memory.peak.total_bytes),
+        "Static memory, exact": format_bytes(found.memory.static_bytes),
+        "Step": format_seconds(found.time.step.seconds),
+        "Tokens/s per GPU": f"{found.time.tokens_per_second_per_gpu:,.0f}",
+        "MFU": f"{found.time.utilisation:.1%}",
+    }

@@ -16,11 +16,11 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, join, start_world
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.preflight.live.agreement import compare_disk, compare_memory, compare_shared_memory
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .agreement import JOB, Arrived, compare_arrival, compare_places
-from .capacity import compare_disk, compare_memory, compare_shared_memory
 from .facts import Facts, local_facts, marker_in
 from .links import LinkMeasurements, compare_links, compare_live_groups, measure, remarks
 from .session import Answer, Session

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .cpu_tiles import kept_memory
-from .gradients import Gradients, Queries
 from .kernel import Kernel, PackingKernel, Terms
 from .merge import RunningAttention
 from .packs import Launch, PackedTiles

@@ -29,7 +29,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .kernel import Terms, accumulation_dtype, without_autocast
 from .tiles import FULL, Band
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .kernel import Terms
 from .packs import Launch, window_of
 from .tiles import Band

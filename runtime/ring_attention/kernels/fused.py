@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .cpu_tiles import CpuTileKernel
-from .gradients import Gradients, Queries
 from .kernel import Terms
 from .tiles import CAUSAL, FULL, Band
 

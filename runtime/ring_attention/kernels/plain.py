@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gradients import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+
 from .kernel import Kernel, PackingKernel, Terms, accumulation_dtype, without_autocast
 from .merge import RunningAttention, unseen_rows_to_infinity
 from .packs import Launch

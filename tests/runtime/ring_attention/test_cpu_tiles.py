@@ -16,8 +16,7 @@ from parcompile.runtime.ring_attention.kernels import cpu_tiles
 from parcompile.runtime.ring_attention.kernels import cpu_tiles as cpu_products
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band, Tile
 

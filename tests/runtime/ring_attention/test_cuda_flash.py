@@ -19,8 +19,7 @@ from parcompile.runtime.ring_attention.kernels.cuda_flash import (
     FlashAttnKernel,
     installed_flash_attn,
 )
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries
-from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Band, Tile

@@ -25,13 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import all_gather_attention, local_positions, ring_attention, split_sequence
+from parcompile.runtime.ring_attention.all_gather import plan_gather
 from parcompile.runtime.ring_attention.execution import attention_call
-from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels import cuda_flash
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel, FlashAttnKernel
-from parcompile.runtime.ring_attention.kernels.gradients import Gradients, Queries, QueriesOfPass
-from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries, QueriesOfPass
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.packs import Launch, PackedTiles
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
