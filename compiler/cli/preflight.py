@@ -1,4 +1,4 @@
-"""`parcompile preflight`, `local` and `doctor`: a rank of a plan built here, all of them run here, or why a run failed."""
+"""`parcompile preflight`, `local` and `doctor`: a rank of a plan built, all of them run here, or why a run failed."""
 
 from __future__ import annotations
 
