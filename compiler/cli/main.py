@@ -53,6 +53,7 @@ _TOGETHER = {
     "explain": "reference",
     "groups": "showing",
     "local": "preflight",
+    "plan": "init",
     "schema": "reference",
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from parcompile.cli.init import fine_tuning, fine_tuning_line
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.project import EXECUTABLE, project_files, small_spec
 from parcompile.searching.first import sequence_length_of
@@ -18,7 +19,6 @@ from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
 from .options import accelerator_option
-from .plan import fine_tuning, fine_tuning_line
 from .saying import say
 
 _EXISTING = click.Path(exists=True, path_type=Path)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,10 +24,12 @@ from typing_extensions import Self
 from parcompile.machines.accelerator import find_accelerator
 from parcompile.runtime import loss
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.preflight.cuda_host import card_of, torch_cuda_of
-from parcompile.runtime.preflight.stand_in import CUDA, MetaTracker
 from parcompile.runtime.ring_attention import beside, execution
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel
+
+from .cuda_host import card_of, torch_cuda_of
+from .stand_in import CUDA, MetaTracker
+from .waits import asks_for_values, operator_name
 
 _aten = torch.ops.aten
 _FUSED = {
@@ -246,113 +246,3 @@ class _MadeOnHost(TorchFunctionMode):
 def tracker_of(mesh: Mesh) -> MetaTracker:
     """What follows a rank on the device of its mesh."""
     return MetaTracker(mesh) if mesh.device.type == "meta" else CudaTracker(mesh)
-
-
-# Operators and copies for which the host stops until the device has caught up, and where a program asks for them.
-
-WAITING = {
-    "aten._local_scalar_dense",
-    "aten.is_nonzero",
-    "aten.equal",
-    "aten.nonzero",
-    "aten.bincount",
-    "aten.masked_select",
-    "aten._unique2",
-    "aten.unique_dim",
-    "aten.unique_consecutive",
-    "aten.repeat_interleave.Tensor",
-}
-"""Operators whose result, or its shape, the host has to know: it waits until the device has computed it."""
-
-
-def operator_name(func: Any) -> str:
-    """As in `WAITING`, without an overload."""
-    return str(func._schema.name).replace("::", ".")
-
-
-def asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the host has to know a value of the device's."""
-    name = operator_name(func)
-    if f"{name}.{func._overloadname}" in WAITING:
-        return kwargs.get("output_size") is None
-    return name in WAITING or (name.startswith("aten.index") and _by_mask(args))
-
-
-def _by_mask(args: tuple[Any, ...]) -> bool:
-    return any(
-        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-        for argument in args[1:2]
-        if isinstance(argument, list | tuple)
-        for index in argument
-    )
-
-
-def place() -> str:
-    """The innermost line of the program that is neither torch's nor a follower's: `folder/file.py:line code`."""
-    frames = reversed(traceback.extract_stack())
-    found = next((one for one in frames if not any(part in one.filename for part in _PASSED_THROUGH)), None)
-    return "torch" if found is None else f"{found.filename}:{found.lineno} {found.line}"
-
-
-_PASSED_THROUGH = (
-    "/site-packages/torch/",
-    "device_waits.py",
-    "/preflight/",
-    "contextlib.py",
-    "/unittest/mock.py",
-    "/drawing/mode.py",
-)
-
-
-# Waits that are known, each with its reason: docs/cuda.md lists the same.
-
-
-@dataclass(frozen=True, slots=True)
-class KnownWait:
-    """A place at which the host waits, and why it stays."""
-
-    file: str
-    """How the path of the file ends,"""
-    line: str
-    """and what stands in the line."""
-    where: str
-    how_often: str
-    why: str
-
-
-KNOWN_WAITS = (
-    KnownWait(
-        "deepspeed/runtime/zero/stage_1_and_2.py",
-        "overflow",
-        "DeepSpeed: whether gradients overflowed",
-        "once a step",
-        "its optimizer decides on the host whether to take the step",
-    ),
-    KnownWait(
-        "deepspeed/runtime/utils.py",
-        "isfinite(norm)",
-        "DeepSpeed: whether the gradient norm is finite",
-        "twice a step",
-        "the same",
-    ),
-    KnownWait(
-        "deepspeed/runtime/utils.py",
-        "torch.tensor(-1.0",
-        "DeepSpeed: the number that stands for a norm that is not finite",
-        "once a step",
-        "it is copied to the GPU from pages that may move",
-    ),
-    KnownWait(
-        "runtime/expert_parallel/routing.py",
-        ".cpu()",
-        "experts over ranks: how many tokens each rank sends",
-        "once a layer with experts",
-        "all-to-all is told sizes on the host",
-    ),
-)
-
-
-def known(wait: str) -> KnownWait | None:
-    """The entry of a wait, as `place` names it; None where it is new."""
-    path, _, line = wait.rpartition(" at ")[2].partition(":")
-    return next((one for one in KNOWN_WAITS if path.endswith(one.file) and one.line in line), None)

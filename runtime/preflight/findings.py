@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.cost.table import columns
-from parcompile.runtime.preflight.cuda_tracker import known
 
 from .counting import Counts
 from .stand_in import MetaTracker
 from .step import END, RUN
+from .waits import known
 
 
 class Verdict(enum.Enum):

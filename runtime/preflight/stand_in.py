@@ -31,11 +31,11 @@ from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds, forge
 from parcompile.runtime.deepspeed_patches.sharded_weights import without_values
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_groups
-from parcompile.runtime.preflight.cuda_tracker import place
 from parcompile.runtime.transport import gloo
 
 from .counting import MessageCounter
 from .cuda_host import NoCudaHostError, card_of, cuda_without_gpu
+from .waits import place
 
 # This process as one rank of any world: torch's fake process group, and an accelerator whose tensors have no memory.
 

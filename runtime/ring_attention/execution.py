@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.ring_attention.all_gather import GatherSchedule, plan_gather
+from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule, plan_gather
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, QueriesOfPass
 
 from .all_gather import gathered, gathered_backward

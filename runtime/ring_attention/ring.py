@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.all_gather import GatherSchedule
+from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from .kernels.blocks import add_gradients

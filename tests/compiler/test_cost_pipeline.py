@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.cost.pipeline import MOST_PASSES, timetable
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 from parcompile.plan import load_plan
+from parcompile.show.pictures.timeline import MOST_PASSES, timetable
 from parcompile.spec.values import workload_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -16,7 +16,6 @@ from parcompile.cost.changes import fewest_stages
 from parcompile.cost.collectives import collectives
 from parcompile.cost.footprint import footprint
 from parcompile.cost.measurements import plain_row, read_plain
-from parcompile.cost.pipeline import timetable
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
@@ -28,6 +27,7 @@ from parcompile.plan.diff import difference
 from parcompile.plan.tree import load_plan
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import open_space
+from parcompile.show.pictures.timeline import timetable
 
 LLAMA = presets()["llama-3-8b"].config
 MIXED = ("full", "full", "none", "none")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parcompile.runtime.preflight.cuda_tracker import asks_for_values, operator_name, place
+from parcompile.runtime.preflight.waits import asks_for_values, operator_name, place
 
 
 class DeviceCounter(TorchDispatchMode):

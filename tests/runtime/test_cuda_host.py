@@ -17,8 +17,8 @@ from training_runs import make_plan
 
 from parcompile.runtime.preflight import preflight
 from parcompile.runtime.preflight.cuda_host import NoCudaHostError, card_of, library, torch_cuda_of
-from parcompile.runtime.preflight.cuda_tracker import KNOWN_WAITS
 from parcompile.runtime.preflight.stand_in import META, device_of_plan
+from parcompile.runtime.preflight.waits import KNOWN_WAITS
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 
 SAMPLE = ("llama", "mixtral", "gemma2", "deepseek_v3", "qwen3_next")

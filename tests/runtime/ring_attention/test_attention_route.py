@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parcompile.layout.sequence import CpLayout, Mask, ring_schedule
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
-from parcompile.runtime.ring_attention.all_gather import plan_gather
+from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
 from parcompile.runtime.ring_attention.packing import documents_of_rows
 from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_route

@@ -25,8 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import all_gather_attention, local_positions, ring_attention, split_sequence
-from parcompile.runtime.ring_attention.all_gather import plan_gather
 from parcompile.runtime.ring_attention.execution import attention_call
+from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels import cuda_flash
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel, FlashAttnKernel
