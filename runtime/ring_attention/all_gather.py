@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .gather_schedule import GatherSchedule
 from .kernels.blocks import add_gradients
-from .kernels.gradients import Gradients, Queries
+from .kernels.kernel import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
 from .ring import Exchanges, MessageKind, Pair, post_exchanges
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.cost import pipeline
 from parcompile.cost.step import StepTime
 from parcompile.cost.table import time_bars, time_rows
 from parcompile.cost.workload import Workload
@@ -59,7 +58,7 @@ def draw(subject: Subject, width: float) -> Picture:
 
 def _timetable(subject: Subject) -> Timetable:
     """The passes of the step."""
-    return pipeline.timetable(subject.estimate.work, subject.estimate.time.step)
+    return timetable(subject.estimate.work, subject.estimate.time.step)
 
 
 def _parts(sketch: Sketch, subject: Subject) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parcompile.runtime.preflight.live.session import check_job, live_check
+from parcompile.runtime.preflight.live.stages import check_job, live_check
 
 from .report import LiveReport, Node
 from .session import Limits, Outcome
