@@ -1,4 +1,4 @@
-"""The user module that `docs/adapter.md` describes compiles."""
+"""The user module that `docs/modules.md` describes compiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parcompile.rules import check
 from parcompile.schema import validate
 from parcompile.spec.resolve import Resolution
 
-PAGE = Path(__file__).parents[1] / "docs" / "adapter.md"
+PAGE = Path(__file__).parents[1] / "docs" / "modules.md"
 
 
 def test_the_section_for_a_user_module_compiles() -> None:

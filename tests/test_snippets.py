@@ -21,7 +21,10 @@ ELSEWHERE = {
     "quickstart": "test_docs.py",
     "migration": "test_docs.py",
 }
-RUNTIME = ("adapter", "preflight", "recipes", "ring_attention", "tensor_parallel")
+RUNTIME = (
+    *("adapter", "batches", "generating", "lora", "trainer"),
+    *("preflight", "recipes", "ring_attention", "tensor_parallel"),
+)
 
 SPEC = {
     "version": 1,
