@@ -1,6 +1,6 @@
 """Trains drawn pipelines, or ZeRO stages, on live ranks and in one process, and prints how far apart they are.
 
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--draws pipelines|stages] [--first 0]
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--draws pipelines|stages|offload] [--first 0]
         [--count 100] [--ranks 8]
 
 The exit code is 1 when a loss, a gradient norm or a parameter is further from one process than 1e-5 (relative) and than
@@ -26,13 +26,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=8, help="of the largest plan")
-    parser.add_argument("--draws", choices=("pipelines", "stages"), default="pipelines")
+    parser.add_argument("--draws", choices=("pipelines", "stages", "offload"), default="pipelines")
     options = parser.parse_args()
-    drawn = import_module(f"drawn_{options.draws}")
+    drawn = import_module("drawn_pipelines" if options.draws == "pipelines" else "drawn_stages")
+    further = {"on_host": True} if options.draws == "offload" else {}
     print("| plan | loss | norm | parameters |\n|---|---|---|---|")
     failed = 0
     for number in range(options.first, options.first + options.count):
-        plan, text = drawn.draw(number, options.ranks)
+        plan, text = drawn.draw(number, options.ranks, **further)
         try:
             found = drawn.compare(plan)
         except Exception as error:  # a rank's, whose message says what failed

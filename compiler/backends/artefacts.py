@@ -114,6 +114,12 @@ def sequence_loss(spec: Spec, target: str) -> list[Loss]:
     ]
 
 
+def offload_loss(spec: Spec, why: str) -> list[Loss]:
+    """A loss when a target is not told to keep the optimizer on the host."""
+    instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
+    return [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
+
+
 def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str, ...]]) -> list[Loss]:
     """A fatal loss when the order of the axes is none of the target's."""
     here = effective_order(parallelism)

@@ -78,7 +78,11 @@ def _figures(one: Accelerator) -> str:
     ]
     rows += [
         (what, format_bandwidth(link.bytes_per_s), f"{link.title}; {link.source}")
-        for what, link in (("in a node", one.node_link), ("between nodes", one.network_link))
+        for what, link in (
+            ("in a node", one.node_link),
+            ("between nodes", one.network_link),
+            ("to the host", one.host_link),
+        )
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     width = Style.of(sys.stdout).width

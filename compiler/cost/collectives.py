@@ -321,7 +321,7 @@ def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) 
         return
     # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
     deepspeed = work.framework == "deepspeed"
-    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+    if keeps_both_gradients(work):
         numel = padded_numel(numel, ranks)  # BF16_Optimizer reduces the gradients as they lie in its shards
     reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
     send(group, reduction, work.gradient_reductions, numel * width, ranks)
@@ -410,5 +410,5 @@ def stream_bytes(work: Workload) -> int:
 def _embedding_gradient_bytes(work: Workload) -> int:
     """What one of two ranks sends to add up the gradients of both: all of its own."""
     numel = work.padded_vocabulary // work.tp * work.shape.hidden_size
-    both = keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage)
-    return numel * (work.gradient_bytes if both else work.element_bytes)
+    both = keeps_both_gradients(work)
+    return numel * (work.gradient_bytes if both or work.on_host else work.element_bytes)

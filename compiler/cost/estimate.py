@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
@@ -14,6 +14,7 @@ from parcompile.units import format_bytes, format_seconds
 from .coefficients import CoefficientSet
 from .flops import CONVENTION
 from .footprint import Footprint, footprint
+from .offload import host_memory, host_seconds, node_bytes
 from .step import Timing, timing
 from .traffic import GroupTraffic, traffic
 from .workload import Workload
@@ -87,6 +88,7 @@ class Estimate:
                     for one in self.memory.stages
                 ],
             },
+            **self._host(),
             "communication": [
                 {
                     "group": one.group,
@@ -124,6 +126,14 @@ class Estimate:
                 "cost": self.budget.cost,
             },
         }
+
+    def _host(self) -> dict[str, Any]:
+        held, seconds = host_memory(self.work), host_seconds(self.work)
+        if held is None or seconds is None:
+            return {}
+        low, likely, high = seconds
+        found = {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(self.work)}
+        return {"host": {**found, "link": self.work.machine.host_link.name, "seconds": likely, "interval": [low, high]}}
 
     def exposed_seconds(self, group: str) -> float:
         """Seconds of a step in which nothing hides the traffic of a group; 0 where it is not timed."""

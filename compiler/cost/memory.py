@@ -63,29 +63,35 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
     gradients, bucket_bytes = numel * sum_width, bucket * width if has_bucket(work) else 0
-    if keeps_both_gradients("deepspeed", width, sum_width, work.zero_stage):
+    if keeps_both_gradients(work):
         gradients, bucket_bytes = padded * sum_width + numel * width, 0
     if work.zero_stage >= 2:
         gradients = shard * sum_width
+    if work.on_host:
+        # The host adds them up where it can; sums in another type stay here, and those of stage 1 until the step.
+        apart = width != sum_width
+        gradients = 0 if work.zero_stage == 3 or (work.zero_stage == 2 and not apart) else gradients
+        bucket_bytes = bucket * sum_width if work.zero_stage == 1 else bucket_bytes
     return StaticMemory(
         numel=numel,
         padded_numel=padded,
         shard_numel=shard,
         weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
         gradient_bytes=gradients,
-        master_bytes=0 if is_own_master(work) else shard * MASTER_BYTES,
-        optimizer_bytes=shard * ADAM_STATE_BYTES,
+        master_bytes=0 if work.on_host or is_own_master(work) else shard * MASTER_BYTES,
+        optimizer_bytes=0 if work.on_host else shard * ADAM_STATE_BYTES,
         bucket_bytes=bucket_bytes,
     )
 
 
-def keeps_both_gradients(framework: str, weight_width: int, sum_width: int, zero_stage: int) -> bool:
+def keeps_both_gradients(work: Workload) -> bool:
     """Whether a gradient is held in the type of the weights and summed in fp32 beside it.
 
-    DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py), which fp32 sums of 16-bit gradients bring at ZeRO stage 1,
-    keeps both between micro-batches, and has no reduce bucket.
+    DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py), which fp32 sums of 16-bit gradients bring at ZeRO stage 1
+    without offload, keeps both between micro-batches, and has no reduce bucket.
     """
-    return framework == "deepspeed" and zero_stage == 1 and weight_width < sum_width
+    is_apart = work.zero_stage == 1 and work.element_bytes < work.gradient_bytes
+    return work.framework == "deepspeed" and is_apart and not work.on_host
 
 
 def is_own_master(work: Workload) -> bool:
@@ -156,8 +162,12 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
     largest = max(dealt, shard - dealt)
     adam = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
-    if keeps_both_gradients(work.framework, work.element_bytes, work.gradient_bytes, work.zero_stage):
+    if keeps_both_gradients(work):
         return adam
+    # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
+    copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
+    if work.on_host:
+        return 0.0 if work.shards_weights else copied
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
@@ -165,6 +175,4 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside.
         return MASTER_BYTES * largest + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
-    # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
-    copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
     return max(copied, MASTER_BYTES * largest + adam - gradients - bucket)

@@ -26,6 +26,7 @@ from .flops import (
     mixed_matmul_parameters,
     model_flops_per_token,
 )
+from .offload import host_seconds
 from .workload import FRAMEWORKS, Workload
 
 OPTIMIZER_BYTES = 28
@@ -106,12 +107,14 @@ class StepTime:
     stages: tuple[float, ...]
     hidden_context: float = 0.0
     hidden_gradients: float = 0.0
+    host: float = 0.0
+    """Copies to the host and back, and the optimizer there; `optimizer` is 0 then."""
 
     @property
     def seconds(self) -> float:
         """The whole step: the sum of `parts`, in their order."""
         waits = self.compute + self.launch + self.tensor + self.context + self.expert + self.bubble
-        return waits + self.exchange + self.gradients + self.optimizer
+        return waits + self.exchange + self.gradients + self.optimizer + self.host
 
     @property
     def parts(self) -> dict[str, float]:
@@ -126,6 +129,7 @@ class StepTime:
             "stage exchange": self.exchange,
             "gradients, exposed": self.gradients,
             "optimizer": self.optimizer,
+            **({"optimizer on the host": self.host} if self.host else {}),
         }
 
 
@@ -326,8 +330,9 @@ def step_time(
         bubble=bubble,
         exchange=exchange,
         gradients=gradients,
-        optimizer=terms.optimizer,
+        optimizer=0.0 if work.on_host else terms.optimizer,
         stages=stages,
+        host=host[1] if (host := host_seconds(terms.work)) else 0.0,
         hidden_context=passes * layers * layer.hidden_context,
         hidden_gradients=hidden,
     )
@@ -444,9 +449,13 @@ def timing_of(
     farther = TRANSFER_OF_TIME ** max(0.0, fitted.factors_beyond(parameter_table(work.shape).numel) - 1)
     clear = step.seconds if fit else _clear_seconds(work, step, terms, shared)
     rate = work.tokens_per_step / step.seconds / work.world_size
+    least, _, most = host_seconds(work) or (0.0, 0.0, 0.0)
     return Timing(
         step=step,
-        interval_seconds=(clear * low / farther, step.seconds * high * farther),
+        interval_seconds=(
+            (clear - step.host) * low / farther + least,
+            (step.seconds - step.host) * high * farther + most,
+        ),
         tokens_per_second_per_gpu=rate,
         utilisation=rate * model_flops_per_token(work.shape, work.attended_length) / peak,
         fitted_sizes=fitted.sizes,

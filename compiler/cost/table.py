@@ -11,6 +11,7 @@ from parcompile.units import GIB, format_bytes, format_seconds
 
 from .flops import CONVENTION
 from .footprint import HOPELESS, Footprint, is_safe
+from .offload import host_text
 from .step import Timing
 from .workload import Workload
 
@@ -93,6 +94,8 @@ def _headlines(found: Estimate, style: Style) -> Iterator[tuple[str, str]]:
     verdict = fit_text(work, memory)
     if verdict:
         yield "", style.paint(verdict, _COLOURS[memory.fits])
+    if (host := host_text(work)) is not None:
+        yield "host", host
     step, (fast, slow) = time.step, map(format_seconds, time.interval_seconds)
     yield "step", f"{format_seconds(step.seconds)}, 90 % interval {fast} to {slow}; {work.tokens_per_step:,} tokens"
     yield "throughput", f"{time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {time.utilisation:.1%}"

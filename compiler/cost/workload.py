@@ -116,6 +116,10 @@ class Workload:
     """Weights up to this size stay gathered at ZeRO stage 3 (DeepSpeed's stage3_param_persistence_threshold)."""
     live_numel: int = 1_000_000_000
     """Elements that are gathered there at a time, at most (DeepSpeed's stage3_max_live_parameters)."""
+    on_host: bool = False
+    """The host holds master weights and optimizer state, and steps."""
+    pins_memory: bool = True
+    """What it exchanges with the accelerator lies in page-locked memory."""
 
     def having(self, **values: Any) -> Workload:
         """The step with other values, as `dataclasses.replace` makes it, in a tenth of the time: for searches."""

@@ -56,6 +56,8 @@ class Accelerator:
     memory_bytes_per_s: float
     node_link: Link
     network_link: Link
+    host_link: Link
+    """To the memory of its host."""
     sources: Mapping[str, str]
     like: str
     measured: Measured | None = None
@@ -131,6 +133,7 @@ def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
             memory_bytes_per_s=one["memory_bytes_per_s"],
             node_link=links[one["node_link"]],
             network_link=links[one["network_link"]],
+            host_link=links[one["host_link"]],
             sources=one["sources"],
             like=name,
         )
@@ -207,6 +210,7 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
         memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
         node_link=base.node_link if "node_link" in assumed else _link("node_link", tree["node_link"]),
         network_link=base.network_link if "network_link" in assumed else _link("network_link", tree["network_link"]),
+        host_link=base.host_link,
         sources={
             key: f"assumed, as {base.name}" if key in assumed else note
             for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")

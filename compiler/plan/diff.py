@@ -15,6 +15,7 @@ from typing import Any
 
 from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
+from parcompile.cost.offload import host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.model.shape import architecture
 from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
@@ -358,6 +359,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             ),
             "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
             "zero.stage": plan.spec.zero_stage,
+            "optimizer on the host": plan.spec.offload_optimizer is not None,
             "padded vocabulary": padded_vocabulary(plan),
             "ranks that share a kv head": plan.kv_replicas,
         }
@@ -368,7 +370,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, tuple[Any, str]]:
         spec, topology, memory = plan.spec, topology_of(plan), static_memory(workload_of(plan.spec))
-        found = estimate(workload_of(spec))
+        found, host = estimate(workload_of(spec)), host_memory(workload_of(spec))
         sizes = {
             "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
             "static memory per rank": memory.total_bytes,
@@ -377,6 +379,7 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
             "master weights per rank": memory.master_bytes,
             "optimizer state per rank": memory.optimizer_bytes,
             "reduce bucket per rank": memory.bucket_bytes,
+            "host memory per rank": 0 if host is None else host.total_bytes,
             **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
             "sent between nodes per rank and step": topology["bytes_leaving_node"],
         }

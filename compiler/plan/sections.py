@@ -13,6 +13,7 @@ from typing import Any
 from parcompile.cost.context_time import choices
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
+from parcompile.cost.offload import host_memory, host_text, node_bytes
 from parcompile.cost.step import timing
 from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.traffic import alternatives, placement, step_traffic
@@ -250,6 +251,15 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
     }
 
 
+def host_section(spec: Spec) -> dict[str, Any]:
+    """What the host holds of the optimizer, and what crosses to it in a step, in bytes; empty without offload."""
+    work = workload_of(spec)
+    held = host_memory(work)
+    if held is None:
+        return {}
+    return {"host_memory": {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(work)}}
+
+
 # process_groups.json: every group, for people and for launchers that build groups themselves.
 
 EXPANDED_WORLD = 4096
@@ -341,6 +351,7 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         **_context(plan),
         **(_peak(work) if estimate else {}),
         "static": f"{format_bytes(memory.total_bytes)} on each rank{of_stage}, without activations: {', '.join(parts)}",
+        **({} if (host := host_text(work)) is None else {"host": host}),
         "runtime": "executes this plan"
         if not plan.refusals
         else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),

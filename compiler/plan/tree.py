@@ -22,6 +22,7 @@ from parcompile.spec import (
     Cluster,
     LrScheduler,
     Model,
+    Offload,
     Optimizer,
     Origin,
     Parallelism,
@@ -38,7 +39,7 @@ from parcompile.user_files import parse_json, read_text
 from parcompile.version import __version__
 
 from .plan import Plan, PlanError, Refusal
-from .sections import groups, optimizer_shards, sequence, stage_rows, tensors, topology
+from .sections import groups, host_section, optimizer_shards, sequence, stage_rows, tensors, topology
 
 # The plan as the JSON tree that is written, and back.
 
@@ -116,7 +117,10 @@ def _body(plan: Plan) -> dict[str, Any]:
         },
         "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
         "training": _training(spec),
-        "zero": {"stage": spec.zero_stage},
+        "zero": {
+            "stage": spec.zero_stage,
+            **({"offload_optimizer": asdict(spec.offload_optimizer)} if spec.offload_optimizer else {}),
+        },
         "deepspeed": dict(spec.deepspeed),
         **({"backends": {"megatron": dict(spec.megatron)}} if spec.megatron else {}),
         "runtime": {"executable": not plan.refusals, "refusals": [asdict(refusal) for refusal in plan.refusals]},
@@ -127,6 +131,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "optimizer_shards": optimizer_shards(spec),
         "stages": stage_rows(spec),
         "static_memory": asdict(static_memory(workload_of(spec))),
+        **host_section(spec),
         "provenance": {
             path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}
             for path, found in spec.provenance.items()
@@ -164,7 +169,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         training[name] = Precision(training[name])
     if not isinstance(training["activation_checkpointing"], str):
         training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
-    config = tree["model"]["hf_config"]
+    config, offload = tree["model"]["hf_config"], tree["zero"].get("offload_optimizer")
     refuse_huge(config, "model.hf_config")
     spec = Spec(
         name=tree["name"],
@@ -180,6 +185,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
             )
         ),
         zero_stage=tree["zero"]["stage"],
+        offload_optimizer=None if offload is None else _typed(Offload(**offload)),
         deepspeed=tree["deepspeed"],
         megatron=tree.get("backends", {}).get("megatron", {}),
         provenance={

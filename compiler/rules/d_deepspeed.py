@@ -56,7 +56,10 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
             path = ("deepspeed", "zero_optimization", key)
             place = ("zero", "stage")
             related = also(spec, place) if key == "stage" else ()
-            yield _refused(path, f"{key}: {FORBIDDEN_ZERO[key]}", "remove it", related)
+            setter, says, _ = FORBIDDEN_ZERO[key].partition(" sets it")
+            yield _refused(
+                path, f"{key}: {FORBIDDEN_ZERO[key]}", f"set {setter} instead" if says else "remove it", related
+            )
 
 
 @rule(

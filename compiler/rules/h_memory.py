@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
+from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.diagnostics.diagnostic import closest
@@ -15,7 +16,7 @@ from parcompile.layout.shards import SplitError
 from parcompile.machines.accelerator import PresetError, accelerators, is_preset_file
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
-from parcompile.units import format_bytes, format_seconds
+from parcompile.units import GIB, format_bytes, format_seconds
 
 from .arithmetic import also, model_path
 from .registry import ESTIMATE, PEAK_RULE, Finding, rule
@@ -273,6 +274,54 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
         fixes=tuple(as_fix(spec, one) for one in changes(spec, work)),
         related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
     )
+
+
+_HOST_MEMORY = ("cluster", "host_memory_gib")
+_TIGHT = 0.8
+"""Beyond this share of a host's memory a warning is given: the processes and the file cache take some, too."""
+
+
+@rule(
+    "H006",
+    "the optimizer does not fit into the host's memory",
+    """With zero.offload_optimizer a node's memory holds master weights, optimizer state and gradients of all its ranks,
+    beside their processes, which take several GiB each. cluster.host_memory_gib says how much there is; no accelerator
+    tells it.""",
+    wrong={"zero": {"offload_optimizer": {"device": "cpu"}}, "cluster": {"host_memory_gib": 64}},
+    right={"zero": {"offload_optimizer": {"device": "cpu"}}, "cluster": {"host_memory_gib": 2048}},
+    sources=("DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py",),
+)
+def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
+    """Fires beyond the memory that is given, warns where it is tight, and says what is needed where it is not given."""
+    offload = spec.offload_optimizer
+    if offload is None:
+        if spec.given(*_HOST_MEMORY):
+            yield Finding(
+                "host_memory_gib has no effect without zero.offload_optimizer", _HOST_MEMORY, severity=Severity.INFO
+            )
+        return
+    if offload.device != "cpu" or not spec.zero_stage:
+        return  # Z006 refuses them
+    work = workload(spec)
+    try:
+        needed = node_bytes(work)
+    except (SplitError, ValueError):
+        raise Unavailable("memory") from None
+    said = f"the optimizer of {work.gpus_per_node} ranks takes {format_bytes(needed)} of each node's memory"
+    place = ("zero", "offload_optimizer")
+    if not spec.given(*_HOST_MEMORY):
+        message = f"{said}: cluster.host_memory_gib is not given, whether it fits is not checked"
+        yield Finding(message, place, help="say it, as host_memory_gib 2048", severity=Severity.INFO)
+    elif needed > _TIGHT * (room := float(spec.get(*_HOST_MEMORY)) * GIB):
+        sign = ">" if needed > room else "of"
+        yield Finding(
+            f"{said} {sign} {format_bytes(room)}, beside the processes themselves",
+            place,
+            help="use more nodes, a larger tp or pp, or leave the optimizer on the accelerators",
+            fixes=(Fix("remove offload_optimizer", Safety.CHANGES_COST, (Edit(place, remove=True),)),),
+            related=also(spec, _HOST_MEMORY),
+            severity=Severity.ERROR if needed > room else Severity.WARNING,
+        )
 
 
 @rule(

@@ -238,11 +238,13 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 )
 def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
     """Fires where a rank shares some rows of a weight and DeepSpeed's BF16_Optimizer computes the norm."""
-    tp, widths = spec.axis(Axis.TP), (spec.precision.bytes, spec.gradient_accumulation_dtype.bytes)
-    if tp == 1 or not keeps_both_gradients("deepspeed", *widths, spec.zero_stage):
+    tp = spec.axis(Axis.TP)
+    if tp == 1 or spec.zero_stage != 1 or spec.precision is spec.gradient_accumulation_dtype:
         return
     try:
         work = workload_of(spec.spec())
+        if not keeps_both_gradients(work):
+            return
         name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
     except ValueError:
         raise Unavailable("layout") from None  # another rule says why it cannot be split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import OWN_CHECKPOINTS, has_effect, reach
+from parcompile.backends.deepspeed.facts import NO_NVME, OWN_CHECKPOINTS, has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.model.blocks.experts import router_biases
@@ -175,6 +175,37 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
             "DeepSpeed alone refuses it",
             ("training", "gradient_accumulation_dtype"),
             help="nothing to do, or use stage 1",
+            related=also(spec, _STAGE),
+        )
+
+
+@rule(
+    "Z006",
+    "the optimizer cannot be on the host",
+    """DeepSpeed moves master weights and optimizer state to the host at ZeRO stages 1 to 3, with and without pipeline
+    stages; stage 0 leaves them on the accelerator. States on NVMe are refused: DeepSpeed reads and writes them at stage
+    3 alone, with an operator that is compiled first (async_io), and checkpoints of the runtime would lack them.""",
+    wrong={"zero": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+    right={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    sources=("DeepSpeed 0.19.8 runtime/engine.py, runtime/zero, runtime/swap_tensor",),
+)
+def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
+    """Fires at stage 0, and for NVMe."""
+    offload, stage, place = spec.offload_optimizer, spec.zero_stage, ("zero", "offload_optimizer", "device")
+    removal = Fix("remove offload_optimizer", Safety.CHANGES_COST, (Edit(place[:2], remove=True),))
+    if offload is not None and offload.device == "nvme":
+        yield Finding(
+            f"device nvme: {NO_NVME}",
+            place,
+            help='write "cpu", or remove offload_optimizer',
+            fixes=(Fix('set device to "cpu"', Safety.CHANGES_COST, (Edit(place, "cpu"),)), removal),
+        )
+    elif offload is not None and stage == 0:
+        yield Finding(
+            f"device {offload.device} at zero.stage 0: DeepSpeed offloads from stage 1 on",
+            place,
+            help="use stage 1, or remove offload_optimizer",
+            fixes=(*_lower(), removal),
             related=also(spec, _STAGE),
         )
 

@@ -155,6 +155,8 @@ _SPEC_KEYS: dict[str, tuple[str, ...]] = {
     "training.loss_scale": ("initial_loss_scale", "static_loss_scale"),
     "zero": ("zero_optimization", "zero_optimisation", "zero_config", "zero1"),
     "zero.stage": ("zero_stage", "level"),
+    "cluster.host_memory_gib": ("host_memory", "cpu_memory", "ram", "ram_gib"),
+    "zero.offload_optimizer": ("offload", "cpu_offload", "offload_optimizer_device", "optimizer_cpu_offload"),
     "deepspeed": ("ds", "ds_config", "deepspeed_config"),
     "parallelism": ("parallel", "parallelisation", "mesh", "layout", "distributed"),
     "training": ("train", "trainer", "train_config"),

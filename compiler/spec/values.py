@@ -187,6 +187,14 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Master weights and optimizer state in the host's memory, page-locked where `pin_memory` says so."""
+
+    device: str
+    pin_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The model: its shape, and the Hugging Face configuration from which the runtime builds it."""
 
@@ -233,6 +241,8 @@ class Spec:
     provenance: Mapping[str, Provenance]
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Options of Megatron-LM that are written as they stand."""
+    offload_optimizer: Offload | None = None
+    """None: the accelerator holds master weights and optimizer state."""
 
     def __repr__(self) -> str:
         return f"Spec({self.name!r}, world_size={self.cluster.world_size})"
@@ -342,6 +352,8 @@ def workload_of(spec: Spec) -> Workload:
         stage_layers=spec.stages,
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
+        on_host=spec.offload_optimizer is not None,
+        pins_memory=spec.offload_optimizer is not None and spec.offload_optimizer.pin_memory,
         **_gathering(spec),
     )
 

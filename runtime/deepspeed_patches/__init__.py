@@ -47,8 +47,16 @@ Changed:
 - `__avg_scatter_grads` of the optimizer of stage 3 (runtime/zero/stage3.py): with reduce-scatter gradients are divided
   by dp · cp, and have to be by dp. `_grad_norm_counts_every_rank`: experts count on each rank of tp where DeepSpeed's
   ep is not over tp. `take_over_shards`
-- `assert_ints_same_as_other_ranks` (runtime/zero/partitioned_param_coordinator.py) compares the order of modules over
-  the world, and here over the ranks that share weights. `take_over_shards`
+- `assert_ints_same_as_other_ranks` (runtime/zero/partitioned_param_coordinator.py, stage3.py, partition_parameters.py)
+  compares the order of modules over the world, and here over the ranks that share weights. `take_over_shards`
+- The `step` of optimizers on the host (`cpu_offload`, `offload_optimizer`) and at stage 3: behind it the gradients of
+  their masters and `grad_partitions_flat_buffer` are cleared, which DeepSpeed uses again where a step brings none.
+  `take_over_gradients`
+- `async_accumulate_grad_in_cpu_via_gpu` (runtime/zero/stage_1_and_2.py), which adds up whole parameters of which this
+  rank has a part, with `temp_grad_buffer_for_cpu_offload` and `temp_grad_buffer_for_gpu_offload`; between
+  `_wait_for_offload_copies` and `_record_offload_copy`. `take_over_gradients`
+- `complete_grad_norm_calculation_for_cpu_offload` and the parts in `norm_for_param_grads` (runtime/zero/stage3.py and
+  stage_1_and_2.py), in the place of `get_grad_norm_direct` on the host. `count_on_host`
 - `defragment` (runtime/zero/stage3.py), which copies over the host, and the autocast that `runtime/zero/linear.py` asks
   for, while a rank has no values; and `torch.nn.functional.linear`, which DeepSpeed replaces for good. `without_values`
 
@@ -60,6 +68,7 @@ Read:
   `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `bf16_groups`, `bf16_groups_flat` and
   `fp32_groups_flat_partition` (runtime/bf16_optimizer.py). Checkpoints of another layout are written into them, and
   preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
+- `grad_position` (runtime/zero/stage_1_and_2.py, stage3.py): where a gradient lies on the host. `gradient_on_host`
 - `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
   `place_in_shard`
 - `parameter.grad_accum`, `fp32_groups_gradients_flat`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
@@ -122,13 +131,17 @@ NAMES = {
         *("scaled_global_norm", "get_grad_norm_direct", "_zero_padding", "params_in_partition", "averaged_gradients"),
         *("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "round_robin_bit16_meta"),
         *("partition_gradients", "overlap_comm", "use_grad_accum_attribute", "grad_accum", "all_grad_tensors"),
-        *("ipg_buckets", "ds_pipe_replicated"),
+        *("ipg_buckets", "ds_pipe_replicated", "cpu_offload", "grad_position", "get_param_id", "norm_for_param_grads"),
+        *("async_accumulate_grad_in_cpu_via_gpu", "complete_grad_norm_calculation_for_cpu_offload", "micro_step_id"),
+        *("temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload", "get_param_gradient_attribute"),
+        *("_wait_for_offload_copies", "_record_offload_copy"),
     ),
     "runtime.bf16_optimizer.BF16_Optimizer": (
         *("get_grads_for_norm", "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"),
         *("fp32_groups_gradients", "fp32_groups_has_gradients", "fp32_groups_gradients_flat"),
     ),
-    "runtime.zero.stage3": ("defragment",),
+    "runtime.zero.stage3": ("defragment", "assert_ints_same_as_other_ranks"),
+    "runtime.zero.partition_parameters": ("assert_ints_same_as_other_ranks",),
     "runtime.zero.linear": ("get_accelerator",),
     "runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
     "runtime.zero.partition_parameters.Init": (
@@ -139,7 +152,8 @@ NAMES = {
         *("fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "sub_group_to_group_id"),
         *("_grad_norm_counts_every_rank", "_autoep_expert_parallel_group"),
         *("_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", "ds_zero_placement_family"),
-        "ds_zero_partition_group_name",
+        *("ds_zero_partition_group_name", "offload_optimizer", "grad_position", "grad_partitions_flat_buffer"),
+        *("norm_for_param_grads", "complete_grad_norm_calculation_for_cpu_offload"),
     ),
 }
 """By module or class of DeepSpeed. What is an instance's is found among the names that the methods use."""

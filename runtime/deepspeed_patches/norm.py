@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .engine import expert_name, expert_tables
+from .offload import count_on_host, is_on_host
 from .optimizer_state import flat_weights
 
 # How DeepSpeed knows parameters that are experts: by their marks, groups of parameters, and a layer of the model.
@@ -81,6 +82,10 @@ def norm_at_once(optimizer: Any) -> None:
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     def norm(norm_type: int = 2) -> Any:
+        if is_on_host(optimizer):
+            every = [one for held in optimizer.params_in_partition for one in held]
+            whole = optimizer.complete_grad_norm_calculation_for_cpu_offload(every)
+            return combine_grad_norm_groups([whole], norm_type=norm_type)
         gradients, parameters = [], []
         for group, held in enumerate(optimizer.params_in_partition):
             own = [one for one in optimizer.averaged_gradients[group] if not getattr(one, "_zero_padding", False)]
@@ -158,6 +163,8 @@ def count_in_norm(optimizer: Any, counted: Callable[[nn.Parameter, Tensor], Tens
         return norm([one if owner is None else counted(owner, one) for one, owner in pairs], trained, *args, **options)
 
     optimizer.get_grad_norm_direct = norm_of
+    if is_on_host(optimizer):
+        count_on_host(optimizer, counted)
     return True
 
 

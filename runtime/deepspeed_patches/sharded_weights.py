@@ -76,6 +76,7 @@ def take_over_shards(optimizer: Any, cp: int, order_group: dist.ProcessGroup) ->
             first = size * parameter.ds_zero_partition_rank
             lies_in_shard(parameter, first, max(0, min(size, parameter.ds_numel - first)), offset)
             offset += size
+    from deepspeed.runtime.zero import partition_parameters, stage3
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     scatter = getattr(optimizer, _SCATTER)
@@ -91,7 +92,8 @@ def take_over_shards(optimizer: Any, cp: int, order_group: dist.ProcessGroup) ->
     own = optimizer._grad_norm_counts_every_rank
     optimizer._grad_norm_counts_every_rank = counts
 
-    setattr(coordinator, _TRACE_CHECK, lambda ints: _check_order(ints, order_group))
+    for module in (coordinator, stage3, partition_parameters):
+        setattr(module, _TRACE_CHECK, lambda ints: _check_order(ints, order_group))
 
 
 def _check_order(ints: list[int], group: dist.ProcessGroup) -> None:

@@ -37,6 +37,7 @@ from parcompile.runtime.deepspeed_patches.norm import (
     norm_at_once,
     with_expert_layers,
 )
+from parcompile.runtime.deepspeed_patches.offload import take_over_gradients
 from parcompile.runtime.deepspeed_patches.sharded_weights import mark_sharded_experts, take_over_shards
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slice, Slices
@@ -87,6 +88,7 @@ def for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Iterator[dict
 
 def take_over_norm(engine: Any, mesh: Mesh) -> None:
     """Makes the norm of an engine that of all experts. Every rank, since stages without experts take part in it."""
+    take_over_gradients(engine.optimizer)
     if mesh.plan.spec.shards_weights:
         take_over_shards(engine.optimizer, mesh.size(Axis.CP), mesh.group("dp-cp"))
     elif mesh.parallel_group(Axis.EP) is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from parcompile.cost.collectives import collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import gathered_numels, static_memory
+from parcompile.cost.offload import host_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
 from parcompile.layout.pipeline import Schedule, Stage
@@ -95,9 +96,12 @@ def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     yield _bytes(mesh.rank, "weights", memory.weight_bytes, static.weights)
     yield _bytes(mesh.rank, "master weights", memory.master_bytes, static.master)
     yield _bytes(mesh.rank, "optimizer state", memory.optimizer_bytes, static.moments)
-    gradients = memory.gradient_bytes if spec.zero_stage != 2 else _sharded_gradient_bytes(mesh)
+    on_host = spec.offload_optimizer is not None
+    gradients = memory.gradient_bytes if spec.zero_stage != 2 or on_host else _sharded_gradient_bytes(mesh)
     yield _bytes(mesh.rank, "gradients", gradients, static.gradients)
     yield _bytes(mesh.rank, "reduce bucket", memory.bucket_bytes, static.bucket)
+    if (host := host_memory(workload_of(spec), _stage(spec, mesh))) is not None:
+        yield _bytes(mesh.rank, "optimizer on the host", host.total_bytes, static.host)
 
 
 def _sharded_gradient_bytes(mesh: Mesh) -> int:

@@ -58,6 +58,8 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
         self._entered.enter_context(torch_cuda_of(self._card, self.waits_for))
         self._entered.enter_context(_MadeOnHost())
         self._entered.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        # Of memory that nobody gives away, to a stream that is none of torch's.
+        self._entered.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         # A loss that is being summed is a tensor of a class of its own, which a fake one cannot become.
         self._entered.enter_context(mock.patch.object(loss, "_of", lambda whole, *_: whole))
         for module in (beside, execution):
@@ -168,7 +170,8 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
             self._copies_between(func, args, kwargs, goes_there)
         if func is _aten.copy_.default and self.has_no_value(args[1]) and not isinstance(args[0], FakeTensor):
             return args[0]  # values that are not there, on the host
-        if self._everything_is_fake or goes_there or any(isinstance(one, FakeTensor) for one in given):
+        for_optimizer = self.is_for_optimizer(func, given, kwargs)
+        if for_optimizer or self._everything_is_fake or goes_there or any(isinstance(one, FakeTensor) for one in given):
             args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
             with self._fake:
                 return func(*args, **kwargs)

@@ -39,6 +39,7 @@ from .waits import place
 
 # This process as one rank of any world: torch's fake process group, and an accelerator whose tensors have no memory.
 
+_ATEN = torch.ops.aten
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
 
@@ -209,6 +210,32 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[Any, int]] = {}
         self._copies: dict[int, list[tuple[int, Tensor]]] = {}
         self.keep_copies = False
+        self._host: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._offloads = False
+
+    @contextlib.contextmanager
+    def offloading(self) -> Iterator[None]:
+        """Within it an engine is made whose optimizer is on the host: what it makes there has no memory either."""
+        self._offloads = self.mesh.plan.spec.offload_optimizer is not None
+        try:
+            yield
+        finally:
+            self._offloads = False
+
+    def is_for_optimizer(self, func: Any, given: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor is made on the host, of zeros or of nothing, while an engine is."""
+        made = func in (_ATEN.zeros.default, _ATEN.empty.memory_format, _ATEN.full.default)
+        device = kwargs.get("device")
+        there = device is None or torch.device(device).type == "cpu"
+        floats = (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point
+        return self._offloads and made and there and floats and not any(isinstance(one, Tensor) for one in given)
+
+    def move_to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Says that tensors are the host's, and with them whatever is made of them alone; on `cuda` they are."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._free(storage._cdata)
+            self._host[storage._cdata] = storage
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -233,6 +260,10 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         """Whether a tensor is on the device."""
         return tensor.device.type == self.device.type
 
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether it is there and not the host's."""
+        return self.is_here(tensor) and tensor.untyped_storage()._cdata not in self._host
+
     def waits_for(self, what: str) -> None:
         """The host waits."""
         self.waits.setdefault(self.phase, Counter())[f"{what} at {place()}"] += 1
@@ -252,6 +283,11 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self.record(func, args)
         found = self.run(func, args, kwargs)
+        if self._host:
+            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
+            if given and all(one.untyped_storage()._cdata in self._host for one in given):
+                self.move_to_host(one for one in tree_leaves(found) if isinstance(one, Tensor))
+                return found
         if isinstance(found, Tensor):
             self._see(found)
         elif isinstance(found, tuple | list):
@@ -269,6 +305,10 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cpu" and args and _any_meta(args):
             kwargs = {**kwargs, "device": META}
+        if self.is_for_optimizer(func, tree_leaves(args), kwargs):
+            found = func(*args, **{**kwargs, "device": META})
+            self.move_to_host([found])
+            return found
         return func(*args, **kwargs)
 
     def record(self, func: Any, args: tuple[Any, ...]) -> str | None:

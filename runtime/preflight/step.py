@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.pipeline import Pass
+from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     flat_weights,
     kept_gradients,
@@ -56,6 +57,8 @@ class StaticBytes:
     gradients: int
     bucket: int
     """What gradients are copied to before they are reduced."""
+    host: int
+    """Of the optimizer on the host, with gradients and copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +115,14 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
     if getattr(losses, "looks_ahead", False):
         with losses.ahead():  # the passes before a step are not measured
             pass
-    _first_step(optimizer.optimizer, foreach=mesh.plan.spec.cluster.accelerator != "cpu")
+    on_host = is_on_host(optimizer)
+    _first_step(optimizer.optimizer, foreach=not on_host and mesh.plan.spec.cluster.accelerator != "cpu")
     gradients, bucket = 0, 0
 
     def look() -> None:
         """Behind the first micro-batch."""
         nonlocal gradients
-        gradients = _storage_bytes(kept_gradients(engine))
+        gradients = _storage_bytes(one for one in kept_gradients(engine) if tracker.is_on_device(one))
 
     def look_into_bucket(_: Tensor) -> None:
         """Behind a gradient: at ZeRO stage 2 the bucket is there only then."""
@@ -137,7 +141,9 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         if isinstance(value, Tensor) and value.dim() > 0
     )
     counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
-    return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket), taken)
+    host = moments + _storage_bytes(tensors_on_host(optimizer)) if on_host else 0
+    master, moments = (0, 0) if on_host else (master, moments)
+    return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket, host), taken)
 
 
 def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
@@ -200,12 +206,13 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     config["gradient_accumulation_steps"] = micro_batches
     config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with options_for_deepspeed(mesh, model, model_parameters=trained) as options:
+    with options_for_deepspeed(mesh, model, model_parameters=trained) as options, tracker.offloading():
         engine, optimizer, _, _ = deepspeed.initialize(
             **options, mpu=Mpu(mesh), config=config, dist_init_required=False
         )
     take_over_norm(engine, mesh)
     sum_once(engine, mesh)
+    tracker.move_to_host(one for one in tensors_on_host(optimizer) if tracker.is_here(one))
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
     weights = flat_weights(optimizer)
@@ -217,12 +224,14 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
 
 def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
     """Creates the optimizer's moments, which later steps find; `foreach` is what torch chooses on accelerators."""
+    kept = [(master, master.grad) for group in adam.param_groups for master in group["params"]]
     for group in adam.param_groups:
-        group["foreach"] = foreach
-        for master in group["params"]:
-            master.grad = torch.zeros_like(master)
+        group["foreach"], group["fused"] = foreach, False
+    for master, gradient in kept:
+        master.grad = torch.zeros_like(master) if gradient is None else gradient
     adam.step()
-    adam.zero_grad(set_to_none=True)
+    for master, gradient in kept:
+        master.grad = gradient  # on the host it stays
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

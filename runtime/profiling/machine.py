@@ -160,6 +160,7 @@ def preset(
         memory_bytes_per_s=best("memory"),
         node_link=_link(NODE, links, built_in.node_link, source),
         network_link=_link(NETWORK, links, built_in.network_link, source),
+        host_link=built_in.host_link,
         sources=dict.fromkeys(("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s"), source),
         like=like,
         measured=Measured(best("attention"), _rounded(1 / best("layer launch"))),

@@ -17,7 +17,8 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.reading import Outcome
 from parcompile.importing import ImportConflictError, Imported, import_tree
 from parcompile.pipeline import check_read
-from parcompile.plan import Plan, compile_plan
+from parcompile.plan import Plan, compile_plan, plan_from_tree, plan_tree
+from parcompile.spec import Offload
 from parcompile.text import parse
 
 ANSWERS: dict[tuple[str, ...], Any] = {
@@ -214,12 +215,41 @@ def test_the_schedule_decides_the_rate() -> None:
 
 
 def test_what_breaks_a_plan_is_lost_with_its_reason() -> None:
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}, "overlap_comm": True}
     result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": zero, "surprise": 1})
     lost = {one.option: one.detail for one in result.of(Outcome.LOST)}
     assert set(lost) == {"zero_optimization.offload_optimizer.device", "surprise"}
     assert lost["surprise"] == "DeepSpeed has no such key"
     assert result.spec["deepspeed"] == {"zero_optimization": {"overlap_comm": True}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("given", "pinned"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, True),
+        ({"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0}}, False),
+        ({"cpu_offload": True}, True),
+    ],
+)
+def test_an_optimizer_on_the_host_is_carried(stage: int, given: dict[str, Any], pinned: bool) -> None:
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"stage": stage, **given}})
+    assert result.of(Outcome.LOST) == []
+    assert result.plan is not None
+    assert result.plan.spec.offload_optimizer == Offload("cpu", pinned)
+    written = ds_config(result.plan)
+    assert written["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": pinned}
+    assert written["zero_force_ds_cpu_optimizer"] is False
+    assert plan_from_tree(plan_tree(result.plan)).spec == result.plan.spec
+
+
+def test_without_zero_nothing_is_on_the_host_and_a_part_of_the_states_is_lost() -> None:
+    host = {"device": "cpu", "pin_memory": True}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"offload_optimizer": host}})
+    assert [one.detail for one in result.of(Outcome.NO_EFFECT)] == ["DeepSpeed reads it from stage 1 on"] * 2
+    zero = {"stage": 3, "offload_optimizer": {**host, "ratio": 0.5}}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": zero})
+    assert [one.option for one in result.of(Outcome.LOST)] == ["zero_optimization.offload_optimizer.ratio"]
 
 
 def test_what_is_switched_off_is_not_lost() -> None:

@@ -1,4 +1,7 @@
-"""ZeRO stages drawn at random, with layouts, recomputation and families; `.ci/pipeline_matrix.py --draws stages`."""
+"""ZeRO stages drawn at random, with layouts, recomputation and families; `.ci/pipeline_matrix.py --draws stages`.
+
+`--draws offload` has the optimizer on the host, also of pipelines, with clipping of all gradients, of some and of none.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +51,20 @@ OF_EXPERTS: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
+PIPELINES: tuple[tuple[int, dict[str, Any]], ...] = (
+    *((2, one) for one in ({"pp": 2}, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2})),
+    *((4, one) for one in ({"pp": 2}, {"pp": 2, "tp": 2, "sequence_parallel": True}, {"pp": 2, "cp": 2})),
+)
+
+
+def draw(number: int, most_ranks: int, *, on_host: bool = False) -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns."""
     choose, family = random.Random(number), DRAWN[number % len(DRAWN)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
-        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS)
-        stage, dp = choose.choice((0, 1, 2, 3, 3, 3, 3)), dp_of(world, parallelism)
+        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * on_host)
+        stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
+        stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
             continue
         micro_batches = choose.choice([size for size in (1, 2, 4) if dp * size <= 4])
@@ -62,9 +72,13 @@ def draw(number: int, most_ranks: int) -> tuple[Plan, str]:
             "micro_batch_size": 4 // dp // micro_batches,
             "activation_checkpointing": choose.choice(["none", "selective", "full"]),
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
+            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host else {}),
         }
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
-        extra = {"zero": {"stage": stage}, **({"deepspeed": {"zero_optimization": zero}} if zero else {})}
+        extra: dict[str, Any] = {"zero": {"stage": stage}}
+        extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}
+        if on_host:
+            extra["zero"]["offload_optimizer"] = {"device": "cpu", "pin_memory": choose.random() < 0.5}
         model = tiny_config(family, initializer_range=0.1)
         if "num_key_value_heads" in model and choose.random() < 0.5:
             model["num_key_value_heads"] = 1
@@ -79,6 +93,7 @@ def _text(family: str, world: int, parallelism: dict[str, Any], training: dict[s
     axes = ", ".join(f"{key} {value}" for key, value in parallelism.items()) or "dp"
     keys = ", ".join(f"{key.removeprefix('stage3_')} {value}" for key, value in zero.items() if value != KEYS[key][0])
     batches = f"micro {training['micro_batch_size']}, recompute {training['activation_checkpointing']}"
+    batches += f", clip {training['gradient_clipping']:g}" if "gradient_clipping" in training else ""
     return f"stage {stage}, {family}, {world} ranks: {axes}; {batches}" + (f"; {keys}" if keys else "")
 
 

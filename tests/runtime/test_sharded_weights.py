@@ -34,9 +34,10 @@ AGAIN = "again"
 """Where a resumed run saves what it has loaded."""
 
 
-def plan_of(world: int, parallelism: dict[str, Any], stage: int, **options: Any) -> Plan:
+def plan_of(world: int, parallelism: dict[str, Any], stage: int, *, on_host: bool = False, **options: Any) -> Plan:
     further = {"deepspeed": {"zero_optimization": ZERO}} if stage == 3 else {}
-    return make_plan(world, parallelism, extra={"zero": {"stage": stage}, **further}, **options)
+    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if on_host else {})}
+    return make_plan(world, parallelism, extra={"zero": zero, **further}, **options)
 
 
 def train(rank: int, plan: Plan, folder: str, resumes: bool = False) -> dict[str, Any]:
@@ -104,6 +105,11 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     ids=["tp2 dp2 recomputed, then cp2 at stage 1", "tp2 at stage 2, then cp2 with experts over ep"],
 )
 def test_weights_in_shards_train_as_one_process(first: Plan, second: Plan, tmp_path: Path) -> None:
+    train_and_go_on(first, second, tmp_path)
+
+
+def train_and_go_on(first: Plan, second: Plan, tmp_path: Path) -> None:
+    """Trains and saves by the first plan, beside one process; goes on by the second, beside the first."""
     ranks = run_ranks(first.world_size, train, first, str(tmp_path))
     judge(compared(first, ranks, lambda seed: train_in_one_process(first, masked=True, steps=STEPS, seed=seed)))
     if second.spec.zero_stage == 3:  # written for it without ranks

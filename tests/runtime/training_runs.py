@@ -234,7 +234,7 @@ def train_in_one_process(
             loss = loss + z_loss * log_sums.square().mean()
         optimizer.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping or math.inf)))
         optimizer.step()
         losses.append(float(loss.detach()))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

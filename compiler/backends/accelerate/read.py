@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
 from parcompile.backends.trainers.read import read_deepspeed, with_deepspeed
@@ -148,11 +149,12 @@ def _deepspeed(source: Source, draft: Draft) -> None:
         source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
         for path in (_ZERO, ("training", "optimizer")):
             draft.ask(path, f"{source.given[file]} says it: import that file too")
-    for device in ("offload_optimizer_device", "offload_param_device"):
-        if source.given.get(prefix + device) in ("none", None):
-            source.ignore(prefix + device, "off")
-        else:
-            source.lose(prefix + device, "the runtime has no offload: raise tp or pp, which shrink all states")
+    read_offload(source, draft, prefix + "offload_optimizer_device")
+    weights = prefix + "offload_param_device"
+    if source.given.get(weights) in ("none", None):
+        source.ignore(weights, "off")
+    else:
+        source.lose(weights, "the runtime keeps weights on the accelerator: raise tp or pp, which shrink all states")
     for name in source.under(prefix[:-1]):
         key = name.removeprefix(prefix)
         if name in source.used or name in source.reasons:
@@ -164,7 +166,7 @@ def _deepspeed(source: Source, draft: Draft) -> None:
         ):
             source.lose(name, "the launch files of the plan start the ranks")
         elif key.startswith("offload_") and key.endswith("nvme_path"):
-            _without(source, name, "the runtime has no offload")
+            _without(source, name, "the runtime keeps no states on NVMe")
 
 
 def _fsdp(source: Source, draft: Draft) -> None:
@@ -192,7 +194,7 @@ def _fsdp(source: Source, draft: Draft) -> None:
         if key == "fsdp_activation_checkpointing":
             source.ignore(name, "off")
         elif "offload" in key:
-            _without(source, name, "the runtime has no offload")
+            _without(source, name, "it moves weights, which the runtime keeps on the accelerator")
         elif "state_dict" in key:
             source.lose(name, "checkpoints of the runtime hold shards, and `parcompile checkpoint export` joins them")
         else:

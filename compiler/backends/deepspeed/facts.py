@@ -58,10 +58,10 @@ FORBIDDEN_ZERO: Mapping[str, str] = MappingProxyType(
         "stage": "zero.stage sets it",
         "round_robin_gradients": "it writes wrong slice mappings, so that checkpoints cannot be converted",
         "elastic_checkpoint": "its checkpoints cannot be converted to another layout",
-        "offload_param": "offload is not supported: the plan keeps the weights on the accelerator",
-        "offload_optimizer": "offload is not supported: the plan keeps the optimizer state on the accelerator",
-        "cpu_offload": "offload is not supported: the plan keeps the optimizer state on the accelerator",
-        "cpu_offload_param": "offload is not supported: the plan keeps the weights on the accelerator",
+        "offload_param": "weights cannot be on the host: stage 3 shards them on the accelerators",
+        "offload_optimizer": "zero.offload_optimizer sets it",
+        "cpu_offload": "zero.offload_optimizer sets it",
+        "cpu_offload_param": "weights cannot be on the host: stage 3 shards them on the accelerators",
         "zero_hpz_partition_size": "the plan's groups decide the shards",
         "mics_shard_size": "the plan's groups decide the shards",
         "mics_hierarchical_params_gather": "the plan's groups decide the shards",
@@ -69,7 +69,7 @@ FORBIDDEN_ZERO: Mapping[str, str] = MappingProxyType(
         "zero_quantized_nontrainable_weights": "it changes the numbers of every step",
         "zero_quantized_gradients": "it changes the numbers of every step",
         "zeropp_loco_param": "it changes the numbers of every step",
-        "zenflow": "it changes the numbers of every step, and needs offload, which is not supported",
+        "zenflow": "it changes the numbers of every step",
         "model_persistence_threshold": "stage3_param_persistence_threshold decides which weights stay gathered",
         "stage3_model_persistence_threshold": "stage3_param_persistence_threshold decides which weights stay gathered",
         **dict.fromkeys(
@@ -81,9 +81,15 @@ FORBIDDEN_ZERO: Mapping[str, str] = MappingProxyType(
 """Keys of zero_optimization that break a plan, and why."""
 
 
+NO_NVME = "states on a drive go with stage 3 alone and a build of async_io, and checkpoints would lack them"
+"""Why a plan keeps no optimizer state on NVMe."""
+
+
 def refusal(path: tuple[Any, ...]) -> str | None:
     """Why a key has no place in a spec's further DeepSpeed keys, whatever stands under it; None when it has one."""
     if path[0] == "zero_optimization":
+        if path[1:2] == ("offload_optimizer",) and path[2:] and path[2] not in ("device", "pin_memory"):
+            return "of the optimizer on the host a plan says its device and pin_memory"
         return FORBIDDEN_ZERO.get(path[1]) if len(path) > 1 else None
     if path[0] in DECIDED_BY:
         return f"{DECIDED_BY[path[0]]} sets it"

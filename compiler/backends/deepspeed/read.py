@@ -49,6 +49,7 @@ def read(source: Source, draft: Draft) -> None:
     _schedule(source, draft, lr)
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), number)
     draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
+    read_offload(source, draft)
     for name in list(source.unread()):
         read_further(source, draft, name, left_to=_TRAINER)
 
@@ -161,6 +162,31 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
         return None
     start = {} if first == least else {"warmup_start_lr": first * lr}
     return None, {**said, "min_lr": least * lr, **start}
+
+
+_HOST = "zero_optimization.offload_optimizer"
+_OFFLOAD: SpecPath = ("zero", "offload_optimizer")
+
+
+def read_offload(source: Source, draft: Draft, device: str = f"{_HOST}.device") -> None:
+    """The optimizer on the host, which the option `device` names, and how its memory is kept."""
+    old, where = "zero_optimization.cpu_offload", source.given.get(device, "none")
+    reaches = draft.values.get(("zero", "stage")) != 0
+    if source.given.get(old) is True and reaches:
+        draft.set((*_OFFLOAD, "device"), "cpu", said=True)
+        source.used[old] = {(*_OFFLOAD, "device")}
+    elif where == "cpu" and reaches:
+        draft.carry(source, device, (*_OFFLOAD, "device"))
+        if source.has(pinned := f"{_HOST}.pin_memory"):
+            draft.carry(source, pinned, (*_OFFLOAD, "pin_memory"))
+        source.value("optimizer.params.fused", (*_OFFLOAD, "device"))
+    elif where == "nvme" and reaches:
+        source.lose(device, facts.NO_NVME)
+    elif where in ("none", None, "cpu", "nvme"):
+        for name in {device, *source.under(_HOST)}:
+            if source.has(name):
+                off = "off" if reaches else "DeepSpeed reads it from stage 1 on"
+                source.ignore(name, off)
 
 
 # Keys that a file gives and a plan does not decide: they become the spec's further DeepSpeed keys.

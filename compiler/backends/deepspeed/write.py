@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from parcompile.backends.artefacts import Loss
@@ -40,6 +41,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
         "zero_allow_untested_optimizer": False,
+        # Whatever optimizer a script brings steps on the host, too: not DeepSpeed's own alone, which is compiled first.
+        **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": False}),
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
         "dump_state": False,
@@ -77,6 +80,8 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
         "torch_adam": True,
+        # On the host one kernel, which torch brings compiled, instead of eight passes through memory.
+        **({} if spec.offload_optimizer is None else {"fused": True}),
         "adam_w_mode": optimizer.type == "adamw",
     }
     return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
@@ -133,6 +138,7 @@ def _zero(spec: Spec) -> dict[str, Any]:
         # At stage 3 weights are gathered under what is computed with others.
         "overlap_comm": spec.shards_weights,
         "contiguous_gradients": True,
+        **({} if spec.offload_optimizer is None else {"offload_optimizer": asdict(spec.offload_optimizer)}),
     }
     if not spec.shards_weights:
         return {**found, "round_robin_gradients": False}

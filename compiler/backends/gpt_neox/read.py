@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed.read import read_further
+from parcompile.backends.deepspeed.read import read_further, read_offload
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, Undecided, UndecidedError
 from parcompile.diagnostics import Diagnostic, Edit, Path
 from parcompile.text import Document, Place
@@ -253,6 +253,7 @@ def _schedule(source: Source, draft: Draft) -> None:
 
 def _handed_on(source: Source, draft: Draft) -> None:
     """What gpt-neox hands on to DeepSpeed becomes a further DeepSpeed key of the spec, where a plan can have it."""
+    read_offload(source, draft)
     for name in list(source.unread()):
         field = fields().get(name.partition(".")[0])
         if field is None or not field.handed_on:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.artefacts import Loss, effective_order, order_loss, sequence_loss
+from parcompile.backends.artefacts import Loss, effective_order, offload_loss, order_loss, sequence_loss
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, UndecidedError, flag
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation, CpLayout
@@ -211,6 +211,8 @@ def _sharding_losses(spec: Spec) -> Iterator[Loss]:
             "the distributed optimizer is stage 1: numbers are the same, memory is not",
             "use --use-megatron-fsdp",
         )
+    why = "--optimizer-cpu-offload takes the precision-aware optimizer of Transformer Engine"
+    yield from offload_loss(spec, f"{why}: name both in backends.megatron")
 
 
 ROWS: tuple[Row, ...] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from parcompile.cost.memory import static_memory
+from parcompile.cost.offload import host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, TensorLayout, owned_experts
@@ -203,9 +204,11 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     work = workload_of(spec)
     memory = static_memory(work)
     shards = spec.optimizer_shards
-    state = memory.master_bytes + memory.optimizer_bytes
+    host = host_memory(work)
+    where = "on the host of each rank" if host else "on each rank"
+    state = (host or memory).master_bytes + (host or memory).optimizer_bytes
     said = (
-        f"ZeRO-{spec.zero_stage} splits the optimizer state: {format_bytes(state)} on each rank instead of "
+        f"ZeRO-{spec.zero_stage} splits the optimizer state: {format_bytes(state)} {where} instead of "
         f"{format_bytes(memory.numel * (MASTER_BYTES + ADAM_STATE_BYTES))}."
     )
     sketch.caption(said, strong=True)

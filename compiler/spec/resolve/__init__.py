@@ -32,6 +32,7 @@ class Resolution(ContextValues):
             parallelism=self.parallelism(self.context_parallel),
             training=self.training(),
             zero_stage=self.zero_stage,
+            offload_optimizer=self.offload_optimizer,
             deepspeed=dict(self.get("deepspeed")),
             provenance=dict(sorted(self.provenance.items())),
             megatron=dict(self.get("backends", "megatron")) if self.given("backends", "megatron") else {},

@@ -12,7 +12,7 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.machines.accelerator import accelerators
 from parcompile.schema import default
-from parcompile.spec import LrScheduler, Optimizer, Origin, Precision, Provenance, Router, Training
+from parcompile.spec import LrScheduler, Offload, Optimizer, Origin, Precision, Provenance, Router, Training
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
@@ -101,6 +101,14 @@ class TrainingValues(ParallelismValues):
     def zero_stage(self) -> int:
         """The stage of ZeRO."""
         return int(self.get("zero", "stage"))
+
+    @property
+    def offload_optimizer(self) -> Offload | None:
+        """Where the host holds the optimizer's state; None where the accelerator does."""
+        path = ("zero", "offload_optimizer")
+        if not self.given(*path) or (device := self.get(*path, "device")) == "none":
+            return None
+        return Offload(device, bool(self.get(*path, "pin_memory")))
 
     @property
     def activation_checkpointing(self) -> str | tuple[str, ...]:

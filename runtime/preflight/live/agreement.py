@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from parcompile.backends.artefacts import variables
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
+from parcompile.cost.offload import host_memory, node_bytes
 from parcompile.plan import Plan
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 from parcompile.runtime.preflight.live.facts import SHARED_MEMORY, Facts
@@ -179,7 +180,7 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
     plan = arrived.plan
     found = footprint(workload_of(plan.spec))
     likely, most = found.peak.total_bytes, found.interval_bytes[1]
-    devices, hosts, building = [], [], []
+    devices, hosts, building, optimizers = [], [], [], []
     for ranks in arrived.nodes.values():
         first, count = ranks[0].rank, len(ranks)
         if ranks[0].device_free_bytes is None:
@@ -192,9 +193,13 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
         whole = count * plan.parameters.numel * MASTER_WIDTH
         how = f"{count} ranks each build the whole model in fp32; load_pretrained takes slices only"
         building.append(_Place(first, 0, whole, _least(ranks), how))
+        if held := node_bytes(workload_of(plan.spec)):
+            how = f"optimizer and gradients of {count} ranks on the host"
+            optimizers.append(_Place(first, held, held, _least(ranks), how))
     yield from _enough("device memory", devices)
     yield from _enough("memory of a node", hosts)
     yield from _enough("host memory to build the model", building)
+    yield from _enough("host memory for the optimizer", optimizers)
 
 
 def compare_shared_memory(arrived: Arrived) -> Iterator[Finding]:
@@ -233,7 +238,8 @@ def checkpoint_bytes(plan: Plan) -> int:
     """Weights once for each tp rank; master weights and moments of every shard. Headers of files come on top."""
     memory = static_memory(workload_of(plan.spec))
     weights = memory.numel * plan.spec.training.precision.bytes
-    states = plan.spec.parallelism.zero_shards * (memory.master_bytes + memory.optimizer_bytes)
+    host = host_memory(workload_of(plan.spec)) or memory
+    states = plan.spec.parallelism.zero_shards * (host.master_bytes + host.optimizer_bytes)
     return plan.spec.parallelism.tp * plan.spec.parallelism.pp * (weights + states)
 
 
