@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,8 +18,10 @@ import pytest
 import rules_page as rules
 import spec_page as spec
 import troubleshooting_page as troubleshooting
+from click.testing import CliRunner
 
 from parcompile.cli import main
+from parcompile.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -34,6 +37,22 @@ def files(page: str) -> dict[str, str]:
 def commands(page: str) -> list[str]:
     shown = "".join(re.findall(r"```console\n(.*?)```", page, re.DOTALL))
     return re.findall(r"^\$ (.*)$", shown, re.MULTILINE)
+
+
+def test_each_step_to_fit_a_larger_model_has_the_estimate_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "fit_larger.md").read_text(encoding="utf-8")
+    tree, seen = json.loads(files(text)["spec.json"]), 0
+    for change, shown in re.findall(r"^\| [^|]+ \| (?:`(\{[^|]+\})`)? ?\| ([A-Z ]+ · [^|]+) \|$", text, re.MULTILINE):
+        for section, values in json.loads(change or "{}").items():
+            tree[section] |= values
+        Path("spec.json").write_text(json.dumps(tree), encoding="utf-8")
+        run = CliRunner().invoke(cli, ["estimate", "spec.json"])
+        assert run.stdout.splitlines()[0] == shown, change
+        seen += 1
+    assert seen == 8
 
 
 def exit_code(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
