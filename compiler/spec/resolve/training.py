@@ -106,9 +106,10 @@ class TrainingValues(ParallelismValues):
     def offload_optimizer(self) -> Offload | None:
         """Where the host holds the optimizer's state; None where the accelerator does."""
         path = ("zero", "offload_optimizer")
-        if not self.given(*path) or (device := self.get(*path, "device")) == "none":
+        if not self.given(*path):
             return None
-        return Offload(device, bool(self.get(*path, "pin_memory")))
+        found = Offload(self.get(*path, "device"), bool(self.get(*path, "pin_memory")))
+        return None if found.device == "none" else found
 
     @property
     def activation_checkpointing(self) -> str | tuple[str, ...]:
