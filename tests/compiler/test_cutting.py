@@ -40,10 +40,14 @@ def test_every_type_has_a_table_and_stands_in_the_module_that_its_entry_names() 
     folder = Path(families.__file__).parent
     modules = [file.stem for file in folder.glob("*.py") if file.stem not in ("__init__", "added", "traits")]
     held = {
-        name: module for module in modules for name in importlib.import_module(f"{families.__name__}.{module}").FAMILIES
+        name: module
+        for module in modules
+        for name, value in vars(importlib.import_module(f"{families.__name__}.{module}")).items()
+        if isinstance(value, Family) and not name.startswith("_")
     }
-    assert held == dict(by_type("module"))
-    assert not held.keys() & by_type("family").keys()
+    named = by_type("module")
+    assert held == {name.replace("-", "_").upper(): module for name, module in named.items()}
+    assert not named.keys() & by_type("family").keys()
 
 
 def test_a_family_is_read_from_its_entry() -> None:
