@@ -14,9 +14,11 @@ from parcompile.user_files import read_bytes, read_start
 ROOT = Path(__file__).parents[1]
 OWN = {
     "compiler/atomic.py": 4,
+    "compiler/backends/architecture/families.py": 1,
     "compiler/backends/deepspeed/table.py": 1,
     "compiler/backends/gpt_neox/fields.py": 1,
     "compiler/backends/megatron/arguments.py": 1,
+    "compiler/backends/megatron/effects.py": 1,
     "compiler/cli/init.py": 1,
     "compiler/cli/main.py": 1,
     "compiler/cost/coefficients.py": 1,
@@ -31,7 +33,7 @@ OWN = {
     "compiler/model/presets.py": 1,
     "compiler/model/tables/reading.py": 1,
     "compiler/model/family.py": 1,
-    "compiler/project/__init__.py": 1,
+    "compiler/project/__init__.py": 2,
     "compiler/schema/validation.py": 1,
     "compiler/show/page/render.py": 1,
     "compiler/text/reading.py": 1,
@@ -42,6 +44,7 @@ OWN = {
     "runtime/checkpoint/state_file.py": 1,
     "runtime/checkpoint/universal.py": 1,
     "runtime/data/rows_of_files.py": 1,
+    "runtime/model/stored_names.py": 1,
     "runtime/groups/rendezvous.py": 1,
     "runtime/liveness/monitor.py": 1,
     "runtime/liveness/recording.py": 2,

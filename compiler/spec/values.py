@@ -353,7 +353,7 @@ def workload_of(spec: Spec) -> Workload:
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
         on_host=spec.offload_optimizer is not None,
-        pins_memory=spec.offload_optimizer is not None and spec.offload_optimizer.pin_memory,
+        pins_memory=spec.offload_optimizer is None or spec.offload_optimizer.pin_memory,
         **_gathering(spec),
     )
 
