@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.collectives import gather_from_group
+from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.ring_attention import local_positions
@@ -140,6 +141,9 @@ def _arrived(given: Any) -> Any:
 # The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
 
 
+_COMPUTES_WITH_LOGITS = "the model computes with its logits before the loss, so that they are whole: set it to false"
+
+
 class ParallelCausalLoss:
     """Takes the place of a Hugging Face model's `loss_function`.
 
@@ -151,10 +155,19 @@ class ParallelCausalLoss:
         vocab_size: without padding.
         logits_are_cut: over tp.
         z_loss: the weight of the squared log of the softmax's denominator (PaLM, arXiv 2204.02311, section 5).
+        defers_logits: the head leaves its product to this loss (`linear_cross_entropy`).
     """
 
-    def __init__(self, mesh: Mesh, vocab_size: int, *, logits_are_cut: bool = True, z_loss: float = 0.0) -> None:
-        self._mesh, self._z_loss = mesh, z_loss
+    def __init__(
+        self,
+        mesh: Mesh,
+        vocab_size: int,
+        *,
+        logits_are_cut: bool = True,
+        z_loss: float = 0.0,
+        defers_logits: bool = False,
+    ) -> None:
+        self._mesh, self._z_loss, self._defers_logits = mesh, z_loss, defers_logits
         self._group = mesh.parallel_group("tp") if logits_are_cut else None
         self._vocab_size = vocab_size
 
@@ -184,9 +197,17 @@ class ParallelCausalLoss:
 
         Raises:
             ValueError: as for a call.
+            RunError: the head leaves its product to this loss, and the model has computed with its logits.
         """
         if shift_labels is None:
             raise ValueError("call the model with shift_labels: a split sequence cannot be shifted (see split_batch)")
+        if num_items_in_batch is None:
+            num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
+        if self._defers_logits:
+            summed_loss = getattr(logits, "summed_loss", None)
+            if summed_loss is None:
+                raise RunError(f"training.linear_cross_entropy: {_COMPUTES_WITH_LOGITS}", everywhere=True)
+            return cast(Tensor, summed_loss(shift_labels, self._z_loss)) / num_items_in_batch
         losses = vocab_parallel_cross_entropy(
             logits,
             shift_labels,
@@ -195,8 +216,6 @@ class ParallelCausalLoss:
             ignore_index=IGNORED_LABEL,
             z_loss=self._z_loss,
         )
-        if num_items_in_batch is None:
-            num_items_in_batch = self._tokens_of_whole_sequences(shift_labels)
         return losses.sum() / num_items_in_batch
 
     def _tokens_of_whole_sequences(self, labels: Tensor) -> Tensor:

@@ -114,10 +114,15 @@ def sequence_loss(spec: Spec, target: str) -> list[Loss]:
     ]
 
 
-def offload_loss(spec: Spec, why: str) -> list[Loss]:
-    """A loss when a target is not told to keep the optimizer on the host."""
+def memory_losses(spec: Spec, why: str) -> list[Loss]:
+    """Losses when a target is not told to keep the optimizer on the host, for `why`, and logits out of memory."""
     instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
-    return [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
+    found = [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
+    if spec.training.linear_cross_entropy:
+        why = "the target's files have no such key"
+        instead = "logits are whole, which takes more memory: the numbers of a step are the same"
+        found.append(Loss("training.linear_cross_entropy", why, instead))
+    return found
 
 
 def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str, ...]]) -> list[Loss]:

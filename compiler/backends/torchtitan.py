@@ -19,7 +19,7 @@ from parcompile.text.python import Made
 from parcompile.text.typed import WrongValueError, integer, list_of, number, word
 
 from . import reading
-from .artefacts import Loss, header, offload_loss, order_loss, sequence_loss
+from .artefacts import Loss, header, memory_losses, order_loss, sequence_loss
 from .reading import (
     Arguments,
     Bundle,
@@ -530,7 +530,7 @@ def losses(plan: Plan) -> list[Loss]:
     spec, shape = plan.spec, plan.spec.model.shape
     parallelism, training = spec.parallelism, spec.training
     found = order_loss(parallelism, "torchtitan", _ORDERS) + sequence_loss(spec, "torchtitan")
-    found += offload_loss(spec, "training.enable_cpu_offload moves the weights, too")
+    found += memory_losses(spec, "training.enable_cpu_offload moves the weights, too")
     if not shape.attends:
         name = f"model_type {shape.model_type}"
         found.append(Loss(name, "torchtitan has no model without attention", "another target", fatal=True))

@@ -59,6 +59,7 @@ LARGEST_SIZE = 1024
 Value = int | str | bool | list[str]
 
 NAMES = (
+    "linear_cross_entropy",
     "activation_checkpointing",
     "micro_batch_size",
     "sequence_parallel",
@@ -70,7 +71,12 @@ NAMES = (
     "nodes",
 )
 """What may be changed."""
-_FIELDS = {"activation_checkpointing": "recompute", "micro_batch_size": "micro_batch", "stage": "zero_stage"}
+_FIELDS = {
+    "activation_checkpointing": "recompute",
+    "micro_batch_size": "micro_batch",
+    "stage": "zero_stage",
+    "linear_cross_entropy": "linear_loss",
+}
 _POWERS = (2, 4, 8, 16, 32, 64)
 _LAST_RESORTS = {"nodes": 1}
 """What has to be bought."""
@@ -172,6 +178,8 @@ def _values(work: Workload, name: str) -> list[Value]:
         return []
     if name == "activation_checkpointing":
         return [] if work.recompute == "full" else ["full"]
+    if name == "linear_cross_entropy":
+        return [] if work.linear_loss or work.shape.user_module is not None else [True]
     if name == "sequence_parallel":
         return [] if work.sequence_parallel else [True]
     if name == "micro_batch_size":

@@ -211,13 +211,15 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     unrepeated = routed - beside if work.recomputes_layers and not needed else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
-        both = 2 * passed + (blocks - passed) + wide + stage.has_head + stage.has_embedding + again
+        both = 2 * passed + (blocks - passed) + wide + stage.has_embedding + again
         send(Axis.TP, "all-gather", (both - wide * (runs - 1)) * times, activation, tp)
         send(Axis.TP, "reduce-scatter", (both - unrepeated) * times, activation, tp)
         send(Axis.TP, "all-gather", wide * runs * times, entered, tp)
         send(Axis.TP, "reduce-scatter", wide * times, entered, tp)
-        # The head does not keep its gathered input, but gathers it again in backward.
-        send(Axis.TP, "all-gather", stage.has_head * times, activation, tp)
+        # The head does not keep its gathered input, but gathers it again in backward; in chunks it needs it once.
+        chunks = work.loss_chunks if stage.has_head else 0
+        send(Axis.TP, "all-gather", chunks * times * (1 if work.linear_loss else 2), activation / max(1, chunks), tp)
+        send(Axis.TP, "reduce-scatter", chunks * times, activation / max(1, chunks), tp)
     else:
         send(Axis.TP, "all-reduce", (forward + again - unrepeated + backward) * times, activation, tp)
         send(Axis.TP, "all-reduce", wide * times, entered, tp)
@@ -234,7 +236,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     if work.shape.user_module is not None:
         _user_module_columns(work, work.shape.user_module, layers * times, activation, send)
     if stage.has_head:
-        send(Axis.TP, "all-gather", times, tp * LOSS_NUMBERS * 4 * work.local_tokens, tp)
+        chunks, tokens = work.loss_chunks, work.split_tokens if work.linear_loss else work.local_tokens
+        send(Axis.TP, "all-gather", chunks * times, tp * LOSS_NUMBERS * 4 * tokens / chunks, tp)
     partial = 0.0
     for parameter in parameter_table(work.shape):
         count = held_count(parameter, work, stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from parcompile.layout.pipeline import Stage
+from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.family import types_with
 from parcompile.model.shape import mean_over_layers
@@ -13,10 +14,6 @@ from .collectives import routed_layers, stream_bytes
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
-
-LOSS_CHUNK_ELEMENTS = 2**25
-"""Logits that the loss holds in fp32 at a time, on an accelerator."""
-
 
 FP32_LOGITS = types_with("fp32_logits")
 """Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
@@ -47,9 +44,14 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
     weight = width * work.shape.hidden_size * work.padded_vocabulary / work.tp
     waiting = weight if _is_tied(work, stage) else 0.0
     chunk = loss_chunk_bytes(work, logits)
-    counted, loss = 2 * width * logits + chunk, 2 * _logit_bytes(work) * logits + chunk
+    counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk
     normed = head = 0.0
-    if stage.has_head:
+    if stage.has_head and work.linear_loss:
+        # The gradients of weight and input wait for backward; there the weight's is cast while the other is there.
+        normed = hidden * (4 + 2 * width) / share
+        of_weight = 4 * weight / width
+        head = hidden / share * width + of_weight + max(chunk, weight if width < 4 else 0.0)
+    elif stage.has_head:
         normed = hidden * (4 + 2 * width) / share
         inputs = hidden * (4 + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
@@ -70,8 +72,20 @@ def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     return max(weight * (3 if tied else 1), table_gradient_bytes(work, stage) + weight * tied)
 
 
+def counted_logits(work: Workload, logits: float) -> float:
+    """What an estimate counts as logits in the runtime: with their gradient and what the loss has of them in fp32."""
+    return loss_chunk_bytes(work, logits) + (0.0 if work.linear_loss else 2 * work.element_bytes * logits)
+
+
 def loss_chunk_bytes(work: Workload, logits: float) -> float:
-    """The logits that the loss has in fp32 at a time."""
+    """The logits that the loss has in fp32 at a time; of a linear cross-entropy all that a chunk of tokens takes."""
+    if work.linear_loss and logits:
+        columns = work.padded_vocabulary / work.tp
+        tokens, width = min(work.split_tokens, loss_chunk_tokens(int(columns))), work.element_bytes
+        gathered = width * work.shape.hidden_size if work.sequence_parallel and work.tp > 1 else 0
+        # A cap keeps what goes in, its tanh and the gradient beside what it gives.
+        copies = width * (4 if work.shape.caps.logits else 1) + 4
+        return tokens * (columns * copies + gathered)
     return 4 * min(logits, LOSS_CHUNK_ELEMENTS) if work.framework == "deepspeed" else 0.0
 
 

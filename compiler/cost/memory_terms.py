@@ -24,6 +24,7 @@ from .blocks import (
 from .collectives import buffer_bytes, routed_layers
 from .layer_passes import (
     behind_mlp_bytes,
+    counted_logits,
     embedding_backward_bytes,
     ends_bytes,
     in_flight_bytes,
@@ -253,12 +254,18 @@ def _terms(one: _Held, static: _Static) -> StageTerms:
         kept["attention"],
         kept["mlp"],
         kept["gathered"],
-        logits,
-        logits * work.element_bytes * max(one.copies - 1, 0) + loss_chunk_bytes(work, logits),
+        0.0 if work.linear_loss else logits,
+        _waiting_logits(one, logits),
         exchange,
         static.optimizer_step,
         static.gathered_weights,
     )
+
+
+def _waiting_logits(one: _Held, logits: float) -> float:
+    """Logits of other micro-batches, and what the loss has of those of this one."""
+    waiting = 0.0 if one.work.linear_loss else logits * one.work.element_bytes * max(one.copies - 1, 0)
+    return waiting + loss_chunk_bytes(one.work, logits)
 
 
 def _at_peak(one: _Held, logits: float) -> dict[str, float]:
@@ -371,7 +378,7 @@ def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: floa
         later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
     scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
     kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
-    taken = sum(kept.values()) + 2 * work.element_bytes * logits + loss_chunk_bytes(work, logits)
+    taken = sum(kept.values()) + counted_logits(work, logits)
     # The gradient of a table comes when the layers before it are still to go backward.
     table, before = late_gradient(work, stage)
     table += sum(kept.values()) * before / max(len(stage.layers), 1)

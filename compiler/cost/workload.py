@@ -15,7 +15,14 @@ from typing import Any
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
-from parcompile.layout.shards import ShardedGroups, TensorLayout, padded_vocab_size, sharded_groups, tensor_layout
+from parcompile.layout.shards import (
+    ShardedGroups,
+    TensorLayout,
+    loss_chunk_tokens,
+    padded_vocab_size,
+    sharded_groups,
+    tensor_layout,
+)
 from parcompile.machines.accelerator import Accelerator, find_accelerator
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
@@ -99,6 +106,8 @@ class Workload:
     router_scope: str | None = None
     """The tokens over which a loss balances experts (`Router.aux_loss_scope`); None: none does."""
     router_z_loss: bool = False
+    linear_loss: bool = False
+    """Logits exist for a chunk of tokens at a time."""
     expert_imbalance: float | None = None
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
     document_length: int | None = None
@@ -216,6 +225,16 @@ class Workload:
         """The same, each sequence continued to a multiple of tp where sequence parallelism splits it."""
         local, share = self.sequence_length // self.cp, self.tp if self.sequence_parallel else 1
         return self.micro_batch * -(-local // share) * share
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks of tokens in which the head's product and the loss of a micro-batch run."""
+        if not self.linear_loss:
+            return 1
+        share = self.tp if self.sequence_parallel else 1
+        length = -(-(self.sequence_length // self.cp) // share)
+        together = loss_chunk_tokens(self.padded_vocabulary // self.tp) // (self.micro_batch * share)
+        return -(-length // max(1, together))
 
     @property
     def context(self) -> ContextParallel:

@@ -26,6 +26,15 @@ from .groups import Axis, Grid
 
 # Which routed experts each rank of an ep group holds, and how many rows of hidden states it sends to the others.
 
+LOSS_CHUNK_ELEMENTS = 2**25
+"""Logits that the loss holds in fp32 at a time, on an accelerator."""
+
+
+def loss_chunk_tokens(columns: int) -> int:
+    """Tokens whose logits exist at a time with training.linear_cross_entropy, of a rank with so many columns."""
+    return max(1, LOSS_CHUNK_ELEMENTS // columns)
+
+
 COUNT_BYTES = 8
 """Before rows travel, ranks tell each other how many go to each expert: a number of so many bytes."""
 

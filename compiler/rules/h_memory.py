@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
@@ -32,6 +33,7 @@ _DP = ("parallelism", "dp")
 _STEPS = ("training", "gradient_accumulation_steps")
 _PLACES: dict[str, tuple[str, str]] = {
     "activation_checkpointing": ("training", "activation_checkpointing"),
+    "linear_cross_entropy": ("training", "linear_cross_entropy"),
     "micro_batch_size": ("training", "micro_batch_size"),
     "sequence_parallel": ("parallelism", "sequence_parallel"),
     "tp": ("parallelism", "tp"),
@@ -81,6 +83,35 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
         related=also(spec, *(_PLACES[name] for name in ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
         severity=Severity.ERROR if chance < HOPELESS else Severity.WARNING,
     )
+
+
+@rule(
+    "H007",
+    "a linear cross-entropy that saves no memory",
+    """With linear_cross_entropy the gradient of the head's weight is kept in fp32 from the forward to the backward
+    pass, 4 bytes for each of its elements of a rank. The logits that it saves take as much where a micro-batch of a
+    rank has about 1.5 times hidden_size tokens; with fewer it costs memory.""",
+    wrong={"training": {"sequence_length": 512, "linear_cross_entropy": True}},
+    right={"training": {"sequence_length": 512}},
+    severity=Severity.INFO,
+    sources=("arXiv 2410.10989, section 3.2",),
+    targets=(ESTIMATE,),
+)
+def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
+    """Fires where the peak is lower without it."""
+    work = workload(spec)
+    if not work.linear_loss:
+        return
+    taken, without = (_footprint(one).peak.total_bytes for one in (work, replace(work, linear_loss=False)))
+    if without < taken:
+        place = ("training", "linear_cross_entropy")
+        yield Finding(
+            f"linear_cross_entropy: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of "
+            f"{format_bytes(taken)} with it and of {format_bytes(without)} without",
+            place,
+            help="leave it out: it saves memory for longer sequences",
+            fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+        )
 
 
 @rule(

@@ -223,6 +223,28 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 
 
 @rule(
+    "X011",
+    "the loss of a user module takes its logits",
+    """With linear_cross_entropy the head leaves its product to the loss. The runtime knows the head of a Hugging Face
+    model; the forward of a user module calls its own.""",
+    wrong={"model": MODULE, "training": {"linear_cross_entropy": True}},
+    right={"model": MODULE},
+    severity=Severity.WARNING,
+    targets=("runtime",),
+)
+def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
+    """Fires for linear_cross_entropy with a user module."""
+    place = ("training", "linear_cross_entropy")
+    if spec.shape.user_module is not None and spec.get(*place):
+        yield Finding(
+            "linear_cross_entropy with a user module: parcompile.runtime leaves logits out of Hugging Face models only",
+            place,
+            help="set it to false",
+            fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+        )
+
+
+@rule(
     "X009",
     "sums of gradients in fp32 with weights that ranks share in part",
     """Where tp is larger than the number of kv heads, several ranks hold the same kv heads, and of a weight that fuses

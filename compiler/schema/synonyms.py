@@ -137,6 +137,7 @@ _SPEC_KEYS: dict[str, tuple[str, ...]] = {
     "training.optimizer.eps": ("epsilon", "adam_eps", "adam_epsilon"),
     "training.optimizer.weight_decay": ("wd", "decay"),
     "training.gradient_clipping": ("clip_grad", "max_grad_norm", "grad_clip", "gradient_clip_val", "max_norm"),
+    "training.linear_cross_entropy": ("fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy"),
     "training.activation_checkpointing": (
         "recompute",
         "recompute_granularity",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.cost.changes import Change, changes_that_fit, fewest_stages
+from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_stages
 from parcompile.cost.coefficients import Fit
 from parcompile.cost.executions import OpenChoices
 from parcompile.cost.workload import Workload
@@ -369,7 +369,8 @@ def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
     # Only the runtime recomputes some stages and not others.
-    for change in changes_that_fit(smallest.work, by_stage=space.executable):
+    names = [name for name in NAMES if space.executable or name != "linear_cross_entropy"]
+    for change in changes_that_fit(smallest.work, names, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:
             changes["dp"] = change.work.dp

@@ -32,6 +32,7 @@ SECTIONS: Mapping[str, str] = {
     "global_batch_size": "training",
     "sequence_length": "training",
     "activation_checkpointing": "training",
+    "linear_cross_entropy": "training",
     "gradient_accumulation_dtype": "training",
     "gradient_accumulation_steps": "training",
     "nodes": "cluster",

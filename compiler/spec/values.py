@@ -184,6 +184,8 @@ class Training:
     train_steps: int | None
     seed: int
     router: Router | None = None
+    linear_cross_entropy: bool = False
+    """The head's product and the loss run in chunks of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +350,7 @@ def workload_of(spec: Spec) -> Workload:
         virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
         micro_batch_group=axes.microbatch_group_size_per_virtual_pipeline_stage,
         router_scope=router_scope(spec),
+        linear_loss=training.linear_cross_entropy,
         router_z_loss=bool(router and router.z_loss),
         stage_layers=spec.stages,
         preset=spec.cluster.preset,

@@ -49,6 +49,8 @@ Changed:
   ep is not over tp. `take_over_shards`
 - `assert_ints_same_as_other_ranks` (runtime/zero/partitioned_param_coordinator.py, stage3.py, partition_parameters.py)
   compares the order of modules over the world, and here over the ranks that share weights. `take_over_shards`
+- `apply_to_tensors_only` (runtime/zero/utils.py, parameter_offload.py), by which hooks of stage 3 reach what modules
+  give: logits that are left to the loss pass by it. `shard_weights`
 - The `step` of optimizers on the host (`cpu_offload`, `offload_optimizer`) and at stage 3: behind it the gradients of
   their masters and `grad_partitions_flat_buffer` are cleared, which DeepSpeed uses again where a step brings none.
   `take_over_gradients`
@@ -143,6 +145,8 @@ NAMES = {
     "runtime.zero.stage3": ("defragment", "assert_ints_same_as_other_ranks"),
     "runtime.zero.partition_parameters": ("assert_ints_same_as_other_ranks",),
     "runtime.zero.linear": ("get_accelerator",),
+    "runtime.zero.utils": ("apply_to_tensors_only",),
+    "runtime.zero.parameter_offload": ("apply_to_tensors_only",),
     "runtime.zero.partitioned_param_coordinator": ("assert_ints_same_as_other_ranks",),
     "runtime.zero.partition_parameters.Init": (
         *("_convert_to_zero_parameters", "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_process_group"),

@@ -104,7 +104,9 @@ def place_in_shard(parameter: nn.Parameter) -> PlaceInShard | None:
 
 def reduce_buckets(optimizer: Any) -> list[Tensor]:
     """What gradients are copied to before they are reduced: from the first gradient on, at stage 2 in backward only."""
-    return [buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values() for buffer in bucket.buffer]
+    held = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    # Of stage 3 one tensor, which is no list of its elements.
+    return [buffer for one in held for buffer in ([one] if isinstance(one, Tensor) else one)]
 
 
 def shape_tensors(optimizer: Any) -> list[Tensor]:

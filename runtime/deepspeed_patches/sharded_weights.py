@@ -23,6 +23,7 @@ from parcompile.runtime.errors import RunError
 from .optimizer_state import lies_in_shard
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_TO_TENSORS = "apply_to_tensors_only"
 _TRACE_CHECK = "assert_ints_same_as_other_ranks"
 
 
@@ -39,6 +40,7 @@ def shard_weights(
 
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     groups.mpu = mpu
+    _pass_deferred_on()
     inits: dict[int, Any] = {}
     for parameter in parameters:
         if is_in_shards(parameter):
@@ -50,6 +52,22 @@ def shard_weights(
                 module=holder, data_parallel_group=group, config_dict_or_path=config, dtype=parameter.dtype, mpu=mpu
             )
         inits[id(group)]._convert_to_zero_parameters([parameter])
+
+
+def _pass_deferred_on() -> None:
+    """Lets outputs of modules that are not computed yet be: DeepSpeed's hooks would compute them."""
+    from deepspeed.runtime.zero import parameter_offload, utils
+
+    inner = getattr(utils, _TO_TENSORS)
+    if getattr(inner, "passes_deferred_on", False):
+        return
+
+    def apply(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if getattr(value, "is_deferred", False) else inner(function, value, *args, **kwargs)
+
+    apply.passes_deferred_on = True  # type: ignore[attr-defined]
+    for module in (utils, parameter_offload):
+        setattr(module, _TO_TENSORS, apply)
 
 
 def mark_sharded_experts(parameters: Iterable[nn.Parameter]) -> None:

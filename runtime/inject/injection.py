@@ -20,7 +20,7 @@ from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.configuration import check_model
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
 from parcompile.runtime.model.slices import Slice, Slices
-from parcompile.runtime.pipeline import ChunkForward, hold_stage
+from parcompile.runtime.pipeline import ChunkForward, Elsewhere, hold_stage
 from parcompile.runtime.router_losses import RouterLosses, losses_of
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
@@ -28,6 +28,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import use_ring_attention
+from .deferred_logits import defer_logits
 from .generation import let_generate, name_arguments, refuse_changes, take_inputs
 from .heads import SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
 from .interface import put_on_interface
@@ -133,7 +134,11 @@ class _Injection:
             register_gradient_sums(self.model, self.mesh)
 
     def _compute(self) -> None:
-        loss: Any = ParallelCausalLoss(self.mesh, self.spec.model.shape.vocab_size)
+        deferred, words = self.spec.training.linear_cross_entropy, self.spec.model.shape.vocab_size
+        loss: Any = ParallelCausalLoss(self.mesh, words, defers_logits=deferred)
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        if deferred and not isinstance(head, Elsewhere):
+            defer_logits(head, words)
         if (losses := losses_of(self.model, self.mesh.plan)) is not None:
             loss = RouterLosses(loss, self.model, self.mesh, losses)
         self.model.loss_function = loss

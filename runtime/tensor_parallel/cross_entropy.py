@@ -88,11 +88,11 @@ def shard_of(
     if not 0 < vocab_size <= columns * ranks:
         raise ValueError(f"vocab_size = {vocab_size}, but {ranks} ranks hold {columns} columns each: {columns * ranks}")
     if labels is not None and (labels.is_cpu if check_labels is None else check_labels):
-        _check(labels, vocab_size, ignore_index)
+        refuse_unknown(labels, vocab_size, ignore_index)
     start = group_rank(group) * columns
     held = min(max(vocab_size - start, 0), columns)
     chunk_tokens = chunk_tokens or max(1, (_CHUNK_ELEMENTS_CPU if logits.is_cpu else _CHUNK_ELEMENTS) // columns)
-    return Shard(group, start, held, ignore_index, z_loss, chunk_tokens, inplace_backward)
+    return Shard(group, start, held, vocab_size, ignore_index, z_loss, chunk_tokens, inplace_backward)
 
 
 # A chunk that stays in a core's cache on the CPU; on a GPU one that is worth its kernel launches.
@@ -107,6 +107,7 @@ class Shard:
     group: Group
     start: int
     held: int
+    vocab_size: int
     ignore_index: int
     z_loss: float
     chunk_tokens: int
@@ -131,49 +132,67 @@ class Shard:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: Shard) -> Tensor:
-        # Rows: largest logit, Σ exp(x − largest), the label's logit.
-        local = torch.zeros(3, len(labels), dtype=exact(logits.dtype), device=logits.device)
-        local[0] = -torch.inf
-        if shard.held:
-            for rows, x in shard.chunks(logits):
-                held, column = shard.locate(labels[rows])
-                local[2, rows] = x.gather(1, column).squeeze(1).masked_fill_(~held, 0.0)
-                largest = x.amax(1)
-                local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
-        ranks = local.unsqueeze(0)
-        if shard.group is not None and group_size(shard.group) > 1:
-            ranks = start_all_gather(ranks, shard.group).wait(0)
-        largest = ranks[:, 0].amax(0)
-        log_sum = (ranks[:, 1] * (ranks[:, 0] - largest).exp()).sum(0).log_().add_(largest)
-        losses = log_sum - ranks[:, 2].sum(0)
-        if shard.z_loss:
-            losses += shard.z_loss * log_sum.square()
+        losses, log_sum = losses_of_tokens(logits, labels, shard)
         ctx.shard = shard
         ctx.save_for_backward(logits, labels, log_sum)
-        return losses.masked_fill_(labels == shard.ignore_index, 0.0)
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (logits, labels, log_sum), shard = ctx.saved_tensors, cast(Shard, ctx.shard)
-        grad = grads[0].masked_fill(labels == shard.ignore_index, 0.0)
-        softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
         out = logits if shard.inplace_backward else torch.empty_like(logits)
+        return gradient_of_logits(out, logits, labels, log_sum, grads[0], shard), None, None
+
+
+def losses_of_tokens(logits: Tensor, labels: Tensor, shard: Shard) -> tuple[Tensor, Tensor]:
+    """The loss of each of T tokens, and the log of its softmax's denominator, from this rank's columns [T, v]."""
+    # Rows: largest logit, Σ exp(x − largest), the label's logit.
+    local = torch.zeros(3, len(labels), dtype=exact(logits.dtype), device=logits.device)
+    local[0] = -torch.inf
+    if shard.held:
         for rows, x in shard.chunks(logits):
-            x.sub_(log_sum[rows].unsqueeze(1)).exp_().mul_(softmax_scale[rows].unsqueeze(1))
             held, column = shard.locate(labels[rows])
-            if shard.held:
-                x.scatter_add_(1, column, (-grad[rows] * held).unsqueeze(1))
-            out[rows, : shard.held] = x
-        out[:, shard.held :] = 0.0
-        return out, None, None
+            local[2, rows] = x.gather(1, column).squeeze(1).masked_fill_(~held, 0.0)
+            largest = x.amax(1)
+            local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
+    ranks = local.unsqueeze(0)
+    if shard.group is not None and group_size(shard.group) > 1:
+        ranks = start_all_gather(ranks, shard.group).wait(0)
+    largest = ranks[:, 0].amax(0)
+    log_sum = (ranks[:, 1] * (ranks[:, 0] - largest).exp()).sum(0).log_().add_(largest)
+    losses = log_sum - ranks[:, 2].sum(0)
+    if shard.z_loss:
+        losses += shard.z_loss * log_sum.square()
+    return losses.masked_fill_(labels == shard.ignore_index, 0.0), log_sum
+
+
+def gradient_of_logits(
+    out: Tensor, logits: Tensor, labels: Tensor, log_sum: Tensor, grad: Tensor, shard: Shard
+) -> Tensor:
+    """Writes into `out` [T, v], which may be `logits`, the gradient where that of each token's loss is `grad` [T]."""
+    grad = grad.masked_fill(labels == shard.ignore_index, 0.0)
+    softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
+    for rows, x in shard.chunks(logits):
+        x.sub_(log_sum[rows].unsqueeze(1)).exp_().mul_(softmax_scale[rows].unsqueeze(1))
+        held, column = shard.locate(labels[rows])
+        if shard.held:
+            x.scatter_add_(1, column, (-grad[rows] * held).unsqueeze(1))
+        out[rows, : shard.held] = x
+    out[:, shard.held :] = 0.0
+    return out
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _check(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+def refuse_unknown(labels: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Looks for labels outside the vocabulary, which waits for the device.
+
+    Raises:
+        ValueError: there is one.
+    """
     wrong = labels[((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)]
     if wrong.numel():
         raise ValueError(

@@ -59,7 +59,7 @@ def column_matmul(
     keep_gathered: bool = False,
 ) -> tuple[Tensor, ...]:
     """X · Wᵀ + b for each weight and bias of this rank; x is replicated, or split along `sequence_dim`."""
-    x, *tensors = cast(list[Any], _autocast(x, *weights, *biases))
+    x, *tensors = cast(list[Any], as_autocast(x, *weights, *biases))
     dim = None if sequence_dim is None else sequence_dim % x.ndim
     function = cast(Any, _Column)
     out: tuple[Tensor, ...] = function.apply(x, group, dim, keep_gathered, len(weights), *tensors)
@@ -68,7 +68,7 @@ def column_matmul(
 
 def row_matmul(x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence_dim: int | None = None) -> Tensor:
     """Σ over the ranks of x · Wᵀ, each with its slice of the features; replicated, or split along `sequence_dim`."""
-    x, weight = cast(tuple[Tensor, Tensor], _autocast(x, weight))
+    x, weight = cast(tuple[Tensor, Tensor], as_autocast(x, weight))
     dim = None if sequence_dim is None else sequence_dim % x.ndim
     function = cast(Any, _Row)
     out: Tensor = function.apply(x, weight, group, dim)
@@ -244,7 +244,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same in the type of autocast, where that is on."""
     # Outside the autograd functions, so that the casts are differentiated like any other and backward sees one dtype.
     device = next(t for t in tensors if t is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which autocast does not know

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 from closeness import Margin
 from drawn_configurations import runs_over
@@ -57,12 +58,12 @@ PIPELINES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def draw(number: int, most_ranks: int, *, on_host: bool = False) -> tuple[Plan, str]:
+def draw(number: int, most_ranks: int, *, on_host: bool = False, linear_loss: bool = False) -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns."""
     choose, family = random.Random(number), DRAWN[number % len(DRAWN)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
-        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * on_host)
+        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or linear_loss))
         stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
@@ -72,7 +73,8 @@ def draw(number: int, most_ranks: int, *, on_host: bool = False) -> tuple[Plan, 
             "micro_batch_size": 4 // dp // micro_batches,
             "activation_checkpointing": choose.choice(["none", "selective", "full"]),
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
-            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host else {}),
+            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or linear_loss else {}),
+            **({"linear_cross_entropy": True} if linear_loss else {}),
         }
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
         extra: dict[str, Any] = {"zero": {"stage": stage}}
@@ -99,5 +101,16 @@ def _text(family: str, world: int, parallelism: dict[str, Any], training: dict[s
 
 def compare(plan: Plan) -> list[Margin]:
     """How far losses, norms and parameters of the ranks are from those of one process."""
-    ranks = run_ranks(plan.world_size, train_with_engine, plan, True, STEPS)
+    linear = plan.spec.training.linear_cross_entropy
+    ranks = run_ranks(plan.world_size, train_in_chunks if linear else train_with_engine, plan, True, STEPS)
     return compared(plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=STEPS, seed=seed))
+
+
+CHUNK_ELEMENTS = 120
+"""Logits of a chunk: tiny models, too, compute theirs in several."""
+
+
+def train_in_chunks(rank: int, plan: Plan, masked: bool, steps: int) -> dict[str, Any]:
+    """`train_with_engine`, with chunks of a few tokens where the loss is a linear cross-entropy."""
+    with mock.patch("parcompile.layout.shards.LOSS_CHUNK_ELEMENTS", CHUNK_ELEMENTS):
+        return train_with_engine(rank, plan, masked, steps)

@@ -29,7 +29,9 @@ def family_plan(family: str, world_size: int, parallelism: dict[str, Any], **cha
     return config_plan(family, tiny_config(family, **changes), world_size, parallelism)
 
 
-def config_plan(name: str, config: dict[str, Any], world_size: int, parallelism: dict[str, Any]) -> Plan:
+def config_plan(
+    name: str, config: dict[str, Any], world_size: int, parallelism: dict[str, Any], **training: Any
+) -> Plan:
     """The plan of a `config.json`."""
     tree = {
         "version": 1,
@@ -42,6 +44,7 @@ def config_plan(name: str, config: dict[str, Any], world_size: int, parallelism:
             "global_batch_size": 2,
             "micro_batch_size": 2 // parallelism.get("dp", 1),
             "precision": "fp32",
+            **training,
         },
     }
     with tempfile.TemporaryDirectory() as folder:

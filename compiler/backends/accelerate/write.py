@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.artefacts import Loss, header, offload_loss, order_loss, to_text
+from parcompile.backends.artefacts import Loss, header, memory_losses, order_loss, to_text
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.deepspeed.write import losses as deepspeed_losses
 from parcompile.layout.groups import Axis
@@ -68,7 +68,7 @@ def files(plan: Plan) -> dict[str, Any]:
 def losses(plan: Plan) -> list[Loss]:
     """What accelerate does not do as the plan says."""
     spec, parallelism = plan.spec, plan.spec.parallelism
-    found = offload_loss(spec, "offloading of FSDP moves the weights, too")
+    found = memory_losses(spec, "offloading of FSDP moves the weights, too")
     for axis in ("pp", "ep"):
         size = getattr(parallelism, axis)
         if size > 1:
@@ -211,7 +211,7 @@ def distributed_losses(plan: Plan) -> list[Loss]:
     """What transformers does not do as the plan says."""
     spec, parallelism = plan.spec, plan.spec.parallelism
     tp, dp, ep, pp = parallelism.tp, parallelism.dp, parallelism.ep, parallelism.pp
-    found = offload_loss(spec, "offloading of FSDP moves the weights, too")
+    found = memory_losses(spec, "offloading of FSDP moves the weights, too")
     if parallelism.cp > 1:
         found.append(Loss(f"cp {parallelism.cp}", "DistributedConfig has no cp", "compile with cp 1", fatal=True))
     if pp > 1 and dp > 1:

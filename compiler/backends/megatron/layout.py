@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.artefacts import Loss, effective_order, offload_loss, order_loss, sequence_loss
+from parcompile.backends.artefacts import Loss, effective_order, memory_losses, order_loss, sequence_loss
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, UndecidedError, flag
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation, CpLayout
@@ -212,7 +212,7 @@ def _sharding_losses(spec: Spec) -> Iterator[Loss]:
             "use --use-megatron-fsdp",
         )
     why = "--optimizer-cpu-offload takes the precision-aware optimizer of Transformer Engine"
-    yield from offload_loss(spec, f"{why}: name both in backends.megatron")
+    yield from memory_losses(spec, f"{why}: name both in backends.megatron")
 
 
 ROWS: tuple[Row, ...] = (

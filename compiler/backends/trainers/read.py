@@ -108,6 +108,13 @@ _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 
 
+LINEAR_LOSS = (
+    *("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "liger_fused_linear_cross_entropy"),
+    "chunked_cross_entropy",
+)
+"""Switches of trainers (transformers, LLaMA-Factory, axolotl) that leave the logits to the loss, among others."""
+
+
 def reader(tool: Tool) -> Callable[[Source, Draft], None]:
     """What reads the options of a tool."""
 
@@ -169,6 +176,10 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
         draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), integer)
     elif source.has(tool.own("max_steps")):
         source.ignore(tool.own("max_steps"), "no limit of steps")
+    for name in LINEAR_LOSS:
+        if source.given.get(name) is True:
+            draft.set(("training", "linear_cross_entropy"), True, said=True)
+            source.used[name] = {("training", "linear_cross_entropy")}
     recompute = tool.own("gradient_checkpointing")
     value = source.given.get(recompute)
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):

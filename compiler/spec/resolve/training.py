@@ -197,6 +197,7 @@ class TrainingValues(ParallelismValues):
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
             router=self.router,
+            linear_cross_entropy=bool(self.get("training", "linear_cross_entropy")),
         )
 
 
