@@ -6,7 +6,8 @@ loss of T tokens, with the vocabulary spread over the ranks.
 Ours, torch's DTensor (`loss_parallel`), Megatron-Core where it can be imported, and what one writes without any of
 them: gather the logits and take torch's cross entropy. "limit" multiplies, and takes torch's cross entropy of a
 rank's own columns: nobody who computes the loss in float32 at once can be faster. Time and CPU are ratios to ours in
-the same round; "peak" is the most that a step has allocated at a time.
+the same round; "head in chunks" computes logits of 256 tokens at a time (`training.linear_cross_entropy`); "peak" is
+the most that a step has allocated at a time.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from parcompile.runtime.collectives import copy_to_group, gather_from_group
-from parcompile.runtime.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, linear_cross_entropy, vocab_parallel_cross_entropy
 
-RANKS, HIDDEN, VOCABULARY = 2, 1024, 32_768
+RANKS, HIDDEN, VOCABULARY, CHUNK_TOKENS = 2, 1024, 32_768, 256
 
 Method = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,6 +50,11 @@ def methods(weight: Tensor) -> dict[str, Method]:
 
     def ours(hidden: Tensor, labels: Tensor, *, inplace: bool = False) -> Tensor:
         return vocab_parallel_cross_entropy(head(hidden), labels, group=group, inplace_backward=inplace).mean()
+
+    def in_chunks(hidden: Tensor, labels: Tensor) -> Tensor:
+        rows, words = hidden.unsqueeze(0), labels.unsqueeze(0)
+        total = linear_cross_entropy(rows, part, None, words, group=group, chunk_tokens=CHUNK_TOKENS)
+        return total / len(labels)
 
     def limit(hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy((hidden @ part.t()).float(), labels % (VOCABULARY // RANKS))
@@ -75,6 +81,7 @@ def methods(weight: Tensor) -> dict[str, Method]:
         "limit": limit,
         "ours": ours,
         "ours, in place": lambda hidden, labels: ours(hidden, labels, inplace=True),
+        "ours, head in chunks": in_chunks,
         "gathered logits": gathered,
         "DTensor": dtensor,
         "Megatron-Core": megatron,

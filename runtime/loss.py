@@ -141,7 +141,9 @@ def _arrived(given: Any) -> Any:
 # The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
 
 
-_COMPUTES_WITH_LOGITS = "the model computes with its logits before the loss, so that they are whole: set it to false"
+_COMPUTES_WITH_LOGITS = (
+    "the model computes with its logits before the loss, so that they are whole: set the key to false"
+)
 
 
 class ParallelCausalLoss:

@@ -143,7 +143,7 @@ def with_own_head(_rank: int, plan: Plan, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("head", "training.linear_cross_entropy: the head is of the class OwnLinear, not a plain linear layer: set it to false"),
+        ("head", "training.linear_cross_entropy: the head is a layer of the class OwnLinear, not a plain"),
         ("loss", "training.linear_cross_entropy: the model computes with its logits before the loss, so that they are"),
     ],
 )
