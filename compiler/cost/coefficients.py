@@ -6,12 +6,12 @@ They live in `coefficients.json`; `parcompile calibrate` writes files of the sam
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from parcompile.shipped import shipped
 
 from .workload import Workload
 
@@ -164,8 +164,8 @@ FUSED = {
 @functools.cache
 def coefficient_sets() -> Mapping[str, CoefficientSet]:
     """All sets of the package by name."""
-    text = (importlib.resources.files("parcompile.cost") / "coefficients.json").read_text(encoding="utf-8")
-    return {name: CoefficientSet.from_json(name, tree) for name, tree in json.loads(text)["sets"].items()}
+    sets = shipped("parcompile.cost", "coefficients.json")["sets"]
+    return {name: CoefficientSet.from_json(name, tree) for name, tree in sets.items()}
 
 
 def default_memory() -> Fit:

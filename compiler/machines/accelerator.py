@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
+from parcompile.shipped import shipped
 from parcompile.text import SourceError, read_file
 from parcompile.units import GIB, MIB, format_bytes
 
@@ -110,8 +109,7 @@ def named_accelerator(text: str) -> str:
 @functools.cache
 def accelerators() -> Mapping[str, Accelerator]:
     """All presets by name."""
-    text = (importlib.resources.files("parcompile.machines") / "accelerators.json").read_text(encoding="utf-8")
-    return read_accelerators(json.loads(text))
+    return read_accelerators(shipped("parcompile.machines", "accelerators.json"))
 
 
 def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:

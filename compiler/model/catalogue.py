@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.resources
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from parcompile.shipped import shipped
 
 from .families import BUILT_IN, FAMILIES
 from .family import Family, by_type, types_with
@@ -254,8 +254,7 @@ class ModelType:
 
 @functools.cache
 def _stored() -> Mapping[str, Any]:
-    text = (importlib.resources.files("parcompile.model") / "model_types.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)
+    found: Mapping[str, Any] = shipped("parcompile.model", "model_types.json")
     return found
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib.resources
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+
+from parcompile.shipped import shipped
 
 from .blocks import Traits
 from .blocks.experts import Experts as Experts
@@ -186,8 +186,7 @@ def _tuples(value: Any) -> Any:
 
 @functools.cache
 def _types() -> Mapping[str, Mapping[str, Any]]:
-    text = (importlib.resources.files("parcompile.model") / "families.json").read_text(encoding="utf-8")
-    found: Mapping[str, Mapping[str, Any]] = json.loads(text)
+    found: Mapping[str, Mapping[str, Any]] = shipped("parcompile.model", "families.json")
     return found
 
 

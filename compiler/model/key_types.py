@@ -8,12 +8,12 @@ What they have and check stands in `key_types.json`, which `.ci/generate/key_typ
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics.diagnostic import closest
+from parcompile.shipped import shipped
 
 _NEAR = 0.85
 """How alike a key that a class lacks is to the one that was meant; keys of a model's own code are less alike."""
@@ -60,8 +60,7 @@ _MEANT = {
 
 @functools.cache
 def _stored() -> Mapping[str, Any]:
-    text = (importlib.resources.files("parcompile.model") / "key_types.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)
+    found: Mapping[str, Any] = shipped("parcompile.model", "key_types.json")
     return found
 
 

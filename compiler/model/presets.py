@@ -9,11 +9,11 @@ left out.
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from parcompile.shipped import shipped
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
 from .family import by_type, types_with
@@ -35,8 +35,7 @@ class Preset:
 @functools.cache
 def presets() -> Mapping[str, Preset]:
     """All presets under their short names."""
-    text = (importlib.resources.files("parcompile.model") / "presets.json").read_text(encoding="utf-8")
-    return {name: Preset(name, **entry) for name, entry in json.loads(text).items()}
+    return {name: Preset(name, **entry) for name, entry in shipped("parcompile.model", "presets.json").items()}
 
 
 def near_presets(name: str) -> tuple[str, ...]:

@@ -9,9 +9,7 @@ transformers renames and stacks them while it loads; here only the slices that a
 
 from __future__ import annotations
 
-import importlib.resources
 import itertools
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -21,12 +19,11 @@ from torch import Tensor
 
 from parcompile.model.blocks import KNOWN
 from parcompile.model.compressed_keys import STORED
+from parcompile.shipped import shipped
 
 # Names in files of DeepSeek-V4, several parts of which are others than the model's.
 
-_RULES: dict[str, list[tuple[str, str]]] = json.loads(
-    (importlib.resources.files(__package__) / "stored_names.json").read_text(encoding="utf-8")
-)
+_RULES: dict[str, list[tuple[str, str]]] = shipped(__package__, "stored_names.json")
 _HEAD, *_REST = _RULES["shorter"]
 _SHORTER = (_HEAD, *STORED, *_REST)
 _NORM = (r"\.kv_norm\.", ".norm.")

@@ -5,12 +5,12 @@ Sources: the modeling files and configuration classes of transformers 5.23; the 
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from parcompile.shipped import shipped
 
 Biases = tuple[bool, bool, bool]
 """Biases of queries, keys and values; of the attention's output; of the MLP."""
@@ -160,8 +160,9 @@ def _read(tree: Mapping[str, Any]) -> Switches:
     return Switches(**given)
 
 
-_TEXT = (importlib.resources.files(__package__) / "families.json").read_text(encoding="utf-8")
-FAMILIES: Mapping[str, Switches] = MappingProxyType({name: _read(one) for name, one in json.loads(_TEXT).items()})
+FAMILIES: Mapping[str, Switches] = MappingProxyType(
+    {name: _read(one) for name, one in shipped(__package__, "families.json").items()}
+)
 """The model types whose layers these switches describe in full, the plainest first: that is the order of the search.
 
 `families.json` says of each what is not Llama's; `biases` names the places that have one.

@@ -7,14 +7,13 @@ which refuses what it does not know; from the others DeepSpeed takes what it kno
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from parcompile.schema import load
+from parcompile.shipped import shipped
 
 # Versions of DeepSpeed: those whose configuration is known, and the one that a version given by a user means.
 
@@ -28,8 +27,7 @@ class UnknownVersionError(ValueError):
 @functools.cache
 def facts() -> dict[str, Any]:
     """keys.json: what each version reads from its configuration. To be read only."""
-    file = importlib.resources.files("parcompile.backends.deepspeed") / "keys.json"
-    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree = shipped("parcompile.backends.deepspeed", "keys.json")
     assert isinstance(tree, dict)
     return tree
 

@@ -11,14 +11,13 @@ as a whole number, null stands for the default, and the case of a choice does no
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.reading import Account, Effect, Outcome
+from parcompile.shipped import shipped
 
 # The keys of a gpt-neox configuration: fields of its dataclasses, with what `validate_types` takes for each.
 
@@ -46,8 +45,7 @@ class Field:
 
 @functools.cache
 def _facts() -> dict[str, Any]:
-    file = importlib.resources.files("parcompile.backends.gpt_neox") / "fields.json"
-    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree = shipped("parcompile.backends.gpt_neox", "fields.json")
     assert isinstance(tree, dict)
     return tree
 

@@ -6,12 +6,12 @@ The facts stand in `options.json`, which `.ci/generate/megatron_options.py` writ
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from parcompile.shipped import shipped
 
 NVIDIA = "NVIDIA/Megatron-LM"
 
@@ -107,8 +107,7 @@ def spelling(flag: str) -> str:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    text = (importlib.resources.files("parcompile.backends.megatron") / "options.json").read_text(encoding="utf-8")
-    table: Mapping[str, Any] = json.loads(text)
+    table: Mapping[str, Any] = shipped("parcompile.backends.megatron", "options.json")
     return table
 
 

@@ -6,19 +6,16 @@ classified counts as lost.
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from parcompile.backends.reading import Account, Effect, Outcome
+from parcompile.shipped import shipped
 
 from .arguments import line
 from .write import ROWS
 
-_STORED: Mapping[str, Mapping[str, list[str]]] = json.loads(
-    (importlib.resources.files(__package__) / "effects.json").read_text(encoding="utf-8")
-)
+_STORED: Mapping[str, Mapping[str, list[str]]] = shipped(__package__, "effects.json")
 
 
 def _by_name(listed: Mapping[str, list[str]]) -> Mapping[str, Effect]:

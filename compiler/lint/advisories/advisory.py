@@ -10,11 +10,11 @@ version in which it ran red and equal.
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from parcompile.shipped import shipped
 
 DEEPSPEED = "deepspeed"
 
@@ -56,8 +56,7 @@ class Advisory:
 @functools.cache
 def records() -> tuple[Mapping[str, Any], ...]:
     """The file's records."""
-    file = importlib.resources.files("parcompile.lint.advisories") / "advisories.json"
-    return tuple(json.loads(file.read_text(encoding="utf-8"))["advisories"])
+    return tuple(shipped("parcompile.lint.advisories", "advisories.json")["advisories"])
 
 
 @functools.cache

@@ -17,8 +17,6 @@ where commas are missing. The Trainer of transformers, accelerate and Lightning 
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +27,7 @@ from parcompile.backends.deepspeed.table import UnknownVersionError, known, near
 from parcompile.backends.kinds import FILLERS
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
+from parcompile.shipped import shipped
 from parcompile.user_files import read_start
 
 # Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
@@ -45,8 +44,7 @@ TITLES = {
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    file = importlib.resources.files("parcompile.lint.deepspeed") / "fillers.json"
-    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree = shipped("parcompile.lint.deepspeed", "fillers.json")
     assert isinstance(tree, dict)
     return tree
 

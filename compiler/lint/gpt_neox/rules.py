@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from parcompile.backends.gpt_neox.fields import fields
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
@@ -12,6 +10,7 @@ from parcompile.diagnostics import Related, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.registry import Finding
+from parcompile.shipped import shipped
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
 _SOURCE = "gpt-neox megatron/neox_arguments/arguments.py"
@@ -114,7 +113,7 @@ def limits_are_kept(settings: Settings) -> Iterator[Finding]:
             )
 
 
-_ATTENTION: Sequence[str] = json.loads(Path(__file__).with_name("attention.json").read_text(encoding="utf-8"))
+_ATTENTION: Sequence[str] = shipped(__package__, "attention.json")
 """ATTENTION_TYPE_CHOICES of gpt-neox's neox_args.py; older versions have fewer."""
 
 

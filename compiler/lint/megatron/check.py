@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings
+from parcompile.shipped import shipped
 from parcompile.text import Document, Result
 from parcompile.user_files import read_bytes
 
@@ -242,9 +242,7 @@ def _out_of_range(arguments: Arguments, program: _Program) -> Iterator[Diagnosti
                 yield Diagnostic("K005", Severity.ERROR if is_error else Severity.WARNING, message, (name,))
 
 
-_RANGES: Mapping[str, Mapping[str, Any]] = json.loads(
-    Path(__file__).with_name("ranges.json").read_text(encoding="utf-8")
-)
+_RANGES: Mapping[str, Mapping[str, Any]] = shipped(__package__, "ranges.json")
 """By option; NVIDIA/Megatron-LM 000c4ac2 (`megatron/training/arguments.py`, `megatron/core`), torch 2.13."""
 _BOUNDS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
     "above": (operator.gt, "above"),

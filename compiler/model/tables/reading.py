@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.resources
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from parcompile.shipped import shipped
 
 VERSION = "5.23.0"
 """The version of transformers that the tables come from."""
@@ -118,6 +118,5 @@ def table_from(model_type: str, stored: Mapping[str, Any]) -> Table:
 
 @functools.cache
 def _stored() -> Mapping[str, Any]:
-    file = importlib.resources.files("parcompile.model.tables") / f"transformers-{VERSION}.json"
-    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = shipped("parcompile.model.tables", f"transformers-{VERSION}.json")
     return found
