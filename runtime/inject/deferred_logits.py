@@ -101,8 +101,8 @@ def defer_logits(head: nn.Module, vocab_size: int) -> None:
     if type(head) not in (nn.Linear, ColumnParallelLinear):
         kind = type(head).__name__
         raise RunError(
-            f"training.linear_cross_entropy: the head is a layer of the class {kind}, not a plain linear one: set the key "
-            "to false",
+            f"training.linear_cross_entropy: the head is a layer of the class {kind}, not a plain linear one: set the "
+            "key to false",
             everywhere=True,
         )
     head.__class__ = _deferring(cast(Any, type(head)))
