@@ -55,6 +55,7 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
+from .matrices import RankPlace, matrix_messages
 from .memory import gathered_numels, keeps_both_gradients
 from .parameters import trained_tensors
 from .workload import FRAMEWORKS, Workload
@@ -88,11 +89,14 @@ Collectives = dict[tuple[str, str], Sent]
 _Send = Callable[[str, str, float, float, int], None]
 
 
-def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Collectives:
+def collectives(
+    work: Workload, stage: Stage, cp_rank: int | None = None, place: RankPlace | None = None
+) -> Collectives:
     """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
 
     States of layers go from rank to rank, and so do tokens of windows: the ends of the chain send less. They
-    are those of `cp_rank`, by default of the busiest.
+    are those of `cp_rank`, by default of the busiest. What a rank sends of matrices for Muon depends on its `place`, by
+    default the first, which is an owner whenever one is.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
@@ -129,6 +133,9 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         _router_counts(work, stage, send)
     if work.ep > 1:
         found.update(_experts(work, stage))
+    for group, (messages, size) in matrix_messages(work, stage, place or RankPlace()).items():
+        before = found.get((group, "all-to-all"), Sent(0, 0.0))
+        found[group, "all-to-all"] = Sent(before.messages + messages, before.wire_bytes + size)
     dealt = work.dealt_parameters(stage)
     if work.shards_weights:
         _shards_of_weights(work, stage, send)

@@ -221,6 +221,21 @@ def not_allowed(violation: Violation, findings: Findings, view: SchemaView | Non
     choice(violation.path, violation.instance, allowed, [violation.schema], findings)
 
 
+_FLAT = "ZeRO gives an optimizer flat shards, and it computes"
+REFUSED_OPTIMIZERS = {
+    "adafactor": f"{_FLAT} with the rows and columns of each weight",
+    "lamb": f"{_FLAT} with the norm of each weight",
+    "lars": f"{_FLAT} with the norm of each weight",
+    "shampoo": f"{_FLAT} with the rows and columns of each weight",
+    "soap": f"{_FLAT} with the rows and columns of each weight",
+    "galore": f"{_FLAT} with the singular vectors of each weight",
+    "adam8bit": "its moments have 8 bits and scales of blocks, which no checkpoint here keeps",
+    "adamw8bit": "its moments have 8 bits and scales of blocks, which no checkpoint here keeps",
+    "lion": "torch has no Lion, and DeepSpeed's runs on GPUs alone",
+    "sophia": "torch has no Sophia, which needs a second backward pass",
+    "lbfgs": "it computes the loss several times in a step",
+}
+"""Optimizers that other tools have, by their bare names, and why a spec does not."""
 MANY = 24
 """Values that are listed where none is near."""
 
@@ -245,6 +260,8 @@ def choice(
         return
     if not any(type(one) is type(value) for one in allowed) and len(allowed) <= FEW:
         message = f"{named(path)}: expected {' or '.join(alternatives)}, found {describe_found(value)}"
+    if isinstance(value, str) and (why := REFUSED_OPTIMIZERS.get(bare(value))) and path[-2:] == ("optimizer", "type"):
+        message += f": {why}"
     some = ", ".join(str(one) for one in allowed[:MANY]) + (f" and {len(allowed) - MANY} more" * (len(allowed) > MANY))
     findings.say("K004", path, message, f"write {' or '.join(alternatives) or f'one of {some}'}")
 

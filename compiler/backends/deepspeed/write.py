@@ -19,7 +19,7 @@ from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "communication_data_type": _communication_dtype(training.precision),
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
-        "zero_allow_untested_optimizer": False,
+        "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd"),
         # Whatever optimizer a script brings steps on the host, too: not DeepSpeed's own alone, which is compiled first.
         **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": False}),
         "steps_per_print": 2**31 - 1,
@@ -56,6 +56,11 @@ def losses(plan: Plan) -> list[Loss]:
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
         found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
+    if plan.spec.training.optimizer.is_muon:
+        why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
+        found.append(
+            Loss("optimizer muon", why, "parcompile.runtime orthogonalises whole matrices of clipped gradients")
+        )
     if (schedule := plan.spec.training.lr_scheduler) is None:
         return found
     first = "0" if schedule.type == "cosine" else "the first rate"
@@ -74,7 +79,17 @@ def losses(plan: Plan) -> list[Loss]:
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
     # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if optimizer.type == "sgd":
+        settings |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+    elif optimizer.type == "adagrad":
+        settings["eps"] = optimizer.eps
+    elif optimizer.is_muon:
+        of_adam = {"betas": list(optimizer.betas), "eps": optimizer.eps}
+        settings |= {**of_adam, "momentum": optimizer.momentum, "torch_adam": True, "adam_w_mode": True}
+    if optimizer.type not in ("adamw", "adam"):
+        return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
+    settings = {
         "lr": optimizer.lr,
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,
