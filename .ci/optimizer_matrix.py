@@ -18,7 +18,7 @@ START = """# Optimizers beside one process
 Layouts drawn with their family, ZeRO stage, accumulation, clipping (0.5 is active, 1000 is not) and optimizer, trained
 three steps on live ranks (gloo, fp32), and with transformers and torch's own optimizers in one process. Newton-Schulz
 runs in fp32 on both sides; the page [Training](training.md#optimizers) says what bf16 does. Numbers are the largest
-relative differences. `python .ci/optimizer_matrix.py > docs/optimizers.md` makes this page again.
+relative differences. `python .ci/optimizer_matrix.py | grep -v '^\\[' > docs/optimizers.md` makes this page again.
 
 | | layout | family | ZeRO | accumulation | clipping | optimizer | loss | norm | parameters |
 |---|---|---|---|---|---|---|---|---|---|"""
