@@ -38,12 +38,21 @@ What a rank of each stage sends to other stages in a step, as the runtime's sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
+from parcompile.layout.matrices import newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
-from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, repeated_ranges, shared_tokens
+from parcompile.layout.shards import (
+    COUNT_BYTES,
+    MASTER_BYTES,
+    balanced_rows,
+    padded_numel,
+    repeated_ranges,
+    shared_tokens,
+)
 from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
@@ -55,7 +64,6 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
-from .matrices import RankPlace, matrix_messages
 from .memory import gathered_numels, keeps_both_gradients
 from .parameters import trained_tensors
 from .workload import FRAMEWORKS, Workload
@@ -74,6 +82,15 @@ _BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "po
 
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands among those that share the states of a dense layer, of an expert, and among those of tp."""
+
+    shard: int = 0
+    expert_shard: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +150,7 @@ def collectives(
         _router_counts(work, stage, send)
     if work.ep > 1:
         found.update(_experts(work, stage))
-    for group, (messages, size) in matrix_messages(work, stage, place or RankPlace()).items():
+    for group, (messages, size) in _matrix_messages(work, stage, place or RankPlace()).items():
         before = found.get((group, "all-to-all"), Sent(0, 0.0))
         found[group, "all-to-all"] = Sent(before.messages + messages, before.wire_bytes + size)
     dealt = work.dealt_parameters(stage)
@@ -355,6 +372,64 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
         gathers = 1.0 if layout.local_numel <= work.small_numel else passes - stays
         send(group, "all-gather", count * gathers, whole, ranks)
         send(group, "reduce-scatter", count * work.micro_batches, whole, ranks)
+
+
+# What Muon sends and takes at the end of a step: matrices on their way to their owners, and back.
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A matrix, or a stack of them, as a rank of tp has it."""
+
+    shape: tuple[int, ...]
+    is_cut: bool
+    is_dealt: bool
+
+
+def _matrix_messages(work: Workload, stage: Stage, place: RankPlace) -> dict[str, tuple[int, float]]:
+    """Messages and bytes of a rank of a stage in a step, by group; see `runtime/optimizers.py`."""
+    found: dict[str, tuple[int, float]] = {}
+
+    def send(group: str, elements: int) -> None:
+        messages, size = found.get(group, (0, 0.0))
+        found[group] = messages + 1, size + MASTER_BYTES * elements
+
+    every = list(_held(work, stage)) if work.muon else []
+    for group, ranks, own in (("dp-cp", work.shards, place.shard), (EXPERT_DP, work.expert_shards, place.expert_shard)):
+        held = [one for one in every if one.is_dealt is (group == EXPERT_DP)]
+        numels = [math.prod(one.shape) for one in held]
+        parts = pieces(numels, ranks, of_each=work.shards_weights, whole=not work.zero_stage, only=[own])
+        sizes = [stop - start for ((start, stop),) in parts]
+        works = [newton_schulz_work(one.shape) for one in held]
+        for turn in rounds(works, [one.is_cut for one in held], ranks, work.tp):
+            mine = [owner for owner in turn if owner.shard == own]
+            if ranks > 1 and work.zero_stage:
+                send(group, sum(sizes[owner.matrix] for owner in turn if owner not in mine))
+            if turn[0].tp is not None and mine:
+                send(Axis.TP, sum(numels[owner.matrix] for owner in mine if owner.tp != place.tp))
+                send(Axis.TP, sum((work.tp - 1) * numels[owner.matrix] for owner in mine if owner.tp == place.tp))
+            if ranks > 1:
+                back = (
+                    (numels[one.matrix] - sizes[one.matrix]) if work.zero_stage else (ranks - 1) * numels[one.matrix]
+                    for one in mine
+                )
+                send(group, sum(back))
+    return found
+
+
+def _held(work: Workload, stage: Stage) -> Iterator[_Held]:
+    """The matrices of a stage, in the order in which the model registers them."""
+    table = parameter_table(work.shape)
+    together = table.layers_per_module
+    for first in range(0, table.num_layers, together):
+        for parameter in table.layer:
+            if not takes_muon(parameter):
+                continue
+            layout = work.layout(parameter)
+            cut = layout.ranges is not None and len(layout.ranges) > 1
+            for layer in within(parameter.layers, range(first, first + together)):
+                if layer in stage.layers:
+                    yield _Held(layout.local_shape, cut, layout.ep > 1)
 
 
 # What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.

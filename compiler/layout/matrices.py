@@ -18,10 +18,8 @@ from dataclasses import dataclass
 
 from parcompile.model.table import Parameter
 
-_NOT_HIDDEN = re.compile(
-    r"(^|\.)(router|gate|shared_expert_gate|modality_router)(\.(wg|gate|classifier))?\.weight$|norm|embed"
-)
-"""Routers, norms that have matrices, and tables."""
+_NOT_HIDDEN = re.compile(r"(^|\.)(\w*router(_gate)?|gate|\w*expert_gate)\.|norm|embed")
+"""Routers with all that lies in them, gates of shared experts, norms that have matrices, and tables."""
 _EXPERTS = 3
 
 
@@ -56,10 +54,10 @@ def rounds(work: Sequence[float], cut: Sequence[bool], shards: int, tp: int) -> 
     for is_cut in (True, False):
         # The most work first; of equal ones in the model's order.
         order = sorted((one for one in range(len(work)) if cut[one] is is_cut), key=lambda one: -work[one])
-        slots = [(shard, place) for place in (range(tp) if is_cut else [None]) for shard in range(shards)]
-        for first in range(0, len(order), len(slots)):
-            turn = order[first : first + len(slots)]
-            found.append([Owner(matrix, *slot) for matrix, slot in zip(turn, slots, strict=False)])
+        slots = shards * (tp if is_cut else 1)
+        for first in range(0, len(order), slots):
+            turn = enumerate(order[first : first + slots])
+            found.append([Owner(one, slot % shards, slot // shards if is_cut else None) for slot, one in turn])
     return found
 
 
@@ -70,22 +68,25 @@ def newton_schulz_work(shape: Sequence[int], steps: int = 5) -> float:
     return 2.0 * steps * (stack[0] if stack else 1) * (2 * long * short**2 + short**3)
 
 
-def pieces(numels: Sequence[int], shards: int, *, of_each: bool, whole: bool = False) -> list[list[tuple[int, int]]]:
-    """Of each parameter of a group the elements `[start, stop)` in each shard.
+def pieces(
+    numels: Sequence[int], shards: int, *, of_each: bool, whole: bool = False, only: Sequence[int] | None = None
+) -> list[list[tuple[int, int]]]:
+    """Of each parameter of a group the elements `[start, stop)` in each shard, or in some.
 
     Args:
         numels: elements of the parameters on this rank, in the order of the group.
         shards: ranks of the group.
         of_each: each parameter is cut by itself, as at ZeRO stage 3; otherwise all of them as one.
         whole: every rank holds all, as at ZeRO stage 0.
+        only: these shards; None: all of them.
     """
-    found, offset = [], 0
+    found, offset, wanted = [], 0, range(shards) if only is None else only
     padded = -(-sum(numels) // (2 * shards)) * 2 * shards
     for numel in numels:
         size = -(-numel // shards) if of_each else padded // shards
         start = 0 if of_each else offset
-        stretches = ((rank * size - start, (rank + 1) * size - start) for rank in range(shards))
+        stretches = ((rank * size - start, (rank + 1) * size - start) for rank in wanted)
         held = [(min(max(first, 0), numel), min(max(last, 0), numel)) for first, last in stretches]
-        found.append([(0, numel)] * shards if whole else held)
+        found.append([(0, numel)] * len(wanted) if whole else held)
         offset += numel
     return found

@@ -112,6 +112,11 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
         given = options.get("model_parameters") or [one for one in model.parameters() if one.requires_grad]
         options["model_parameters"] = apart_by_muon(list(given), model, mesh, training.optimizer)
         options["optimizer"] = partial(MatrixAdamW, optimizer=training.optimizer)
+    elif training.optimizer.type == "adagrad" and mesh.plan.spec.offload_optimizer is not None:
+        # DeepSpeed's own, which it would take on the host, is compiled first.
+        options["optimizer"] = options.get("optimizer") or partial(
+            torch.optim.Adagrad, **ds_config(mesh.plan)["optimizer"]["params"], fused=True
+        )
     if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
         options["lr_scheduler"] = partial(PlanSchedule, training=training)
     with for_deepspeed(mesh, model, **options) as given:

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parcompile.cost.collectives import collectives, stage_exchanges
+from parcompile.cost.collectives import RankPlace, collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
-from parcompile.cost.matrices import RankPlace
 from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.offload import host_memory
 from parcompile.cost.workload import Workload

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from closeness import Margin
 from families import tiny_config
 from ranks import run_ranks
-from training_runs import dp_of, make_plan, train_in_one_process, train_with_engine, whole_parameters
+from training_runs import compared, dp_of, make_plan, train_in_one_process, train_with_engine
 
 from parcompile.plan import Plan
 
@@ -49,6 +50,7 @@ class Cell:
     nesterov: bool = True
     adjust_lr: str = "match_rms_adamw"
     bf16: bool = False
+    on_host: bool = False
 
     def __str__(self) -> str:
         said = [f"{one.name} {value}" for one in fields(self)[1:] if (value := getattr(self, one.name)) != one.default]
@@ -68,6 +70,10 @@ CELLS = (
     Cell("tp2 dp2", zero=2, optimizer="sgd"),
     Cell("tp2 dp2", zero=0, optimizer="sgd", nesterov=False),
     Cell("tp2 sp cp2", zero=1, optimizer="adagrad"),
+    Cell("tp2 dp2", zero=2, accumulation=4, optimizer="sgd", on_host=True),
+    Cell("pp2 dp2", optimizer="sgd", nesterov=False, on_host=True),
+    Cell("cp2 dp2", zero=3, accumulation=4, optimizer="adagrad", on_host=True),
+    Cell("tp2 dp2", zero=1, clip=1000.0, optimizer="adagrad", on_host=True),
 )
 """The sample of the suite: every axis, stage, accumulation and way of the rate."""
 
@@ -77,7 +83,7 @@ def draw(number: int) -> Cell:
     rng = random.Random(f"optimizers {number}")
     layout = rng.choice(list(LAYOUTS))
     sparse = layout.startswith("ep") or rng.random() < 0.2
-    return Cell(
+    drawn = Cell(
         layout,
         rng.choice(SPARSE if sparse else DENSE),
         rng.choice(ZERO_STAGES.get(layout, (0, 1) if "pp" in layout else (0, 1, 2, 3))),
@@ -87,6 +93,8 @@ def draw(number: int) -> Cell:
         rng.random() < 0.7,
         rng.choice(("match_rms_adamw", "original")),
     )
+    on_host = drawn.optimizer != "muon" and drawn.zero > 0 and rng.random() < 0.5
+    return replace(drawn, on_host=on_host)
 
 
 def plan_of(cell: Cell) -> Plan:
@@ -105,23 +113,13 @@ def plan_of(cell: Cell) -> Plan:
         "gradient_clipping": cell.clip,
         "optimizer": optimizer,
     }
-    model, extra = tiny_config(cell.family), {"zero": {"stage": cell.zero}}
-    return make_plan(world, dict(parallelism), model=model, whole_model=True, training=training, extra=extra)
+    zero = {"stage": cell.zero, **({"offload_optimizer": {"device": "cpu"}} if cell.on_host else {})}
+    model = tiny_config(cell.family)
+    return make_plan(world, dict(parallelism), model=model, whole_model=True, training=training, extra={"zero": zero})
 
 
-def largest(cell: Cell) -> dict[str, float]:
-    """The largest relative differences from one process: of losses, gradient norms and parameters."""
+def compare(cell: Cell) -> list[Margin]:
+    """How far losses, norms and parameters of the ranks are from those of one process."""
     plan = plan_of(cell)
     ranks = run_ranks(plan.world_size, train_with_engine, plan, True, STEPS)
-    expected = train_in_one_process(plan, masked=True, steps=STEPS)
-    whole = whole_parameters(plan, ranks)
-    found = {
-        "loss": [abs(a / b - 1) for one in ranks for a, b in zip(one["losses"], expected["losses"], strict=True)],
-        "norm": [abs(a / b - 1) for one in ranks for a, b in zip(one["norms"], expected["norms"], strict=True)],
-        "parameters": [
-            float((whole[name] - one).norm() / one.norm())
-            for name, one in expected["parameters"].items()
-            if name in whole
-        ],
-    }
-    return {name: max(every) for name, every in found.items()}
+    return compared(plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=STEPS, seed=seed))

@@ -213,7 +213,7 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer
     return torch.optim.AdamW(model.parameters(), **rate, betas=chosen.betas, eps=chosen.eps)
 
 
-NOT_HIDDEN = re.compile(r"(router|gate|classifier|wg)\.weight$|norm|embed")
+NOT_HIDDEN = re.compile(r"router|\bgate\.|expert_gate\.|norm|embed")
 
 
 class PlainMuon(torch.optim.AdamW):

@@ -14,7 +14,7 @@ from typing import Any
 from parcompile.backends.artefacts import Loss
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
-from parcompile.spec import Precision, Spec
+from parcompile.spec import OPTIMIZER_KEYS, Precision, Spec
 from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
@@ -79,26 +79,23 @@ def losses(plan: Plan) -> list[Loss]:
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
     # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
-    settings: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    settings: dict[str, Any] = {"lr": optimizer.lr}
+    if "betas" in OPTIMIZER_KEYS[optimizer.type]:
+        settings["betas"] = list(optimizer.betas)
+    if "eps" in OPTIMIZER_KEYS[optimizer.type]:
+        settings["eps"] = optimizer.eps
+    settings["weight_decay"] = optimizer.weight_decay
     if optimizer.type == "sgd":
         settings |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-    elif optimizer.type == "adagrad":
-        settings["eps"] = optimizer.eps
     elif optimizer.is_muon:
-        of_adam = {"betas": list(optimizer.betas), "eps": optimizer.eps}
-        settings |= {**of_adam, "momentum": optimizer.momentum, "torch_adam": True, "adam_w_mode": True}
-    if optimizer.type not in ("adamw", "adam"):
-        return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
-    settings = {
-        "lr": optimizer.lr,
-        "betas": list(optimizer.betas),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "torch_adam": True,
+        settings |= {"momentum": optimizer.momentum, "ns_method": "standard"}
+    if "betas" in settings:
+        settings["torch_adam"] = True
+    if spec.offload_optimizer is not None and optimizer.type != "adagrad":
         # On the host one kernel, which torch brings compiled, instead of eight passes through memory.
-        **({} if spec.offload_optimizer is None else {"fused": True}),
-        "adam_w_mode": optimizer.type == "adamw",
-    }
+        settings["fused"] = True
+    if "betas" in settings:
+        settings["adam_w_mode"] = optimizer.type != "adam"
     return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
 
 
