@@ -138,19 +138,7 @@ def losses(plan: Plan, names: Sequence[str]) -> dict[str, list[Loss]]:
     Raises:
         ValueError: there is no target of one of the names, or that of a plug-in cannot be used.
     """
-    return {name: [*_other_optimizer(name, plan), *_losses(name, plan)] for name in chosen(names)}
-
-
-_OWN_OPTIMIZER = ("megatron", "torchtitan")
-"""Targets whose files name an optimizer, which is AdamW whatever the plan's is."""
-
-
-def _other_optimizer(name: str, plan: Plan) -> list[Loss]:
-    kind = plan.spec.training.optimizer.type
-    if kind in ("adamw", "adam") or name not in _OWN_OPTIMIZER:
-        return []
-    why = f"the files for {name} name AdamW in its place"
-    return [Loss(f"optimizer {kind}", why, "parcompile.runtime has it; set adamw for a run elsewhere")]
+    return {name: _losses(name, plan) for name in chosen(names)}
 
 
 def render(plan: Plan, names: Sequence[str] = ()) -> dict[str, str]:

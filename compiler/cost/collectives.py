@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
-from parcompile.layout.matrices import newton_schulz_work, pieces, rounds, takes_muon
+from parcompile.layout.matrices import Owner, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
 from parcompile.layout.shards import (
     COUNT_BYTES,
@@ -150,7 +150,8 @@ def collectives(
         _router_counts(work, stage, send)
     if work.ep > 1:
         found.update(_experts(work, stage))
-    for group, (messages, size) in _matrix_messages(work, stage, place or RankPlace()).items():
+    matrices = _matrix_messages(work, stage, place or RankPlace()) if work.muon else {}
+    for group, (messages, size) in matrices.items():
         before = found.get((group, "all-to-all"), Sent(0, 0.0))
         found[group, "all-to-all"] = Sent(before.messages + messages, before.wire_bytes + size)
     dealt = work.dealt_parameters(stage)
@@ -379,30 +380,29 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A matrix, or a stack of them, as a rank of tp has it."""
+    """A matrix, or a stack of them, as a rank of tp has it, and as it is orthogonalised."""
 
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
     is_cut: bool
     is_dealt: bool
 
 
 def _matrix_messages(work: Workload, stage: Stage, place: RankPlace) -> dict[str, tuple[int, float]]:
     """Messages and bytes of a rank of a stage in a step, by group; see `runtime/optimizers.py`."""
+    own = {"dp-cp": place.shard, EXPERT_DP: place.expert_shard}
     found: dict[str, tuple[int, float]] = {}
 
     def send(group: str, elements: int) -> None:
         messages, size = found.get(group, (0, 0.0))
         found[group] = messages + 1, size + MASTER_BYTES * elements
 
-    every = list(_held(work, stage)) if work.muon else []
-    for group, ranks, own in (("dp-cp", work.shards, place.shard), (EXPERT_DP, work.expert_shards, place.expert_shard)):
-        held = [one for one in every if one.is_dealt is (group == EXPERT_DP)]
+    for group, ranks, held, turns in _turns(work, stage):
         numels = [math.prod(one.shape) for one in held]
-        parts = pieces(numels, ranks, of_each=work.shards_weights, whole=not work.zero_stage, only=[own])
+        parts = pieces(numels, ranks, of_each=work.shards_weights, whole=not work.zero_stage, only=[own[group]])
         sizes = [stop - start for ((start, stop),) in parts]
-        works = [newton_schulz_work(one.shape) for one in held]
-        for turn in rounds(works, [one.is_cut for one in held], ranks, work.tp):
-            mine = [owner for owner in turn if owner.shard == own]
+        for turn in turns:
+            mine = [owner for owner in turn if owner.shard == own[group]]
             if ranks > 1 and work.zero_stage:
                 send(group, sum(sizes[owner.matrix] for owner in turn if owner not in mine))
             if turn[0].tp is not None and mine:
@@ -417,6 +417,29 @@ def _matrix_messages(work: Workload, stage: Stage, place: RankPlace) -> dict[str
     return found
 
 
+def matrix_flops(work: Workload, stage: Stage) -> float:
+    """Operations of orthogonalising Muon's matrices of a stage, of the ranks that others wait for: one in each turn."""
+    return sum(
+        max(newton_schulz_work(held[owner.matrix].whole, work.ns_steps) for owner in turn)
+        for *_, held, turns in _turns(work, stage)
+        for turn in turns
+    )
+
+
+def matrix_bytes(work: Workload, stage: Stage) -> dict[str, float]:
+    """Bytes that the first rank of a stage sends of matrices in a step, by group."""
+    return {group: size for group, (_, size) in _matrix_messages(work, stage, RankPlace()).items()}
+
+
+def _turns(work: Workload, stage: Stage) -> Iterator[tuple[str, int, list[_Held], list[list[Owner]]]]:
+    """By group of shards its ranks, the matrices in them, and who orthogonalises which in each turn."""
+    every = list(_held(work, stage))
+    for group, ranks in (("dp-cp", work.shards), (EXPERT_DP, work.expert_shards)):
+        held = [one for one in every if one.is_dealt is (group == EXPERT_DP)]
+        works = [newton_schulz_work(one.shape) for one in held]
+        yield group, ranks, held, rounds(works, [one.is_cut for one in held], ranks, work.tp)
+
+
 def _held(work: Workload, stage: Stage) -> Iterator[_Held]:
     """The matrices of a stage, in the order in which the model registers them."""
     table = parameter_table(work.shape)
@@ -427,9 +450,12 @@ def _held(work: Workload, stage: Stage) -> Iterator[_Held]:
                 continue
             layout = work.layout(parameter)
             cut = layout.ranges is not None and len(layout.ranges) > 1
+            whole = list(layout.local_shape)
+            if cut and layout.dim is not None:
+                whole[layout.dim] = layout.full_shape[layout.dim]
             for layer in within(parameter.layers, range(first, first + together)):
                 if layer in stage.layers:
-                    yield _Held(layout.local_shape, cut, layout.ep > 1)
+                    yield _Held(layout.local_shape, tuple(whole), cut, layout.ep > 1)
 
 
 # What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.

@@ -114,6 +114,9 @@ class Workload:
     state_bytes: int = ADAM_STATE_BYTES
     """What the optimizer keeps of an element; of matrices that take Muon it keeps the momentum alone."""
     muon: bool = False
+    ns_steps: int = 5
+    """Iterations in which Muon orthogonalises a matrix, in numbers of `ns_bytes`."""
+    ns_bytes: int = 2
     framework: str = "deepspeed"
     keeps_gradients: bool = True
     """Gradients add up in the type of the weights, and nothing takes them before the step ends."""

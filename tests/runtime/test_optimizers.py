@@ -14,9 +14,13 @@ from optimizer_runs import CELLS, Cell, compare
 from ranks import run_ranks
 from test_checkpoint import assert_goes_on, train
 from test_sharded_weights import plan_of
+from torch.utils.flop_counter import FlopCounterMode
 from training_runs import PlainMuon, initial_model, make_plan
 
-from parcompile.layout.matrices import pieces, rounds
+from parcompile.cost.coefficients import time_values
+from parcompile.cost.collectives import matrix_flops
+from parcompile.cost.step import timing
+from parcompile.layout.matrices import newton_schulz_work, pieces, rounds
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.checkpoint.adapting import convert, import_pretrained
 from parcompile.runtime.checkpoint.exporting import export
@@ -26,6 +30,7 @@ from parcompile.runtime.checkpoint.state_file import OptimizerShard
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.optimizers import newton_schulz, rate_factor
 from parcompile.runtime.preflight import preflight
+from parcompile.spec.values import workload_of
 
 pytestmark = pytest.mark.ranks
 
@@ -44,6 +49,52 @@ def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
     stack = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(2))
     each = torch.stack([newton_schulz(one[None], 5, torch.float32)[0] for one in stack])
     assert_close(newton_schulz(stack, 5, torch.float32), each)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_deepspeeds_update_of_a_matrix_is_that_of_adjust_lr_original(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Momentum, Nesterov's, the "standard" iteration and the factor of the rate, all in fp32."""
+    from deepspeed.runtime.zero.muon import original_muon
+
+    monkeypatch.setattr(original_muon, "ns_compute_dtype", lambda _method: torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    momentum, own = torch.zeros(shape), torch.zeros(shape)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            gradient = torch.randn(shape, generator=generator)
+            update = original_muon.muon_update(gradient.clone(), momentum, beta=0.95, ns_method="standard")
+            own.lerp_(gradient, 0.05)
+            expected = newton_schulz(gradient.lerp(own, 0.95)[None], 5, torch.float32)[0]
+            assert_close(update, expected * rate_factor("original", *shape))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_estimate_counts_the_operations_of_the_iteration(family: str) -> None:
+    """Of one rank all of them; of several, in each turn what the one with the largest matrix computes."""
+    given = {"training": {"optimizer": {"type": "muon", "ns_steps": 3}}, "model": tiny_config(family)}
+    plan = make_plan(1, {}, whole_model=True, **given)
+    work = workload_of(plan.spec)
+    matrices = PlainMuon(initial_model(plan), plan).matrices
+    with FlopCounterMode(display=False) as counter:
+        for one in matrices:
+            newton_schulz(one.detach().view(-1, *one.shape[-2:]), 3, torch.float32)
+    assert matrix_flops(work, work.stages[0]) == counter.get_total_flops()
+    shared = workload_of(make_plan(4, {"tp": 2}, whole_model=True, **given).spec)
+    least = counter.get_total_flops() / 4
+    assert least <= matrix_flops(shared, shared.stages[0]) <= least + max(newton_schulz_work(m.shape) for m in matrices)
+
+
+def test_a_step_takes_the_time_of_the_iteration_and_of_its_messages() -> None:
+    muon, plain = (
+        workload_of(make_plan(4, {"tp": 2}, training={"optimizer": {"type": kind}}).spec) for kind in ("muon", "adamw")
+    )
+    computed = matrix_flops(muon, muon.stages[0]) / muon.machine.matmul_flops_per_s(2) / time_values(muon)["matmul"]
+    further = timing(muon).step.optimizer - timing(plain).step.optimizer
+    assert computed < further
+    assert timing(muon.having(ns_steps=10)).step.optimizer - timing(muon).step.optimizer == pytest.approx(computed)
+    assert timing(muon.having(dp=1, nodes=1, gpus_per_node=2)).step.optimizer > timing(muon).step.optimizer
 
 
 def test_every_matrix_has_one_owner_and_a_rank_one_matrix_at_a_time() -> None:

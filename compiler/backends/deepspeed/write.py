@@ -19,6 +19,8 @@ from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
+_NS_STEPS = 5
+"""Iterations of DeepSpeed's Muon (runtime/zero/muon/original_muon.py)."""
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
@@ -56,8 +58,13 @@ def losses(plan: Plan) -> list[Loss]:
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
         found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
-    if plan.spec.training.optimizer.is_muon:
+    if (optimizer := plan.spec.training.optimizer).is_muon:
         why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
+        why += "; its momentum is always Nesterov's" * (not optimizer.nesterov)
+        why += "; its matrices have the rates of adjust_lr original" * (optimizer.adjust_lr != "original")
+        why += "; it iterates five times" * (optimizer.ns_steps != _NS_STEPS)
+        why += "; it iterates in bf16" * (optimizer.ns_dtype != "bf16")
+        why += "; it refuses stage 3 with reduce_scatter" * plan.spec.shards_weights
         found.append(
             Loss("optimizer muon", why, "parcompile.runtime orthogonalises whole matrices of clipped gradients")
         )
