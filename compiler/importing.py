@@ -300,8 +300,9 @@ def _account(
             return Account(name, Outcome.OPEN, f"left to {value.decided_by.rstrip(',')}")
         is_statement = name == value.text  # it may set anything
         return importer.fate(name, value) or Account(name, Outcome.LOST, f"left to {value.decided_by}", is_statement)
-    if name in source.reasons and not (comparison.is_written(name) and comparison.agrees(name)):
-        return source.reasons[name]
+    reason = source.reasons.get(name)
+    if reason is not None and (reason.changes or not (comparison.is_written(name) and comparison.agrees(name))):
+        return reason
     if comparison.names and (paths or comparison.is_written(name)):
         # The plan was written again: that is the proof.
         if comparison.agrees(name) or (

@@ -108,7 +108,8 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
     """
     fields = {one.name: one for one in dataclasses.fields(given) if one.init}
     values, decided, wrong = {name: getattr(given, name) for name in fields}, _decided(plan), []
-    free: dict[str, Any] = {"optim": "adamw_torch"}
+    kind = plan.spec.training.optimizer.type
+    free: dict[str, Any] = {"optim": kind if kind in ("sgd", "adagrad") else "adamw_torch"}
     if plan.spec.training.lr_scheduler is not None:
         free |= {"lr_scheduler_type": "linear", "warmup_steps": 0}
     for name, planned in {**decided, **free}.items():

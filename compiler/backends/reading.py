@@ -13,7 +13,8 @@ from typing import Any
 
 from parcompile.plan import Plan
 from parcompile.schema import type_of
-from parcompile.spec import Spec
+from parcompile.schema.keys import refused_optimizer
+from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
 
 from .artefacts import Loss
@@ -222,6 +223,29 @@ def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
     if read is None or (kind == "number" and isinstance(value, int) and not isinstance(value, bool)):
         return value
     return read(value, name)
+
+
+def refuse_optimizer(
+    source: Source, draft: Draft, option: str, kind: object, settings: Iterable[str] = (), *, whole: bool = True
+) -> None:
+    """Asks for an optimizer in place of one that a spec does not have, and says why it has not.
+
+    Args:
+        source: the options of the file.
+        draft: the spec.
+        option: names the optimizer.
+        kind: its name.
+        settings: further options that are lost with it.
+        whole: whether its settings are open, too, and not its type alone.
+    """
+    *has, last = OPTIMIZER_KEYS
+    known = refused_optimizer(str(kind))
+    why = f"a spec has {', '.join(has)} and {last}, and no {kind}" + (f": {known}" if known else "")
+    why = f"{kind} of this tool is not read" if str(kind).lower() in OPTIMIZER_KEYS else why
+    path = ("training", "optimizer")
+    draft.ask(path if whole else (*path, "type"), f"{option} is {kind!r}: {why}")
+    for name in (option, *settings):
+        source.lose(name, why, changes=True)
 
 
 # What an option of another tool does that has no place in a spec. The texts are the reasons that an import gives.

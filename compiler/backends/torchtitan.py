@@ -33,6 +33,7 @@ from .reading import (
     Undecided,
     UndecidedError,
     fate_of,
+    refuse_optimizer,
 )
 from .recipes import built, flattened
 
@@ -270,7 +271,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     if kind in ("Adam", "AdamW"):
         draft.set((*_OPTIMIZER, "type"), kind.lower(), said=kind == "Adam")
     else:
-        draft.ask((*_OPTIMIZER, "type"), f"optimizer.name is {kind}: a spec has adam and adamw")
+        refuse_optimizer(source, draft, "optimizer.name", kind, whole=False)
     source.used["optimizer.name"] = {(*_OPTIMIZER, "type")}
     for name in ("lr", "eps", "weight_decay"):
         draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
@@ -559,8 +560,9 @@ def losses(plan: Plan) -> list[Loss]:
     if training.gradient_accumulation_dtype is not Precision.FP32:
         name = f"gradient_accumulation_dtype {training.gradient_accumulation_dtype.value}"
         found.append(Loss(name, "torchtitan reduces and sums gradients in float32", "fp32"))
-    if training.optimizer.type == "adam":
-        found.append(Loss("optimizer adam", "torchtitan's default is AdamW", "weight_decay 0, or adamw"))
+    if (kind := training.optimizer.type) != "adamw":
+        instead = "weight_decay 0, or adamw" if kind == "adam" else "adamw"
+        found.append(Loss(f"optimizer {kind}", "torchtitan's default, AdamW, is written in its place", instead))
     if (schedule := training.lr_scheduler) is not None:
         if schedule.warmup_steps and schedule.warmup_start_lr > 0:
             why = "torchtitan's warm-up starts at lr / warmup_steps"

@@ -38,12 +38,21 @@ What a rank of each stage sends to other stages in a step, as the runtime's sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
+from parcompile.layout.matrices import Owner, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
-from parcompile.layout.shards import COUNT_BYTES, balanced_rows, padded_numel, repeated_ranges, shared_tokens
+from parcompile.layout.shards import (
+    COUNT_BYTES,
+    MASTER_BYTES,
+    balanced_rows,
+    padded_numel,
+    repeated_ranges,
+    shared_tokens,
+)
 from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
@@ -76,6 +85,15 @@ CONTROL_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands among those that share the states of a dense layer, of an expert, and among those of tp."""
+
+    shard: int = 0
+    expert_shard: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """Messages of one kind in a step, and the bytes that one rank puts on the wire with them."""
 
@@ -88,11 +106,14 @@ Collectives = dict[tuple[str, str], Sent]
 _Send = Callable[[str, str, float, float, int], None]
 
 
-def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Collectives:
+def collectives(
+    work: Workload, stage: Stage, cp_rank: int | None = None, place: RankPlace | None = None
+) -> Collectives:
     """Everything that a rank of `stage` sends in a step over tp, kv-replica, cp, ep, dp-cp and expert-dp.
 
     States of layers go from rank to rank, and so do tokens of windows: the ends of the chain send less. They
-    are those of `cp_rank`, by default of the busiest.
+    are those of `cp_rank`, by default of the busiest. What a rank sends of matrices for Muon depends on its `place`, by
+    default the first, which is an owner whenever one is.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
@@ -129,6 +150,10 @@ def collectives(work: Workload, stage: Stage, cp_rank: int | None = None) -> Col
         _router_counts(work, stage, send)
     if work.ep > 1:
         found.update(_experts(work, stage))
+    matrices = _matrix_messages(work, stage, place or RankPlace()) if work.muon else {}
+    for group, (messages, size) in matrices.items():
+        before = found.get((group, "all-to-all"), Sent(0, 0.0))
+        found[group, "all-to-all"] = Sent(before.messages + messages, before.wire_bytes + size)
     dealt = work.dealt_parameters(stage)
     if work.shards_weights:
         _shards_of_weights(work, stage, send)
@@ -351,6 +376,89 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
         gathers = 1.0 if layout.local_numel <= work.small_numel else passes - stays
         send(group, "all-gather", count * gathers, whole, ranks)
         send(group, "reduce-scatter", count * work.micro_batches, whole, ranks)
+
+
+# What Muon sends and takes at the end of a step: matrices on their way to their owners, and back.
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A matrix, or a stack of them, as a rank of tp has it, and as it is orthogonalised."""
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    is_cut: bool
+    is_dealt: bool
+
+
+def _matrix_messages(work: Workload, stage: Stage, place: RankPlace) -> dict[str, tuple[int, float]]:
+    """Messages and bytes of a rank of a stage in a step, by group; see `runtime/optimizers.py`."""
+    own = {"dp-cp": place.shard, EXPERT_DP: place.expert_shard}
+    found: dict[str, tuple[int, float]] = {}
+
+    def send(group: str, elements: int) -> None:
+        messages, size = found.get(group, (0, 0.0))
+        found[group] = messages + 1, size + MASTER_BYTES * elements
+
+    for group, ranks, held, turns in _turns(work, stage):
+        numels = [math.prod(one.shape) for one in held]
+        parts = pieces(numels, ranks, of_each=work.shards_weights, whole=not work.zero_stage, only=[own[group]])
+        sizes = [stop - start for ((start, stop),) in parts]
+        for turn in turns:
+            mine = [owner for owner in turn if owner.shard == own[group]]
+            if ranks > 1 and work.zero_stage:
+                send(group, sum(sizes[owner.matrix] for owner in turn if owner not in mine))
+            if turn[0].tp is not None and mine:
+                send(Axis.TP, sum(numels[owner.matrix] for owner in mine if owner.tp != place.tp))
+                send(Axis.TP, sum((work.tp - 1) * numels[owner.matrix] for owner in mine if owner.tp == place.tp))
+            if ranks > 1:
+                back = (
+                    (numels[one.matrix] - sizes[one.matrix]) if work.zero_stage else (ranks - 1) * numels[one.matrix]
+                    for one in mine
+                )
+                send(group, sum(back))
+    return found
+
+
+def matrix_flops(work: Workload, stage: Stage) -> float:
+    """Operations of orthogonalising Muon's matrices of a stage, of the ranks that others wait for: one in each turn."""
+    return sum(
+        max(newton_schulz_work(held[owner.matrix].whole, work.ns_steps) for owner in turn)
+        for *_, held, turns in _turns(work, stage)
+        for turn in turns
+    )
+
+
+def matrix_bytes(work: Workload, stage: Stage) -> dict[str, float]:
+    """Bytes that the first rank of a stage sends of matrices in a step, by group."""
+    return {group: size for group, (_, size) in _matrix_messages(work, stage, RankPlace()).items()}
+
+
+def _turns(work: Workload, stage: Stage) -> Iterator[tuple[str, int, list[_Held], list[list[Owner]]]]:
+    """By group of shards its ranks, the matrices in them, and who orthogonalises which in each turn."""
+    every = list(_held(work, stage))
+    for group, ranks in (("dp-cp", work.shards), (EXPERT_DP, work.expert_shards)):
+        held = [one for one in every if one.is_dealt is (group == EXPERT_DP)]
+        works = [newton_schulz_work(one.shape) for one in held]
+        yield group, ranks, held, rounds(works, [one.is_cut for one in held], ranks, work.tp)
+
+
+def _held(work: Workload, stage: Stage) -> Iterator[_Held]:
+    """The matrices of a stage, in the order in which the model registers them."""
+    table = parameter_table(work.shape)
+    together = table.layers_per_module
+    for first in range(0, table.num_layers, together):
+        for parameter in table.layer:
+            if not takes_muon(parameter):
+                continue
+            layout = work.layout(parameter)
+            cut = layout.ranges is not None and len(layout.ranges) > 1
+            whole = list(layout.local_shape)
+            if cut and layout.dim is not None:
+                whole[layout.dim] = layout.full_shape[layout.dim]
+            for layer in within(parameter.layers, range(first, first + together)):
+                if layer in stage.layers:
+                    yield _Held(layout.local_shape, tuple(whole), cut, layout.ep > 1)
 
 
 # What a rank of each stage sends to other stages in a step, as the runtime's schedule has it: exact.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.table import within
 
-from .parameters import trained_tensors
+from .parameters import matrix_numels, trained_tensors
 from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
@@ -79,7 +80,7 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
         weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
         gradient_bytes=gradients,
         master_bytes=0 if work.on_host or is_own_master(work) else shard * MASTER_BYTES,
-        optimizer_bytes=0 if work.on_host else shard * ADAM_STATE_BYTES,
+        optimizer_bytes=0 if work.on_host else shard * work.state_bytes - groups.matrix_numel * _second_moment(work),
         bucket_bytes=bucket_bytes,
     )
 
@@ -146,8 +147,28 @@ def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float
         numel * work.element_bytes / (work.shards if work.zero_stage >= 3 else 1),
         numel * work.gradient_bytes / (work.shards if work.zero_stage >= 2 else 1),
         shard * MASTER_BYTES,
-        shard * ADAM_STATE_BYTES,
+        shard * (work.state_bytes - _second_moment(work) * _share_of_matrices(work, stage, numel)),
     )
+
+
+def _second_moment(work: Workload) -> int:
+    """Bytes of an element that AdamW keeps and Muon does not."""
+    return work.state_bytes - MOMENTUM_BYTES if work.muon else 0
+
+
+def _share_of_matrices(work: Workload, stage: Stage, numel: int) -> float:
+    return sum(matrix_numels(work.shape, stage, work.tp, work.ep, work.expert_tp)) / numel if work.muon else 0.0
+
+
+def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
+    """What orthogonalising the largest matrix, or stack, takes in fp32: slices, the whole, and three of the iteration.
+
+    In bf16 the iteration takes half as much, which a margin of one matrix is.
+    """
+    rows = trained_tensors(parameter_table(work.shape), stage)
+    layouts = [work.layout(row) for row, _ in rows if takes_muon(row)]
+    whole = [one.local_numel * (len(one.ranges) if one.ranges else 1) for one in layouts]
+    return 5.0 * MASTER_BYTES * max(whole, default=0)
 
 
 def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
@@ -161,9 +182,17 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
     dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
     largest = max(dealt, shard - dealt)
-    adam = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
+    adam: float = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
+    if work.muon:
+        # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
+        experts, others = matrix_numels(work.shape, stage, work.tp, work.ep, work.expert_tp)
+        share = 1 - (experts + others) / max(numel, 1)
+        adam = max(share * adam, _largest_turn_bytes(work, stage))
     if keeps_both_gradients(work):
-        return adam
+        # DeepSpeed copies the gradients of several groups to reduce them, and again in the type of the weights
+        # (runtime/engine.py, allreduce_bucket).
+        every = min(LARGEST_BUCKET, groups.padded_numel - dealt * work.expert_shards)
+        return max(adam, float(every * (work.gradient_bytes + work.element_bytes))) if work.muon else adam
     # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
     copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
     if work.on_host:

@@ -10,14 +10,11 @@ from functools import lru_cache
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import MASTER_BYTES
 from parcompile.units import format_bytes
 
 from .workload import Workload
 
-ADAM_HOST_BYTES = 28
-"""Bytes that torch's fused AdamW moves through the host's memory for an element: it reads the weight, the gradient and
-two moments, and writes all but the gradient."""
 HOST_BYTES_PER_S = (8e9, 25e9, 50e9)
 """What a rank's threads move through the host's memory: low, likely and high. One thread was seen to reach 40e9; the
 last is a rank's share of two sockets among eight (DGX A100: 16 channels of DDR4-3200). No step of this runtime was
@@ -52,7 +49,7 @@ class HostMemory:
 def _of_stage(work: Workload, stage: Stage) -> HostMemory:
     groups, width, sums = work.sharded(stage), work.element_bytes, work.gradient_bytes
     shard, passes = groups.shard_numel, 0
-    master, moments, gradients = shard * MASTER_BYTES, shard * ADAM_STATE_BYTES, shard * MASTER_BYTES
+    master, moments, gradients = shard * MASTER_BYTES, shard * work.state_bytes, shard * MASTER_BYTES
     if work.shards_weights:
         # Sums lie beside, and are added up on the accelerator, to which they go and from which they come.
         pinned, copies, passes = gradients + shard * sums, 0, work.micro_batches
@@ -124,10 +121,11 @@ def host_seconds(work: Workload) -> tuple[float, float, float] | None:
     if held is None:
         return None
     link = work.machine.host_link.bytes_per_s
-    numel = held.master_bytes // MASTER_BYTES
+    # A fused step reads the weight, the gradient and the state of each element, and writes all but the gradient.
+    moved = held.master_bytes // MASTER_BYTES * (3 * MASTER_BYTES + 2 * work.state_bytes)
 
     def seconds(share: float, rate: float) -> float:
-        return (held.to_host_bytes + held.from_host_bytes) / (link * share) + ADAM_HOST_BYTES * numel / rate
+        return (held.to_host_bytes + held.from_host_bytes) / (link * share) + moved / rate
 
     low, likely, high = (seconds(*one) for one in zip(reversed(LINK_SHARE), reversed(HOST_BYTES_PER_S), strict=True))
     return low, likely, high

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import tensor_layout
 from parcompile.model.derived_rows import parameter_table
@@ -58,6 +59,20 @@ def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: i
             held = len(within(parameter.layers, stage.layers))
             found += tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp).local_numel * held
     return found
+
+
+@functools.lru_cache(maxsize=8192)
+def matrix_numels(
+    shape: ModelShape, stage: Stage, tp: int, ep: int = 1, expert_tp: int | None = None
+) -> tuple[int, int]:
+    """Elements of the matrices that Muon orthogonalises on one rank of a stage: of dealt experts, and of all else."""
+    dealt = others = 0
+    for parameter, count in trained_tensors(parameter_table(shape), stage):
+        if takes_muon(parameter):
+            layout = tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp)
+            dealt += count * layout.local_numel if layout.ep > 1 else 0
+            others += count * layout.local_numel if layout.ep == 1 else 0
+    return dealt, others
 
 
 @functools.lru_cache(maxsize=65536)

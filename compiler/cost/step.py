@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parcompile.layout.groups import Axis
+from parcompile.layout.shards import MASTER_BYTES
 from parcompile.machines.accelerator import find_accelerator
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time, time_values
-from .collectives import hidden_bytes
+from .collectives import hidden_bytes, matrix_bytes, matrix_flops
 from .context_time import ContextCost, context_cost, state_seconds, window_seconds
 from .flops import (
     attention_flops_per_token,
@@ -29,8 +30,6 @@ from .flops import (
 from .offload import host_seconds
 from .workload import FRAMEWORKS, Workload
 
-OPTIMIZER_BYTES = 28
-"""Read and written for each element of Adam: gradient, master weight and two moments read, three of them written."""
 SOFTMAX_BYTES = 52
 """Read and written for each logit by the loss, kernel by kernel: to fp32 (2 + 4), largest (4), less it (8), exponential
 (8), sum (4), share (8); backward times the gradient (8), back to 16 bits (4 + 2)."""
@@ -60,6 +59,11 @@ class StepTerms:
     exchange_bytes: float
     gradient_bytes: float
     optimizer: float
+    """Gradient, master weight and state of each element read, and all but the gradient written."""
+    orthogonal: float
+    """Newton-Schulz iterations of Muon, of the stage that takes longest."""
+    matrix_bytes: Mapping[str, float]
+    """That a rank sends of matrices for them, by group."""
     sums: tuple[float, ...]
     """Of each stage: adding the gradients of a micro-batch to their sums."""
     node_bytes_per_s: float
@@ -216,6 +220,9 @@ def _uniform_terms(work: Workload) -> StepTerms:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
         tp_bytes += (work.expert_slices - 1) * rows
         tp_calls += collectives
+    orthogonal, longest = 0.0, stages[0]
+    if work.muon:
+        orthogonal, longest = max(((matrix_flops(work, one), one) for one in stages), key=lambda one: one[0])
     return StepTerms(
         work=work,
         matmul=flops / work.tp / peak,
@@ -229,9 +236,11 @@ def _uniform_terms(work: Workload) -> StepTerms:
         stage_heads=tuple(stage.has_head for stage in stages),
         exchange_bytes=hidden_bytes(work),
         gradient_bytes=(reduced + gathers) * (dense * share + dealt * (expert_shards - 1) / expert_shards),
-        optimizer=OPTIMIZER_BYTES
+        optimizer=(3 * MASTER_BYTES + 2 * work.state_bytes)
         * (dense / work.shards + dealt / expert_shards if work.zero_stage else numel)
         / machine.memory_bytes_per_s,
+        orthogonal=orthogonal / machine.matmul_flops_per_s(work.ns_bytes),
+        matrix_bytes=matrix_bytes(work, longest) if orthogonal else {},
         sums=tuple((work.element_bytes + 2 * work.gradient_bytes) * one / machine.memory_bytes_per_s for one in numels),
         node_bytes_per_s=machine.node_link.bytes_per_s,
         network_bytes_per_s=machine.network_link.bytes_per_s,
@@ -330,7 +339,7 @@ def step_time(
         bubble=bubble,
         exchange=exchange,
         gradients=gradients,
-        optimizer=0.0 if work.on_host else terms.optimizer,
+        optimizer=0.0 if work.on_host else terms.optimizer + _orthogonalising(terms, work, values),
         stages=stages,
         host=host[1] if (host := host_seconds(terms.work)) else 0.0,
         hidden_context=passes * layers * layer.hidden_context,
@@ -402,6 +411,18 @@ def _gradients(terms: StepTerms, work: Workload, values: Mapping[str, float], sl
         exposed = max(LEAST_EXPOSED * seconds, seconds - most * slowest * share)
         return exposed, seconds - exposed
     return seconds, 0.0
+
+
+def _orthogonalising(terms: StepTerms, work: Workload, values: Mapping[str, float]) -> float:
+    """Seconds in which matrices go to their owners, are orthogonalised and come back: nothing hides them."""
+    seconds = terms.orthogonal / values["matmul"]
+    for group, size in terms.matrix_bytes.items():
+        if group == Axis.TP:
+            seconds += size / bandwidth(terms, work.stride(Axis.TP), work.tp, values)
+        else:
+            stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
+            seconds += size / bandwidth(terms, stride, work.shards, values)
+    return seconds
 
 
 def step_seconds(terms: StepTerms, values: Mapping[str, float]) -> float:

@@ -132,9 +132,12 @@ def _replicas(work: Workload) -> int:
     return work.shape.kv_replicas(work.tp)
 
 
+_CARRIED = {"all-gather": "weights", "all-to-all": "matrices for Muon"}
+
+
 def _operation(group: str, kinds: Mapping[str, Sent]) -> str:
     if group in ("dp-cp", EXPERT_DP):
-        first, *rest = (f"{kind} of {'weights' if kind == 'all-gather' else 'gradients'}" for kind in kinds)
+        first, *rest = (f"{kind} of {_CARRIED.get(kind, 'gradients')}" for kind in kinds)
         return " + ".join((first, *rest)) + (" of experts" if group == EXPERT_DP else "")
     if group == KV_REPLICA:
         return "all-reduce of gradients"

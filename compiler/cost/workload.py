@@ -13,9 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.layout.shards import (
+    ADAM_STATE_BYTES,
     ShardedGroups,
     TensorLayout,
     loss_chunk_tokens,
@@ -28,7 +30,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 
-from .parameters import expert_numel, rank_parameters, trained_tensors
+from .parameters import expert_numel, matrix_numels, rank_parameters, trained_tensors
 
 ASSUMED_IMBALANCE = 1.0
 """Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
@@ -112,6 +114,12 @@ class Workload:
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
     document_length: int | None = None
     """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
+    state_bytes: int = ADAM_STATE_BYTES
+    """What the optimizer keeps of an element; of matrices that take Muon it keeps the momentum alone."""
+    muon: bool = False
+    ns_steps: int = 5
+    """Iterations in which Muon orthogonalises a matrix, in numbers of `ns_bytes`."""
+    ns_bytes: int = 2
     framework: str = "deepspeed"
     keeps_gradients: bool = True
     """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
@@ -347,11 +355,25 @@ class Workload:
         `numel` is how many they are, where that is known.
         """
         numel = self.stage_parameters(stage) if numel is None else numel
+        if self.muon:
+            return self._sharded_apart(stage, numel)
         if not self.zero_stage:
             return ShardedGroups(numel, numel, self.dealt_parameters(stage))
         if self.shards_weights:
             return _sharded_tensors(self, stage)
         return sharded_groups(numel, self.shards, self.dealt_parameters(stage), self.expert_shards)
+
+    def _sharded_apart(self, stage: Stage, numel: int) -> ShardedGroups:
+        """The same with matrices in groups of their own."""
+        experts, others = matrix_numels(self.shape, stage, self.tp, self.ep, self.expert_tp)
+        dealt = self.dealt_parameters(stage)
+        if not self.zero_stage:
+            return ShardedGroups(numel, numel, dealt, experts + others)
+        if self.shards_weights:
+            return _sharded_tensors(self, stage)
+        matrices = sharded_groups(experts + others, self.shards, experts, self.expert_shards)
+        rest = sharded_groups(numel - experts - others, self.shards, dealt - experts, self.expert_shards)
+        return rest + replace(matrices, matrix_numel=matrices.shard_numel)
 
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
@@ -361,14 +383,15 @@ class Workload:
 
 @lru_cache(maxsize=1024)
 def _sharded_tensors(work: Workload, stage: Stage) -> ShardedGroups:
-    padded = shard = dealt = 0
+    padded = shard = dealt = matrices = 0
     for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
         layout = work.layout(parameter)
         ranks = work.expert_shards if layout.ep > 1 else work.shards
         each = -(-layout.local_numel // ranks)
         padded, shard = padded + count * each * ranks, shard + count * each
         dealt += count * each if layout.ep > 1 else 0
-    return ShardedGroups(padded, shard, dealt)
+        matrices += count * each if work.muon and takes_muon(parameter) else 0
+    return ShardedGroups(padded, shard, dealt, matrices)
 
 
 @lru_cache(maxsize=256)

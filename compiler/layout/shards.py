@@ -89,6 +89,8 @@ MASTER_BYTES = 4
 """Bytes of one fp32 master weight."""
 ADAM_STATE_BYTES = 8
 """Bytes of Adam's two fp32 moments of one element."""
+MOMENTUM_BYTES = 4
+"""Bytes of one fp32 state of one element: the momentum of Muon's matrices and of SGD, the sums of Adagrad."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,12 @@ class ShardedGroups:
     shard_numel: int
     expert_numel: int
     """Of the shard, those of experts that are dealt over ep."""
+    matrix_numel: int = 0
+    """Of the shard, those of matrices that Muon orthogonalises, which have no second moment."""
+
+    def __add__(self, other: ShardedGroups) -> ShardedGroups:
+        """Both together."""
+        return ShardedGroups(*(getattr(self, one) + getattr(other, one) for one in self.__slots__))
 
 
 def sharded_groups(numel: int, shards: int, experts: int = 0, expert_shards: int = 1) -> ShardedGroups:

@@ -21,6 +21,7 @@ from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters.dispatch import hanging
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, GroupFamily, reach
 from parcompile.layout.groups import Groups as PlanGroups
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import (
     ContextParallel,
@@ -108,7 +109,11 @@ def topology(plan: Plan) -> dict[str, Any]:
 
 def tensors(plan: Plan) -> list[dict[str, Any]]:
     """Every parameter as each tp rank holds it."""
-    return [_tensor_row(parameter, layout) for parameter, layout in plan.tensors().values()]
+    rows = [(parameter, _tensor_row(parameter, layout)) for parameter, layout in plan.tensors().values()]
+    if plan.spec.training.optimizer.is_muon:
+        for parameter, row in rows:
+            row["optimizer"] = "muon" if takes_muon(parameter) else "adamw"
+    return [row for _, row in rows]
 
 
 def _tensor_row(parameter: Parameter, layout: TensorLayout) -> dict[str, Any]:

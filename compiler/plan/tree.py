@@ -227,7 +227,8 @@ def _training(spec: Spec) -> dict[str, Any]:
     training = asdict(spec.training)
     training["precision"] = spec.training.precision.value
     training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
-    training["optimizer"]["betas"] = list(spec.training.optimizer.betas)
+    optimizer = asdict(spec.training.optimizer) | {"betas": list(spec.training.optimizer.betas)}
+    training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     return training
 
 

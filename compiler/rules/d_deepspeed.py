@@ -175,7 +175,7 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
         ("gradient_predivide_factor",): 1.0,
         ("communication_data_type",): spec.precision.value,
         ("seq_parallel_communication_data_type",): "fp32",
-        ("zero_allow_untested_optimizer",): False,
+        ("zero_allow_untested_optimizer",): spec.optimizer.type in ("muon", "sgd"),
         ("zero_optimization", "reduce_scatter"): True,
         ("zero_optimization", "contiguous_gradients"): True,
         ("zero_optimization", "overlap_comm"): spec.zero_stage == 3,

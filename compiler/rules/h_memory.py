@@ -331,7 +331,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
                 "host_memory_gib has no effect without zero.offload_optimizer", _HOST_MEMORY, severity=Severity.INFO
             )
         return
-    if offload.device != "cpu" or not spec.zero_stage:
+    if offload.device != "cpu" or not spec.zero_stage or spec.optimizer.is_muon:
         return  # Z006 refuses them
     work = workload(spec)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
-from parcompile.spec import Precision
+from parcompile.spec import OPTIMIZER_KEYS, Precision
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also
@@ -122,9 +122,47 @@ def coupled_decay_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Fires for adam with weight decay, also that of the default."""
     path = ("training", "optimizer", "type")
     decay = float(spec.get(*_DECAY))
-    if spec.given(*path) and spec.get(*path) == "adam" and decay > 0:
+    kind = spec.get(*path)
+    if spec.given(*path) and kind in ("adam", "sgd", "adagrad") and decay > 0:
         yield Finding(
-            f"adam with weight_decay {decay}: the decay is part of the gradient (L2), not decoupled as in adamw",
+            f"{kind} with weight_decay {decay}: the decay is part of the gradient (L2), not decoupled as in adamw",
             _DECAY if spec.given(*_DECAY) else path,
             help='use "adamw", or set weight_decay to 0',
         )
+
+
+_OPTIMIZER = ("training", "optimizer")
+
+
+@rule(
+    "P008",
+    "the optimizer has no such setting",
+    """Each optimizer has settings of its own: betas and eps are AdamW's, Adam's and, for what is no matrix of a layer,
+    Muon's; momentum and nesterov are Muon's and SGD's; what says how matrices are orthogonalised is Muon's. Nesterov's
+    momentum needs a momentum. Under Adagrad, ZeRO 1 and 2 have no group for experts that are dealt over ep.""",
+    wrong={"training": {"optimizer": {"type": "adamw", "momentum": 0.9}}},
+    right={"training": {"optimizer": {"type": "muon", "momentum": 0.9}}},
+    sources=("torch.optim: AdamW, Adam, Muon, SGD, Adagrad",),
+)
+def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
+    """Fires for each key that the type does not read, and for nesterov without momentum under sgd."""
+    kind = str(spec.get(*_OPTIMIZER, "type"))
+    known = OPTIMIZER_KEYS[kind]
+    for key in dict.fromkeys(key for keys in OPTIMIZER_KEYS.values() for key in keys):
+        path = (*_OPTIMIZER, key)
+        if key not in known and spec.given(*path):
+            owners = ", ".join(name for name, keys in OPTIMIZER_KEYS.items() if key in keys)
+            yield Finding(
+                f"optimizer {kind} has no {key}: it is of {owners}",
+                path,
+                help=f"remove it, or choose one of {owners}",
+                fixes=(Fix(f"remove {key}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+            )
+    if kind == "adagrad" and spec.axis(Axis.EP) > 1 and spec.zero_stage in (1, 2):
+        message = (
+            f"optimizer adagrad with ep {spec.axis(Axis.EP)}: DeepSpeed's ZeRO has one group of parameters under it"
+        )
+        yield Finding(message, (*_OPTIMIZER, "type"), help='write "adamw", or set zero.stage 0 or 3')
+    if kind == "sgd" and spec.optimizer.nesterov and not spec.optimizer.momentum:
+        path = (*_OPTIMIZER, "nesterov")
+        yield Finding("nesterov with momentum 0: torch's SGD refuses it", path, help='set "momentum", such as 0.9')

@@ -183,14 +183,16 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
     "Z006",
     "the optimizer cannot be on the host",
     """DeepSpeed moves master weights and optimizer state to the host at ZeRO stages 1 to 3, with and without pipeline
-    stages; stage 0 leaves them on the accelerator. States on NVMe are refused: DeepSpeed reads and writes them at stage
-    3 alone, with an operator that is compiled first (async_io), and checkpoints of the runtime would lack them.""",
+    stages; stage 0 leaves them on the accelerator. Muon's matrices are put together from the shards of several ranks,
+    and the messages of accelerators do not reach shards on the host: AdamW, Adam, SGD and Adagrad step there. States on
+    NVMe are refused: DeepSpeed reads and writes them at stage 3 alone, with an operator that is compiled first
+    (async_io), and checkpoints of the runtime would lack them.""",
     wrong={"zero": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
     right={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     sources=("DeepSpeed 0.19.8 runtime/engine.py, runtime/zero, runtime/swap_tensor",),
 )
 def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires at stage 0, and for NVMe."""
+    """Fires at stage 0, for Muon, and for NVMe."""
     offload, stage, place = spec.offload_optimizer, spec.zero_stage, ("zero", "offload_optimizer", "device")
     removal = Fix("remove offload_optimizer", Safety.CHANGES_COST, (Edit(place[:2], remove=True),))
     if offload is not None and offload.device == "nvme":
@@ -207,6 +209,14 @@ def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
             help="use stage 1, or remove offload_optimizer",
             fixes=(*_lower(), removal),
             related=also(spec, _STAGE),
+        )
+    elif offload is not None and spec.optimizer.is_muon:
+        yield Finding(
+            f"device {offload.device} with optimizer muon: whole matrices are put together on the accelerators",
+            place,
+            help='remove offload_optimizer, or write "type": "adamw"',
+            fixes=(removal,),
+            related=also(spec, ("training", "optimizer", "type")),
         )
 
 

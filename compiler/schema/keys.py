@@ -221,6 +221,37 @@ def not_allowed(violation: Violation, findings: Findings, view: SchemaView | Non
     choice(violation.path, violation.instance, allowed, [violation.schema], findings)
 
 
+_FLAT = "ZeRO gives an optimizer flat shards, and it computes"
+_REFUSED_OPTIMIZERS = {
+    "8bit": "moments of 8 bits have scales of blocks, which no checkpoint here keeps",
+    "4bit": "moments of 4 bits have scales of blocks, which no checkpoint here keeps",
+    "1bit": "it compresses gradients, and cannot be combined with ZeRO",
+    "onebit": "it compresses gradients, and cannot be combined with ZeRO",
+    "zeroone": "it compresses gradients, and cannot be combined with ZeRO",
+    "musgd": "its rates follow the widths of μP",
+    "muadam": "its rates follow the widths of μP",
+    "adafactor": f"{_FLAT} with the rows and columns of each weight",
+    "lamb": f"{_FLAT} with the norm of each weight",
+    "lars": f"{_FLAT} with the norm of each weight",
+    "shampoo": f"{_FLAT} with the rows and columns of each weight",
+    "soap": f"{_FLAT} with the rows and columns of each weight",
+    "galore": f"{_FLAT} with the singular vectors of each weight",
+    "apollo": f"{_FLAT} with the channels of each weight",
+    "lomo": "it updates weights in the backward pass, before gradients are reduced and clipped",
+    "adaptivemuon": "it has a second moment of orthogonalised updates",
+    "schedulefree": "it evaluates and saves other weights than those that it trains",
+    "lion": "torch has no Lion, and DeepSpeed's runs on GPUs alone",
+    "sophia": "torch has no Sophia, which needs a second backward pass",
+    "lbfgs": "it computes the loss several times in a step",
+}
+"""Parts of the bare names of optimizers that other tools have, and why a spec does not; the first that fits counts."""
+
+
+def refused_optimizer(kind: str) -> str | None:
+    """Why a spec does not have an optimizer of another tool; None where nothing is known of it."""
+    return next((why for part, why in _REFUSED_OPTIMIZERS.items() if part in bare(kind)), None)
+
+
 MANY = 24
 """Values that are listed where none is near."""
 
@@ -230,6 +261,9 @@ def choice(
 ) -> None:
     """K004: `value` is none of the `allowed` ones; `other` describes what else may be written."""
     near, safety = _near(value, [one for one in allowed if isinstance(one, str)])
+    is_optimizer = path == ("training", "optimizer", "type") and isinstance(value, str)
+    refused = refused_optimizer(str(value)) if is_optimizer and near != bare(str(value)) else None
+    near = None if refused else near
     if near is None and any(meant == one and type(meant) is type(one) for meant in _meant(value) for one in allowed):
         # "1" for 1: the value is right, its type is not.
         mismatch(path, value, schemas, findings)
@@ -245,6 +279,7 @@ def choice(
         return
     if not any(type(one) is type(value) for one in allowed) and len(allowed) <= FEW:
         message = f"{named(path)}: expected {' or '.join(alternatives)}, found {describe_found(value)}"
+    message += f": {refused}" if refused else ""
     some = ", ".join(str(one) for one in allowed[:MANY]) + (f" and {len(allowed) - MANY} more" * (len(allowed) > MANY))
     findings.say("K004", path, message, f"write {' or '.join(alternatives) or f'one of {some}'}")
 

@@ -23,7 +23,7 @@ from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import is_own_master, static_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import AXES, Axis
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import text_part
@@ -395,7 +395,7 @@ def _remedies(space: Space, least: Ranked) -> Iterator[str]:
 def _state_bytes(work: Workload) -> int:
     """Weights and optimizer state of the whole model, each once."""
     master = 0 if is_own_master(work) else MASTER_BYTES
-    return parameter_table(work.shape).numel * (work.element_bytes + master + ADAM_STATE_BYTES)
+    return parameter_table(work.shape).numel * (work.element_bytes + master + work.state_bytes)
 
 
 def _size(one: Ranked) -> str:

@@ -1,6 +1,7 @@
 """The spec: its values after resolution, and how each of them is decided."""
 
 from .values import (
+    OPTIMIZER_KEYS,
     Cluster,
     LrScheduler,
     Model,
@@ -17,6 +18,7 @@ from .values import (
 )
 
 __all__ = [
+    "OPTIMIZER_KEYS",
     "Cluster",
     "LrScheduler",
     "Model",

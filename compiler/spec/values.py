@@ -19,6 +19,7 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid
 from parcompile.layout.pipeline import PipelineSplit, Schedule, Stage, merged, rank_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
+from parcompile.layout.shards import ADAM_STATE_BYTES, MOMENTUM_BYTES
 from parcompile.machines.accelerator import Accelerator
 from parcompile.model.shape import ModelShape, architecture
 
@@ -115,15 +116,43 @@ class Parallelism:
         return self.dp * self.cp
 
 
+_MUON = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bf16", "adjust_lr": "match_rms_adamw"}
+OPTIMIZER_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"betas": None, "eps": None},
+    "adam": {"betas": None, "eps": None},
+    "muon": {"betas": None, "eps": None, **_MUON},
+    "sgd": {"momentum": 0.0, "nesterov": False},
+    "adagrad": {"eps": None},
+}
+"""Of each optimizer the keys that it has beside lr and weight_decay, with the values that depend on the optimizer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The optimizer and its settings."""
+    """The optimizer and its settings; those of Muon and SGD are None where it is another."""
 
     type: str
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    momentum: float | None = None
+    nesterov: bool | None = None
+    ns_steps: int | None = None
+    ns_dtype: str | None = None
+    adjust_lr: str | None = None
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of the layers are orthogonalised."""
+        return self.type == "muon"
+
+    @property
+    def state_bytes(self) -> int:
+        """What is kept of an element in fp32; of matrices that Muon orthogonalises, `MOMENTUM_BYTES`."""
+        if self.type == "adagrad" or (self.type == "sgd" and self.momentum):
+            return MOMENTUM_BYTES
+        return 0 if self.type == "sgd" else ADAM_STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +382,10 @@ def workload_of(spec: Spec) -> Workload:
         linear_loss=training.linear_cross_entropy,
         router_z_loss=bool(router and router.z_loss),
         stage_layers=spec.stages,
+        state_bytes=training.optimizer.state_bytes,
+        muon=training.optimizer.is_muon,
+        ns_steps=training.optimizer.ns_steps or 0,
+        ns_bytes=Precision(training.optimizer.ns_dtype or "bf16").bytes,
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
         on_host=spec.offload_optimizer is not None,

@@ -26,7 +26,7 @@ from parcompile.runtime.model.slices import Slices, cut, slice_of
 
 from .reading import SavedRun, whole_note
 from .state_file import MASTER, without_keys
-from .writing import ParameterGroup, Source, optimizer_settings, write
+from .writing import ParameterGroup, Source, fresh_groups, write
 
 # Puts a checkpoint into an engine of another layout: every tensor is made whole and cut anew, one at a time.
 
@@ -172,9 +172,7 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     def weights(name: str, kind: str) -> Tensor | None:
         return source.whole(name) if kind == MASTER else None
 
-    names = [name for name, _ in plan.parameters.expanded()]
-    group = ParameterGroup(names, optimizer_settings(plan), {"step": torch.tensor(0.0)})
-    return write(Source(plan, _layouts(plan), weights, [group], buffers), Path(output), 0, counters)
+    return write(Source(plan, _layouts(plan), weights, fresh_groups(plan), buffers), Path(output), 0, counters)
 
 
 def _layouts(plan: Plan) -> dict[str, TensorLayout]:

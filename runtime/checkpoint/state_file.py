@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -162,6 +162,11 @@ def load_random_state(folder: Path, rank: int) -> None:
 MASTER = "fp32"
 """The kind of tensor that holds the weights in full precision."""
 
+MOMENTUM = "momentum_buffer"
+"""The kind of tensor that Muon and SGD keep, as torch calls it."""
+MUON_KEY = "ns_steps"
+"""A setting that groups of parameters have which Muon updates, and no other."""
+
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 """Its groups are the shard and the model-parallel rank."""
 
@@ -210,7 +215,7 @@ class OptimizerShard:
     @property
     def moments(self) -> list[str]:
         """The kinds of tensors that the optimizer keeps beside the weights."""
-        return [kind for kind in self._flat[0] if kind != MASTER]
+        return list(dict.fromkeys(kind for flat in self._flat for kind in flat if kind != MASTER))
 
     def names(self, group: int) -> list[str]:
         """The parameters of a group that lie here, in order."""
@@ -225,6 +230,8 @@ class OptimizerShard:
         if name not in self._places:
             return None
         group, start, numel = self._places[name]
+        if kind != MASTER and not keeps(self.settings, group, kind):
+            return None
         flat = self._flat[group].get(kind)
         if flat is None or flat.numel() < start + numel:
             held = "none" if flat is None else f"{flat.numel()}"
@@ -232,6 +239,13 @@ class OptimizerShard:
                 f"{self._file} has {name} at elements {start} to {start + numel} of group {group}, and {held} of {kind}"
             )
         return flat[start : start + numel]
+
+
+def keeps(settings: Sequence[Mapping[str, Any]], group: int, kind: str) -> bool:
+    """Whether a group of parameters has a state of this kind, where Muon updates some groups and AdamW the others."""
+    if not any(MUON_KEY in one for one in settings):
+        return True
+    return (kind == MOMENTUM) is (MUON_KEY in settings[group])
 
 
 def without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:

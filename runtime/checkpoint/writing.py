@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import EXPERT_DP, Axis
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.shards import TensorLayout, padded_shard
 from parcompile.plan import Plan
 from parcompile.plan.diff import file_layout
@@ -31,12 +32,13 @@ from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import cut
 from parcompile.runtime.model.text_head import TORCH_DTYPES
+from parcompile.runtime.optimizers import fresh_optimizer, muon_settings
 from parcompile.spec import Precision
 
 from .agreement import one_line
 from .manifest import LATEST, NOTE, Note, check_listed, damages
 from .placing import begin, hold, is_noted_there, put_in_place, release
-from .state_file import MASTER, experts_file, shard_file, weights_file, write_state
+from .state_file import MASTER, MOMENTUM, MUON_KEY, experts_file, shard_file, weights_file, write_state
 from .universal import universal_checkpoint_info
 
 MODULE = "module"
@@ -61,8 +63,6 @@ def with_experts(weights: Mapping[str, Any], experts: Mapping[str, Any]) -> dict
     return {**weights, MODULE: type(weights[MODULE])({**weights[MODULE], **experts[MODULE]})}
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
 Whole = Callable[[str, str], Tensor | None]
 """From a parameter's name and a kind (fp32, exp_avg, …) to the whole tensor; None stands for zeros."""
 
@@ -76,6 +76,15 @@ class ParameterGroup:
     scalars: Mapping[str, Any]
     of_experts: bool = False
     """Whether they are experts that are dealt over ep: the states are then sharded over expert-dp."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The kinds of tensors that the optimizer keeps beside the weights, by the settings of its class."""
+        if "betas" in self.settings and MUON_KEY not in self.settings:
+            return "exp_avg", "exp_avg_sq"
+        if "lr_decay" in self.settings:
+            return ("sum",)
+        return (MOMENTUM,) if self.settings.get("momentum") else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +252,7 @@ def _shard(source: Source, module: Mapping[str, Tensor], shard: int, tp_rank: in
         "clip_grad": plan.spec.training.gradient_clipping,
         "base_optimizer_state": {
             "state": {
-                number: {**group.scalars, **{kind: run.flat[kind] for kind in _MOMENTS}}
+                number: {**group.scalars, **{kind: run.flat[kind] for kind in group.moments}}
                 for number, (group, run) in enumerate(zip(groups, runs, strict=True))
             },
             "param_groups": [{**group.settings, "params": [number]} for number, group in enumerate(groups)],
@@ -278,9 +287,9 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
         ep_rank, shard = places_of_experts[shard]
         shards = len({place.expert_dp for place in places_of_experts})
     elif shard >= shards:  # at stage 0 what all ep ranks hold is in the first file only
-        return _Run({kind: torch.zeros(0) for kind in (MASTER, *_MOMENTS)}, OrderedDict(), 0)
+        return _Run({kind: torch.zeros(0) for kind in (MASTER, *group.moments)}, OrderedDict(), 0)
     place = padded_shard(sum(module[name].numel() for name in group.names), shards, shard)
-    flat = {kind: torch.zeros(place.numel) for kind in (MASTER, *_MOMENTS)}
+    flat = {kind: torch.zeros(place.numel) for kind in (MASTER, *group.moments)}
     places: OrderedDict[str, Any] = OrderedDict()
     offset = 0
     for name in group.names:
@@ -311,15 +320,17 @@ def _scaler(source: Source) -> tuple[Any, bool]:
     return CreateLossScaler(dtype, training.loss_scale, dynamic, options), dynamic
 
 
-def optimizer_settings(plan: Plan) -> dict[str, Any]:
-    """The settings of a fresh AdamW with the plan's values."""
-    optimizer = plan.spec.training.optimizer
-    make = torch.optim.AdamW if optimizer.type == "adamw" else torch.optim.Adam
-    fresh = make(
-        [torch.zeros(1)],
-        lr=optimizer.lr,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-    )
-    return dict(fresh.state_dict()["param_groups"][0])
+def fresh_groups(plan: Plan) -> list[ParameterGroup]:
+    """All parameters in the groups of a fresh optimizer, with the plan's settings."""
+    optimizer, rows = plan.spec.training.optimizer, list(plan.parameters.expanded())
+    fresh = fresh_optimizer([torch.zeros(1)], optimizer).state_dict()["param_groups"][0]
+    every = [name for name, _ in rows]
+    scalars = {} if optimizer.type == "sgd" else {"step": torch.tensor(0.0)}
+    if not optimizer.is_muon:
+        return [ParameterGroup(every, fresh, scalars)]
+    taken = [name for name, row in rows if takes_muon(row)]
+    others = [name for name in every if name not in set(taken)]
+    return [
+        ParameterGroup(taken, {**fresh, **muon_settings(optimizer)}, {}),
+        ParameterGroup(others, fresh, scalars),
+    ]

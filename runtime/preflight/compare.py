@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parcompile.cost.collectives import collectives, stage_exchanges
+from parcompile.cost.collectives import RankPlace, collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.offload import host_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
+from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import padded_shard
@@ -112,10 +113,12 @@ def _sharded_gradient_bytes(mesh: Mesh) -> int:
     """
     plan = mesh.plan
     rows, holding = plan.tensors(), Holding(plan, mesh.index("pp"))
-    held = [rows[row][1] for name, row in plan.parameters.expanded() if name in holding]
-    dealt = [layout.local_numel for layout in held if layout.ep > 1]
-    found = _gradient_bytes_of_group(mesh, "dp-cp", [layout.local_numel for layout in held if layout.ep == 1])
-    return found + (_gradient_bytes_of_group(mesh, EXPERT_DP, dealt) if dealt else 0)
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for name, row in plan.parameters.expanded():
+        if name in holding:
+            layout, apart = rows[row][1], plan.spec.training.optimizer.is_muon and takes_muon(row)
+            groups.setdefault((EXPERT_DP if layout.ep > 1 else "dp-cp", apart), []).append(layout.local_numel)
+    return sum(_gradient_bytes_of_group(mesh, ranks, sizes) for (ranks, _), sizes in groups.items())
 
 
 def _gradient_bytes_of_group(mesh: Mesh, ranks: str, sizes: list[int]) -> int:
@@ -209,9 +212,10 @@ BUCKETED = ("dp-cp", EXPERT_DP)
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:
-    found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp")) | stage_exchanges(
-        work, _stage_index(mesh)
-    )
+    expert_shard = mesh.index(EXPERT_DP) if EXPERT_DP in mesh.groups else 0
+    place = RankPlace(mesh.index("dp-cp"), expert_shard, mesh.index("tp"))
+    found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp"), place)
+    found |= stage_exchanges(work, _stage_index(mesh))
     return {key: Tally(one.messages, one.wire_bytes) for key, one in found.items()}
 
 

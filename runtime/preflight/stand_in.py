@@ -314,9 +314,14 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
     def record(self, func: Any, args: tuple[Any, ...]) -> str | None:
         """Counts a message; the first over dp and cp begins the reduction of gradients."""
         group = super().record(func, args)
-        if group == "dp-cp" and self.peak_before_reduction is None:
-            self.peak_before_reduction = self.peak_bytes
+        if group == "dp-cp":
+            self.begin_reduction()
         return group
+
+    def begin_reduction(self) -> None:
+        """From here on gradients are reduced, or copied to be."""
+        if self.peak_before_reduction is None:
+            self.peak_before_reduction = self.peak_bytes
 
     def copies_into(self, tensor: Tensor) -> list[tuple[int, Tensor]]:
         """What was copied into a tensor while `keep_copies` was set: where to (as offset), and what from."""

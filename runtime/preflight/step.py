@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.pipeline import Pass
+from parcompile.runtime.deepspeed_patches.engine import before_reduction
 from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     flat_weights,
@@ -34,6 +35,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.mesh import Mpu
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
 from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.optimizers import join_shards
 from parcompile.runtime.pipeline import PipelinedLoop
 
 from .counting import Counts, Tally
@@ -211,8 +213,10 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
             **options, mpu=Mpu(mesh), config=config, dist_init_required=False
         )
     take_over_norm(engine, mesh)
+    join_shards(engine, mesh)
     sum_once(engine, mesh)
     tracker.move_to_host(one for one in tensors_on_host(optimizer) if tracker.is_here(one))
+    before_reduction(engine, tracker.begin_reduction)
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
     weights = flat_weights(optimizer)

@@ -186,7 +186,7 @@ def test_the_whole_batch_alone_is_one_pass() -> None:
     assert (training.micro_batch_size, training.gradient_accumulation_steps) == (4, 1)
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Muon"])
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Lion"])
 def test_another_optimizer_is_not_turned_into_adamw(kind: str) -> None:
     result = imported({"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 1e-3}}})
     assert [one.path for one in result.questions] == [("training", "optimizer")]

@@ -94,6 +94,7 @@ def test_the_machine_of_a_plan_has_the_schema_of_its_file() -> None:
 @pytest.mark.parametrize("name", ["plan", "process_groups", "lock", "target_report", "megatron_args"])
 def test_schemas_are_closed_and_described_at_every_level(name) -> None:
     root, only_of_some = json.loads(schema.text(name)), {"backends", "offload_optimizer", "host_memory"}
+    only_of_some |= {"optimizer", "momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr"}
     Draft202012Validator.check_schema(root)
     assert root["$id"] == f"{schema.BASE}{name}.schema.json"
 
@@ -363,12 +364,14 @@ class TestAMillionRanks:
         for name, artefact in artefacts(compile_tree(tree, tmp_path)).items():
             assert len(to_text(artefact).encode()) < 1_000_000, name
 
-    def test_memory_does_not_grow_with_the_world(self, tmp_path) -> None:
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_memory_does_not_grow_with_the_world(self, optimizer, tmp_path) -> None:
         """Counted, not timed: a list of a million ranks alone would be 8 MB."""
 
         def peak_bytes(nodes: int) -> int:
             parallelism = {"tp": 8, "cp": 16, "pp": 4}
             training = {"gradient_accumulation_dtype": "fp32", "global_batch_size": 8192}
+            training["optimizer"] = {"type": optimizer}
             tree = spec_tree(nodes, 16, parallelism=parallelism, training=training)
             tracemalloc.start()
             for artefact in artefacts(compile_tree(tree, tmp_path)).values():

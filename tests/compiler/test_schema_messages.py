@@ -72,7 +72,7 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("training.sequence_length", "8192", "K003", "found text", "write 8192 without quotes"),
     ("training.precision", "bfloat16", "K004", "not allowed", 'did you mean "bf16"? (or "fp32" or "fp16")'),
     ("training.optimizer.type", "adamww", "K004", "not allowed", 'did you mean "adamw"?'),
-    ("training.optimizer.type", 3, "K004", 'expected "adamw" or "adam", found the number 3', None),
+    ("training.optimizer.type", 3, "K004", '"sgd" or "adagrad", found the number 3', None),
     ("training.optimizer.lr", 0, "K005", "must be above 0", "more than 0"),
     ("training.optimizer.betas", [0.9], "K007", "1 entry, but exactly 2 are needed", "[0.9, 0.95]"),
     ("training.optimizer.betas", [0.9, 1.5], "K005", "betas[1]: 1.5 is too large: it must be below 1", None),

@@ -108,6 +108,23 @@ def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) ->
     assert_close(loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1)["losses"][STEPS])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "zero"),
+    [
+        ({"type": "muon", "lr": 0.01, "eps": 1e-3, "ns_dtype": "fp32"}, {"stage": 2}),
+        ({"type": "adagrad", "lr": 0.01}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+    ],
+    ids=["muon", "adagrad on the host"],
+)
+def test_the_trainer_trains_with_the_plans_optimizer(
+    optimizer: dict[str, Any], zero: dict[str, Any], tmp_path: Path
+) -> None:
+    training = {"activation_checkpointing": "full", "eval_micro_batch_size": 2, "eval_global_batch_size": 4}
+    plan = make_plan(4, {"tp": 2}, training={**training, "optimizer": optimizer}, extra={"zero": zero})
+    for rank in run_ranks(4, train, plan, str(tmp_path), False):
+        assert_trained(rank, plan)
+
+
 def rows(count: int) -> list[dict[str, torch.Tensor]]:
     """Of different lengths, the first third without labels."""
     generator = torch.Generator().manual_seed(5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from closeness import Margin, Noise, margins, nudge
@@ -199,9 +202,70 @@ def _shard(engine: Any) -> dict[str, int]:
 def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """torch's own, as the plan says."""
     chosen = plan.spec.training.optimizer
-    return torch.optim.AdamW(
-        model.parameters(), lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
-    )
+    rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+    if chosen.type == "sgd":
+        momentum: Any = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
+        return torch.optim.SGD(model.parameters(), **rate, **momentum)
+    if chosen.type == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), **rate, eps=chosen.eps)
+    if chosen.is_muon:
+        return PlainMuon(model, plan)
+    return torch.optim.AdamW(model.parameters(), **rate, betas=chosen.betas, eps=chosen.eps)
+
+
+NOT_HIDDEN = re.compile(r"router|\bgate\.|expert_gate\.|norm|embed")
+
+
+class PlainMuon(torch.optim.AdamW):
+    """torch.optim.Muon for each matrix of the layers, and for each expert of a stack; torch.optim.AdamW for the rest.
+
+    With `ns_dtype` fp32 torch's own iteration runs in fp32: the one line of it that says bf16 is another.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        chosen = plan.spec.training.optimizer
+        rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+        layers = {name: one for name, one in model.named_parameters() if re.search(r"\.\d+\.", name)}
+        self.matrices = [
+            one
+            for name, one in layers.items()
+            if (one.dim() == 2 and name.endswith(".weight") and not NOT_HIDDEN.search(name))
+            or (one.dim() == 3 and "experts" in name)
+        ]
+        taken = {id(one) for one in self.matrices}
+        others = [one for one in model.parameters() if id(one) not in taken]
+        super().__init__(others, **rate, betas=chosen.betas, eps=chosen.eps)
+        # Views of the experts of a stack; of a matrix, one of it.
+        self.views = [(one, list(one.detach().view(-1, *one.shape[-2:]))) for one in self.matrices]
+        self.muon = torch.optim.Muon(
+            [view for _, views in self.views for view in views],
+            **rate,
+            momentum=chosen.momentum,
+            nesterov=chosen.nesterov,
+            ns_steps=chosen.ns_steps,
+            adjust_lr_fn=chosen.adjust_lr,
+        )
+        self.iteration = torch.optim._muon._zeropower_via_newtonschulz
+        if chosen.ns_dtype == "fp32":
+            source = inspect.getsource(self.iteration)
+            assert source.count("grad.bfloat16()") == 1
+            space = dict(vars(torch.optim._muon))
+            exec(source.replace("grad.bfloat16()", "grad.clone()"), space)
+            self.iteration = space["_zeropower_via_newtonschulz"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for one in self.matrices:
+            one.grad = None
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for one, views in self.views:
+            assert one.grad is not None
+            for view, gradient in zip(views, one.grad.view(-1, *one.shape[-2:]), strict=True):
+                view.grad = gradient
+        with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", self.iteration):
+            self.muon.step()
 
 
 def train_in_one_process(

@@ -109,6 +109,24 @@ ADAM: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "betas": [0.9, 0.999], "
 """Defaults of ops/adam/fused_adam.py, ops/adam/cpu_adam.py and torch.optim.Adam."""
 TORCH_ADAMW: Mapping[str, Any] = MappingProxyType({**ADAM, "weight_decay": 0.01})
 """Those of torch.optim.AdamW, which "torch_adam": true brings."""
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "muon": {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0},
+        "sgd": {"lr": 1e-3, "momentum": 0, "nesterov": False, "weight_decay": 0},
+        "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0},
+    }
+)
+"""Of runtime/zero/muon/original_muon.py, torch.optim.SGD and torch.optim.Adagrad. Muon has two rates, and neither for
+both."""
+OFF: Mapping[str, Any] = MappingProxyType(
+    {
+        **dict.fromkeys(("amsgrad", "maximize", "per_head_muon"), False),
+        **dict.fromkeys(("dampening", "lr_decay", "initial_accumulator_value"), 0),
+    }
+)
+"""Settings of optimizers that a spec has no word for, with the value that switches each off: also the default."""
+SAME_NUMBERS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that choose between implementations."""
 
 SCHEDULERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

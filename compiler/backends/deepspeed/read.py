@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided, UndecidedError
+from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided, UndecidedError, refuse_optimizer
 from parcompile.schema import load
+from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.text.typed import Reader, integer, number
 
 from . import facts
@@ -18,6 +19,8 @@ from .table import find, newest
 from .write import ds_config
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
+_TYPE: SpecPath = (*_OPTIMIZER, "type")
+_PARAMS = "optimizer.params."
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 _PRECISION: SpecPath = ("training", "precision")
 _TRAINER = "the Trainer of transformers"
@@ -99,21 +102,60 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
     except UndecidedError as error:
         draft.leave_open(source, error, _OPTIMIZER)
         return None
-    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
-        draft.ask(_OPTIMIZER, f"optimizer.type is {kind!r}: a spec has adam and adamw")
-        for name in [name for name in source.given if name.startswith("optimizer.")]:
-            source.lose(name, "a spec has the optimizers adam and adamw")
+    # DeepSpeed takes its own in any case, and torch's classes by their names.
+    own = "sgd" if kind == "SGD" else str(kind).lower()
+    if kind == "sgd":
+        draft.ask(_OPTIMIZER, "optimizer.type is 'sgd': DeepSpeed takes torch's classes by their names, here SGD")
         return None
-    adam_w_mode = source.value("optimizer.params.adam_w_mode", (*_OPTIMIZER, "type"))
-    decoupled = kind.lower() == "adamw" or adam_w_mode is not False
-    draft.set((*_OPTIMIZER, "type"), "adamw" if decoupled else "adam", said=True)
-    of_torch = source.value("optimizer.params.torch_adam", (*_OPTIMIZER, "type")) is True
-    defaults = facts.TORCH_ADAMW if of_torch and decoupled else facts.ADAM
-    source.defaults = {**source.defaults, **{f"optimizer.params.{name}": value for name, value in defaults.items()}}
-    for name in ("betas", "eps", "weight_decay"):
-        draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
-    found = draft.carry(source, "optimizer.params.lr", (*_OPTIMIZER, "lr"))
-    return None if found is None else number(found, "optimizer.params.lr")
+    if not isinstance(kind, str) or own not in OPTIMIZER_KEYS:
+        refuse_optimizer(source, draft, "optimizer.type", kind, source.under("optimizer"))
+        return None
+    of_torch, coupled = (source.value(_PARAMS + name, _TYPE) for name in ("torch_adam", "adam_w_mode"))
+    if own in ("adam", "adamw"):
+        own = "adam" if own == "adam" and coupled is False else "adamw"
+        defaults = facts.TORCH_ADAMW if of_torch is True and own == "adamw" else facts.ADAM
+    else:
+        defaults = facts.OPTIMIZERS[own]
+    draft.set(_TYPE, own, said=True)
+    source.defaults = {**source.defaults, **{_PARAMS + name: value for name, value in defaults.items()}}
+    for name in defaults:
+        if name != "lr":
+            draft.carry(source, _PARAMS + name, (*_OPTIMIZER, name))
+    rate = _muon(source, draft, coupled=coupled is False) if own == "muon" else _PARAMS + "lr"
+    for name in source.under("optimizer.params"):
+        key = name.removeprefix(_PARAMS)
+        if key in facts.OFF and source.given[name] != facts.OFF[key]:
+            source.lose(name, "the optimizers of a spec have no such setting", changes=True)
+        elif key in facts.OFF or key in facts.SAME_NUMBERS:
+            source.ignore(name, "DeepSpeed computes the same without it")
+    found = draft.carry(source, rate, (*_OPTIMIZER, "lr"))
+    return None if found is None else number(found, rate)
+
+
+def _muon(source: Source, draft: Draft, *, coupled: bool) -> str:
+    """What DeepSpeed's Muon has beside; returns the option with its rate for matrices."""
+    draft.set((*_OPTIMIZER, "adjust_lr"), "original", said=False)
+    why = (
+        "DeepSpeed's Muon clips what it has orthogonalised, and takes routers as matrices; that of a plan does neither"
+    )
+    source.lose("optimizer.type", why, changes=True)
+    if coupled:
+        source.lose(_PARAMS + "adam_w_mode", "what is no matrix takes AdamW in a plan", changes=True)
+    source.ignore(_PARAMS + "ns_method", "the same iteration: a plan runs it in bf16, in torch's order of products")
+    rate, of_matrices, of_others = (_PARAMS + name for name in ("lr", "muon_lr", "adam_lr"))
+    first = of_matrices if source.has(of_matrices) else rate
+    value = source.given.get(first)
+    for name in (rate, of_others):
+        if name != first and source.given.get(name, value) != value:
+            said = "" if value is None else f", here that of matrices, {value}"
+            source.lose(name, f"a spec has one lr{said}", changes=True)
+        elif name != first:
+            source.ignore(name, f"the same as {first}")
+    if value is None:
+        draft.ask(
+            (*_OPTIMIZER, "lr"), "DeepSpeed's Muon takes 0.02 for matrices and 3e-4 for all else: a spec has one lr"
+        )
+    return first
 
 
 def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
@@ -218,10 +260,16 @@ def _is_off(path: tuple[str, ...], value: Any) -> bool:
     return bool(value == key.default) and type(value) is type(key.default)
 
 
+def _lower(kind: Any) -> Any:
+    """DeepSpeed's own optimizers in any case."""
+    return kind.lower() if isinstance(kind, str) and kind.lower() in OPTIMIZER_KEYS else kind
+
+
 IMPORTER = Importer(
     tool="DeepSpeed",
     options=options,
     defaults=lambda: facts.DEFAULTS,
     read=read,
     written=lambda plan: options(ds_config(plan)),
+    meaning=lambda given: {**given, "optimizer.type": _lower(given.get("optimizer.type"))},
 )

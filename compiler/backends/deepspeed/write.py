@@ -14,12 +14,14 @@ from typing import Any
 from parcompile.backends.artefacts import Loss
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
-from parcompile.spec import Precision, Spec
+from parcompile.spec import OPTIMIZER_KEYS, Precision, Spec
 from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
-_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+_NS_STEPS = 5
+"""Iterations of DeepSpeed's Muon (runtime/zero/muon/original_muon.py)."""
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
 def ds_config(plan: Plan) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "communication_data_type": _communication_dtype(training.precision),
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
-        "zero_allow_untested_optimizer": False,
+        "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd"),
         # Whatever optimizer a script brings steps on the host, too: not DeepSpeed's own alone, which is compiled first.
         **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": False}),
         "steps_per_print": 2**31 - 1,
@@ -56,6 +58,16 @@ def losses(plan: Plan) -> list[Loss]:
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
         found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
+    if (optimizer := plan.spec.training.optimizer).is_muon:
+        why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
+        why += "; its momentum is always Nesterov's" * (not optimizer.nesterov)
+        why += "; its matrices have the rates of adjust_lr original" * (optimizer.adjust_lr != "original")
+        why += "; it iterates five times" * (optimizer.ns_steps != _NS_STEPS)
+        why += "; it iterates in bf16" * (optimizer.ns_dtype != "bf16")
+        why += "; it refuses stage 3 with reduce_scatter" * plan.spec.shards_weights
+        found.append(
+            Loss("optimizer muon", why, "parcompile.runtime orthogonalises whole matrices of clipped gradients")
+        )
     if (schedule := plan.spec.training.lr_scheduler) is None:
         return found
     first = "0" if schedule.type == "cosine" else "the first rate"
@@ -74,16 +86,23 @@ def losses(plan: Plan) -> list[Loss]:
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
     # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
-    settings: dict[str, Any] = {
-        "lr": optimizer.lr,
-        "betas": list(optimizer.betas),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "torch_adam": True,
+    settings: dict[str, Any] = {"lr": optimizer.lr}
+    if "betas" in OPTIMIZER_KEYS[optimizer.type]:
+        settings["betas"] = list(optimizer.betas)
+    if "eps" in OPTIMIZER_KEYS[optimizer.type]:
+        settings["eps"] = optimizer.eps
+    settings["weight_decay"] = optimizer.weight_decay
+    if optimizer.type == "sgd":
+        settings |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+    elif optimizer.is_muon:
+        settings |= {"momentum": optimizer.momentum, "ns_method": "standard"}
+    if "betas" in settings:
+        settings["torch_adam"] = True
+    if spec.offload_optimizer is not None and optimizer.type != "adagrad":
         # On the host one kernel, which torch brings compiled, instead of eight passes through memory.
-        **({} if spec.offload_optimizer is None else {"fused": True}),
-        "adam_w_mode": optimizer.type == "adamw",
-    }
+        settings["fused"] = True
+    if "betas" in settings:
+        settings["adam_w_mode"] = optimizer.type != "adam"
     return {"type": _OPTIMIZERS[optimizer.type], "params": settings}
 
 

@@ -13,7 +13,16 @@ from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
 from parcompile.backends.deepspeed.read import read_further, read_offload
-from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, Undecided, UndecidedError
+from parcompile.backends.reading import (
+    Draft,
+    Importer,
+    RefusedError,
+    Source,
+    SpecPath,
+    Undecided,
+    UndecidedError,
+    refuse_optimizer,
+)
 from parcompile.diagnostics import Diagnostic, Edit, Path
 from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
@@ -206,10 +215,9 @@ def _optimizer(source: Source, draft: Draft) -> None:
     except UndecidedError as error:
         draft.leave_open(source, error, _OPTIMIZER)
         return
-    if not isinstance(kind, str) or kind.lower() != "adam":
-        draft.ask(_OPTIMIZER, f"optimizer.type is {kind!r}: a spec has adam and adamw")
-        for name in source.under("optimizer"):
-            source.lose(name, "a spec has the optimizers adam and adamw")
+    if str(kind).lower() != "adam":
+        made = "MuSGD" if str(kind).lower() == "sgd" else kind
+        refuse_optimizer(source, draft, "optimizer.type", made, source.under("optimizer"))
         return
     draft.set((*_OPTIMIZER, "type"), "adamw", said=True)
     for name in ("lr", "betas", "eps"):

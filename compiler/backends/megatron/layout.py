@@ -190,7 +190,9 @@ def _write_sharding(spec: Spec) -> Arguments:
 def _read_sharding(source: Source, draft: Draft) -> None:
     """The stage of ZeRO that shards as much: the distributed optimizer is stage 1, FSDP is 3 if not told less."""
     try:
-        distributed = source.value("use_distributed_optimizer", _STAGE) is True
+        # Its former name for Muon with the distributed optimizer.
+        distributed = source.given.get("optimizer") == "dist_muon"
+        distributed = source.value("use_distributed_optimizer", _STAGE) is True or distributed
         fsdp = source.value("use_megatron_fsdp", _STAGE) is True or source.value("use_custom_fsdp", _STAGE) is True
         strategy = source.value("data_parallel_sharding_strategy", _STAGE)
         torch_fsdp = source.value("use_torch_fsdp2", _STAGE) is True

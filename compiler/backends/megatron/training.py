@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.artefacts import Loss
-from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, SpecPath, UndecidedError
+from parcompile.backends.reading import (
+    Arguments,
+    Bundle,
+    Draft,
+    Entry,
+    Row,
+    Source,
+    SpecPath,
+    UndecidedError,
+    refuse_optimizer,
+)
 from parcompile.spec import Precision, Spec
 from parcompile.text.typed import integer, number
 
@@ -51,14 +61,39 @@ def _length_losses(spec: Spec) -> Iterator[Loss]:
 
 def _write_optimizer(spec: Spec) -> Arguments:
     optimizer = spec.training.optimizer
+    found: Arguments = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if optimizer.type == "sgd":
+        return {"optimizer": "sgd", **found, "sgd_momentum": optimizer.momentum}
+    adam = {"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_eps": optimizer.eps}
+    if not optimizer.is_muon:
+        return {"optimizer": "adam", **found, **adam}
+    mode, factor = _SCALES_OF_MUON[str(optimizer.adjust_lr)]
     return {
-        "optimizer": "adam",
-        "lr": optimizer.lr,
-        "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.betas[0],
-        "adam_beta2": optimizer.betas[1],
-        "adam_eps": optimizer.eps,
+        "optimizer": "muon",
+        **found,
+        **adam,
+        "muon_momentum": optimizer.momentum,
+        **({"muon_nesterov": True} if optimizer.nesterov else {}),
+        "muon_num_ns_steps": optimizer.ns_steps,
+        "muon_fp32_matmul_prec": _PRECISIONS_OF_MUON[str(optimizer.ns_dtype)],
+        "muon_coefficient_type": "simple",
+        "muon_scale_mode": mode,
+        "muon_extra_scale_factor": factor,
+        "muon_tp_mode": "duplicated",
     }
+
+
+_SCALES_OF_MUON = {"match_rms_adamw": ("spectral", 0.2), "original": ("shape_scaling", 1.0)}
+"""--muon-scale-mode and --muon-extra-scale-factor (emerging_optimizers, `get_muon_scale_factor`)."""
+_PRECISIONS_OF_MUON = {"bf16": "medium", "fp32": "high"}
+_MUON = tuple(
+    f"muon_{name}"
+    for name in (
+        *("momentum", "nesterov", "num_ns_steps", "fp32_matmul_prec", "coefficient_type", "scale_mode"),
+        *("extra_scale_factor", "tp_mode"),
+    )
+)
+_FUSED = "Megatron-LM's Muon takes gate and up of an MLP as one matrix, and routers as matrices"
 
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
@@ -69,21 +104,55 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     except UndecidedError as error:
         draft.leave_open(source, error, _OPTIMIZER)
         return
-    if kind != "adam":
-        source.lose("optimizer", "a spec has the optimizers adam and adamw")
-        draft.ask(_OPTIMIZER, f"--optimizer {kind}: a spec has adam and adamw")
+    own = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}.get(str(kind))
+    if own is None:
+        refuse_optimizer(source, draft, "optimizer", kind)
         return
-    draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has("optimizer"))
-    draft.set((*_OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
-    for name, key in (("lr", "lr"), ("adam_eps", "eps"), ("weight_decay", "weight_decay")):
+    draft.set((*_OPTIMIZER, "type"), own, said=source.has("optimizer"))
+    keys = {"lr": "lr", "weight_decay": "weight_decay"}
+    if own == "sgd":
+        keys["sgd_momentum"] = "momentum"
+    else:
+        draft.set((*_OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
+        keys["adam_eps"] = "eps"
+    if own == "muon":
+        keys["muon_momentum"] = "momentum"
+        _read_muon(source, draft)
+    for name, key in keys.items():
         found = draft.carry(source, name, (*_OPTIMIZER, key), number)
         if name == "lr" and found is None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
 
 
+def _read_muon(source: Source, draft: Draft) -> None:
+    """What is written otherwise, defaults included, the comparison with what a plan writes says."""
+    source.lose("optimizer", _FUSED, changes=True)
+    draft.carry(source, "muon_num_ns_steps", (*_OPTIMIZER, "ns_steps"))
+    nesterov = any(
+        source.value(name, (*_OPTIMIZER, "nesterov")) is True for name in ("muon_nesterov", "muon_use_nesterov")
+    )
+    draft.set((*_OPTIMIZER, "nesterov"), nesterov, said=True)
+    scale = source.value("muon_scale_mode", (*_OPTIMIZER, "adjust_lr"))
+    source.value("muon_extra_scale_factor", (*_OPTIMIZER, "adjust_lr"))
+    modes = {mode: name for name, (mode, _) in _SCALES_OF_MUON.items()}
+    draft.set((*_OPTIMIZER, "adjust_lr"), modes.get(str(scale), "match_rms_adamw"), said=True)
+    types = {word: name for name, word in _PRECISIONS_OF_MUON.items()}
+    precision = source.value("muon_fp32_matmul_prec", (*_OPTIMIZER, "ns_dtype"))
+    draft.set((*_OPTIMIZER, "ns_dtype"), types.get(str(precision), "bf16"), said=True)
+
+
 def _optimizer_losses(spec: Spec) -> Iterator[Loss]:
-    if spec.training.optimizer.type == "adam" and spec.training.optimizer.weight_decay:
+    optimizer = spec.training.optimizer
+    if optimizer.type == "adam" and optimizer.weight_decay:
         yield Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
+    if optimizer.type == "adagrad":
+        yield Loss("optimizer adagrad", "Megatron-LM has none: --optimizer adam is written", "set adamw")
+    if optimizer.type == "sgd" and optimizer.nesterov:
+        yield Loss("nesterov", "--optimizer sgd has no Nesterov momentum", "set nesterov false")
+    if optimizer.is_muon:
+        yield Loss("optimizer muon", _FUSED, "parcompile.runtime orthogonalises the model's own matrices")
+    if optimizer.ns_dtype == "fp32":
+        yield Loss("ns_dtype fp32", "--muon-fp32-matmul-prec high multiplies in TF32", "set ns_dtype bf16")
 
 
 def _write_schedule(spec: Spec) -> Arguments:
@@ -298,7 +367,7 @@ ROWS: tuple[Row, ...] = (
     Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
     Bundle(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
     Bundle(
-        ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+        ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),
         _write_optimizer,
         _read_optimizer,
         _optimizer_losses,

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends import reading as table
+from parcompile.backends.deepspeed import facts
 from parcompile.backends.reading import (
     Bundle,
     Draft,
@@ -17,6 +18,7 @@ from parcompile.backends.reading import (
     Source,
     SpecPath,
     fate_of,
+    refuse_optimizer,
 )
 from parcompile.backends.recipes import flattened
 from parcompile.text.typed import integer, list_of, number, word
@@ -92,12 +94,20 @@ def _read_precision(source: Source, draft: Draft) -> None:
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
     kind = str(source.value(_TARGET, (*_OPTIMIZER, "type"))).rpartition(".")[2]
-    own = {"Adam": "adam", "AdamW": "adamw", "FusedAdam": "adamw"}.get(kind)
+    own = {"Adam": "adam", "AdamW": "adamw", "FusedAdam": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}.get(kind)
     if own is not None:
         draft.set((*_OPTIMIZER, "type"), own, said=True)
     elif (*_OPTIMIZER, "type") not in draft.answers:
-        draft.ask((*_OPTIMIZER, "type"), f"{_TARGET} is {kind}: a spec has adam and adamw")
-        source.lose(_TARGET, "a spec has adam and adamw with states of 32 bits", changes=True)
+        refuse_optimizer(source, draft, _TARGET, kind, whole=False)
+    if own is not None and own in facts.OPTIMIZERS:
+        for name, default in facts.OPTIMIZERS[own].items():
+            draft.set(
+                (*_OPTIMIZER, name),
+                source.given.get(f"optimizer.{name}", default),
+                said=source.has(f"optimizer.{name}"),
+            )
+            source.used[f"optimizer.{name}"] = {(*_OPTIMIZER, name)}
+        return
     for name in ("lr", "eps", "weight_decay"):
         draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
     draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))

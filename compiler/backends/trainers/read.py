@@ -7,7 +7,7 @@ schedules, which a plan uses, rise one step later than those of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    refuse_optimizer,
 )
 from parcompile.model.presets import find_preset, preset_alike
+from parcompile.schema.values import as_number
 from parcompile.text import Document, SourceError, read_file
 from parcompile.text.typed import integer, number
 from parcompile.user_files import parse_json
@@ -100,7 +102,11 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
 
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
 
-_ADAMW = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw"})
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw")
+_OPTIMIZERS = {**dict.fromkeys((*_ADAMW, "paged_adamw_32bit"), "adamw"), "sgd": "sgd", "adagrad": "adagrad"}
+"""Of `optim` those that a spec has."""
+_ARGUMENTS = {"sgd": ("momentum", "nesterov", "dampening"), "adagrad": ("eps", "lr_decay")}
+"""What the Trainer reads of `optim_args` (transformers, trainer_optimizer.py); weight decay is that of its groups."""
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine", "inverse_sqrt")} | {
     "constant_with_warmup": "constant"
 }
@@ -209,15 +215,22 @@ def _precision(tool: Tool, source: Source, draft: Draft) -> None:
 def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
     name, own = tool.own("optim"), source.given.get(f"{PREFIX}optimizer.type")
     kind = source.value(name, (*_OPTIMIZER, "type"))
+    found = None if own is not None else _OPTIMIZERS.get(str(kind))
     if own is not None:
         source.ignore(name, f"the optimizer of the DeepSpeed configuration, {own}, takes its place")
-    elif str(kind) in _ADAMW:
-        draft.set((*_OPTIMIZER, "type"), "adamw", said=source.has(name))
+    elif found is not None:
+        draft.set((*_OPTIMIZER, "type"), found, said=source.has(name))
     elif (*_OPTIMIZER, "type") not in draft.answers:
-        draft.ask((*_OPTIMIZER, "type"), f"{name} is {kind!r}: a spec has adam and adamw with states of 32 bits")
-        source.lose(name, "a spec has adam and adamw with states of 32 bits")
+        refuse_optimizer(source, draft, name, kind, whole=False)
     draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), number)
     draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
+    if found in _ARGUMENTS:
+        if found == "adagrad":
+            draft.set((*_OPTIMIZER, "eps"), facts.OPTIMIZERS[found]["eps"], said=False)
+        _arguments(source, draft, tool.own("optim_args"), _ARGUMENTS[found])
+        for one in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            source.ignore(tool.own(one), f"{found} does not read it")
+        return
     draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), number)
     betas = [tool.own(name) for name in ("adam_beta1", "adam_beta2")]
     try:
@@ -226,6 +239,21 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
         draft.leave_open(source, error, (*_OPTIMIZER, "betas"))
         return
     draft.set((*_OPTIMIZER, "betas"), values, said=any(source.has(name) for name in betas))
+
+
+def _arguments(source: Source, draft: Draft, option: str, keys: Sequence[str]) -> None:
+    """What `optim_args`, such as "momentum=0.9,nesterov=true", says of an optimizer."""
+    lost = []
+    for part in filter(None, str(source.value(option, _OPTIMIZER) or "").replace(" ", "").split(",")):
+        name, _, text = part.partition("=")
+        if name in ("dampening", "lr_decay") and name in keys and as_number(text):
+            lost.append(part)
+        elif name == "nesterov" and name in keys:
+            draft.set((*_OPTIMIZER, name), text.lower() in ("true", "1", "yes"), said=True)
+        elif name in ("momentum", "eps") and name in keys:
+            draft.set((*_OPTIMIZER, name), number(as_number(text), f"{option}: {name}"), said=True)
+    if lost:
+        source.lose(option, f"the optimizers of a spec have no such setting: {', '.join(lost)}", changes=True)
 
 
 def _schedule(tool: Tool, source: Source, draft: Draft) -> None:

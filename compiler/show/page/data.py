@@ -13,7 +13,7 @@ from typing import Any
 from parcompile.cost.memory import static_memory
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, EMBEDDING_GROUPS, Axis
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
+from parcompile.layout.shards import MASTER_BYTES
 from parcompile.model.table import spans
 from parcompile.plan import Plan, PlanError
 from parcompile.plan.sections import strided
@@ -80,7 +80,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "batch": {"micro": training.micro_batch_size, "steps": training.gradient_accumulation_steps},
         "shards": spec.optimizer_shards,
         "shardsEach": spec.shards_weights,
-        "stateBytes": MASTER_BYTES + ADAM_STATE_BYTES,
+        "stateBytes": MASTER_BYTES + workload_of(spec).state_bytes,
         "stages": _stages(plan),
         "tensors": _tensors(plan),
         "tied": spec.model.shape.tie_word_embeddings,

@@ -8,7 +8,7 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
-from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES, TensorLayout, owned_experts
+from parcompile.layout.shards import MASTER_BYTES, TensorLayout, owned_experts
 from parcompile.model.table import Parameter
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
@@ -209,7 +209,7 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     state = (host or memory).master_bytes + (host or memory).optimizer_bytes
     said = (
         f"ZeRO-{spec.zero_stage} splits the optimizer state: {format_bytes(state)} {where} instead of "
-        f"{format_bytes(memory.numel * (MASTER_BYTES + ADAM_STATE_BYTES))}."
+        f"{format_bytes(memory.numel * (MASTER_BYTES + work.state_bytes))}."
     )
     sketch.caption(said, strong=True)
     whole = {"weights": ("weights", spec.zero_stage >= 3), "gradients": ("gradients", spec.zero_stage >= 2)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from parcompile.cost.coefficients import time_values
 from parcompile.cost.context_time import attention_seconds, candidates, cheapest, costs
@@ -12,7 +13,17 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.machines.accelerator import accelerators
 from parcompile.schema import default
-from parcompile.spec import LrScheduler, Offload, Optimizer, Origin, Precision, Provenance, Router, Training
+from parcompile.spec import (
+    OPTIMIZER_KEYS,
+    LrScheduler,
+    Offload,
+    Optimizer,
+    Origin,
+    Precision,
+    Provenance,
+    Router,
+    Training,
+)
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
@@ -171,6 +182,23 @@ class TrainingValues(ParallelismValues):
         first, second = self.get("training", "optimizer", "betas")
         return float(first), float(second)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """What updates the weights; what its type does not know is None."""
+        path, kind = ("training", "optimizer"), str(self.get("training", "optimizer", "type"))
+
+        def own(key: str) -> Any:
+            return self.get(*path, key) if self.given(*path, key) else OPTIMIZER_KEYS[kind].get(key)
+
+        return Optimizer(
+            type=kind,
+            lr=self.lr,
+            betas=self._betas(),
+            eps=float(self.get(*path, "eps")),
+            weight_decay=float(self.get(*path, "weight_decay")),
+            **{key: own(key) for key in ("momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr")},
+        )
+
     def training(self) -> Training:
         """The whole section."""
         steps = self.get("training", "train_steps")
@@ -183,13 +211,7 @@ class TrainingValues(ParallelismValues):
             eval_micro_batch_size=self.eval_batch("micro_batch_size", self.micro_batch_size),
             precision=self.precision,
             gradient_accumulation_dtype=self.gradient_accumulation_dtype,
-            optimizer=Optimizer(
-                type=self.get("training", "optimizer", "type"),
-                lr=self.lr,
-                betas=self._betas(),
-                eps=float(self.get("training", "optimizer", "eps")),
-                weight_decay=float(self.get("training", "optimizer", "weight_decay")),
-            ),
+            optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             gradient_clipping=float(self.get("training", "gradient_clipping")),
             activation_checkpointing=self.activation_checkpointing,
