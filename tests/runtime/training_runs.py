@@ -196,11 +196,20 @@ def _shard(engine: Any) -> dict[str, int]:
     }
 
 
-def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """torch's own, as the plan says."""
+def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = False) -> torch.optim.Optimizer:
+    """torch's own, as the plan says; with the parameters that transformers' Trainer decays, or all."""
     chosen = plan.spec.training.optimizer
+    parameters: Any = model.parameters()
+    if of_trainer:
+        from transformers import Trainer
+
+        decayed: Any = Trainer.get_decay_parameter_names(None, model)
+        parameters = [
+            {"params": [one], **({} if name in decayed else {"weight_decay": 0.0})}
+            for name, one in model.named_parameters()
+        ]
     return torch.optim.AdamW(
-        model.parameters(), lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
+        parameters, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay
     )
 
 
@@ -212,6 +221,7 @@ def train_in_one_process(
     z_loss: float = 0.0,
     built: Callable[[Plan], torch.nn.Module] = initial_model,
     seed: int | None = None,
+    of_trainer: bool = False,
 ) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours.
 
@@ -220,7 +230,7 @@ def train_in_one_process(
     training = plan.spec.training
     model = built(plan)
     nudge(model, seed)
-    optimizer = plain_optimizer(model, plan)
+    optimizer = plain_optimizer(model, plan, of_trainer=of_trainer)
     data = samples(plan, masked=masked)
     losses, norms = [], []
     for step in range(steps):
