@@ -108,6 +108,7 @@ _UNPLANNED: Mapping[str, str] = {
     "auto_find_batch_size": "the plan has the micro-batch",
     "optim_args": "the plan has the optimizer",
     "optim_target_modules": "the plan has the optimizer",
+    "model_init_kwargs": "the plan has precision and attention of the model",
     "sync_ref_model": "the reference model is whole, the trained one is split",
     "activation_offloading": "it would move what injected layers keep for backward",
 }
@@ -463,10 +464,11 @@ class _Planned(_InEngine):
         plan = self._plan
         if values.get("args") is None:
             raise RunError("the trainer has no args: give TrainingArguments, or those of its class", everywhere=True)
-        for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs"):
+        for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs", "quantization_config"):
             if values.get(name) not in (None, (None, None)):
                 raise RunError(
-                    f"{name} is not for a plan, which has model and optimizer: leave it out", everywhere=True
+                    f"{name} is not for a plan, which has model, precision and optimizer: leave it out",
+                    everywhere=True,
                 )
         if (name := type(values.get("model")).__name__).endswith("Classification"):
             raise RunError(

@@ -81,7 +81,8 @@ def test_what_is_not_injected_is_named(tmp_path: Path) -> None:
     stored(plan, ALL, tmp_path)
     head, dora, bias = run_ranks(2, refusals, plan, str(tmp_path))[0]
     assert head == "lm_head is the head: leave it out of target_modules"
-    assert "model.layers.0.self_attn.q_proj uses a variant of LoRA" in dora
+    assert "model.layers.0.self_attn.q_proj uses DoRA (use_dora)" in dora
+    assert "write LoraConfig(use_dora=False), with use_rslora=True" in dora
     assert "model.layers.0.self_attn.q_proj has lora_bias" in bias
 
 

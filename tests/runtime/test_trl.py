@@ -41,7 +41,7 @@ STOPPED = Run(
     {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
-        "lr_scheduler_type": "linear", "include_num_input_tokens_seen": "all", "num_train_epochs": 3,
+        "lr_scheduler_type": "linear", "include_num_input_tokens_seen": "all",
     },
     rows=12,
 )  # fmt: skip
@@ -66,11 +66,11 @@ def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None
     steps = [line["step"] for line in whole[0]["log"] if "eval_loss" in line]
     assert steps == [2, 4], "it did not stop early"
     assert whole[0]["parameters"].keys() == resumed[0]["parameters"].keys()
-    tail = [
-        [line["loss"] for line in one[0]["log"] if line.get("step", 0) > 2 and "loss" in line]
-        for one in (whole, resumed)
+    tails = [
+        [line["loss"] for line in one[0]["log"] if line["step"] > 2 and "loss" in line] for one in (whole, resumed)
     ]
-    assert tail[0] == tail[1] and len(tail[0]) == 2, "to the bit"
+    assert len(tails[0]) == 2
+    assert tails[0] == tails[1], "the resumed run is not the same to the bit"
     for one, more in zip((whole, resumed), _RUNS, strict=True):
         run = STOPPED._replace(given={**STOPPED.given, **more})
         found = {"log": one[0]["log"], "parameters": whole_parameters(plan, one)}
