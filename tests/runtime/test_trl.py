@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from closeness import assert_close, judge
 from ranks import run_ranks
-from training_runs import whole_parameters
-from trl_runs import Run, compare, draw, in_one_process, on_ranks, write_data
+from training_runs import initial_model, whole_parameters
+from trl_runs import Run, compare, draw, in_one_process, on_ranks, script, write_data
 
 from parcompile.plan import Plan
 
@@ -81,3 +81,49 @@ def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None
         state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
         state["best_metric"] = round(state["best_metric"], 4)
     assert states[0] == states[1]
+
+
+MIXED = Run("SFT", "mixtral", 2, {"tp": 2}, {"micro_batch_size": 4, "router": {"aux_loss": 0.1}}, {})
+PAIRS = MIXED._replace(kind="DPO", given={"router_aux_loss_coef": 0.0})
+ROUTED = MIXED._replace(given=PAIRS.given)
+REFUSED: dict[str, tuple[Run, dict[str, Any], dict[str, Any]]] = {
+    "router_aux_loss_coef is 0.001: SFTTrainer adds a balancing loss of its own": (MIXED, {}, {}),
+    "SFTTrainer computes its own loss, without those of routers: leave training.router out": (ROUTED, {}, {}),
+    "sync_ref_model is True: the reference model is whole": (PAIRS, {"sync_ref_model": True}, {}),
+    "model_init_kwargs is {'dtype': 'bfloat16'}": (PAIRS, {"model_init_kwargs": {"dtype": "bfloat16"}}, {}),
+    "precompute_ref_log_probs without a ref_model": (PAIRS, {"precompute_ref_log_probs": True}, {"ref_model": None}),
+    "the model has adapters already, and there is no ref_model": (PAIRS, {}, {"ref_model": None, "adapted": True}),
+    "quantization_config is not for a plan": (PAIRS, {}, {"quantization_config": "of bitsandbytes"}),
+}
+
+
+def refusals(rank: int, folder: str) -> list[str]:
+    from peft import LoraConfig, get_peft_model
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.trainer import parallelise
+
+    found, plan = [], MIXED.plan()
+    for run, given, changes in REFUSED.values():
+        others = dict(changes)
+        if others.pop("adapted", False):
+            config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+            others["model"] = get_peft_model(initial_model(plan), config)
+
+        def changed(trainer: Any, others: dict[str, Any] = others) -> Any:
+            return lambda **named: parallelise(trainer, plan)(**{**named, **others})
+
+        try:
+            script(run, plan, f"{folder}/{run.kind}", changed, **given)
+            found.append("")
+        except RunError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_a_class_of_trl_asks_and_a_plan_cannot_do_is_named(tmp_path: Path) -> None:
+    for run in (MIXED, PAIRS):
+        write_data(run, f"{tmp_path}/{run.kind}/rows", run.rows)
+    for rank in run_ranks(2, refusals, str(tmp_path)):
+        for said, expected in zip(rank, REFUSED, strict=True):
+            assert expected in said
