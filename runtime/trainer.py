@@ -8,22 +8,31 @@ size is left to what DeepSpeed makes of the plan's. Needs the extra `[hf]` and a
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
+import itertools
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan, load_plan
 
 from .checkpoint import load, save
+from .checkpoint.state_file import random_state, set_random_state
 from .collectives import gather_from_group
 from .data import PlanLoader
 from .data.batches import with_positions
@@ -37,9 +46,12 @@ from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
 from .labels import IGNORED_LABEL, shift_labels
 from .loss import entropy, log_probs, whole_sequences
-from .model.lora import without_peft
+from .model.lora import matrix_layout, matrix_of, without_peft
 from .model.pretrained import build_model
+from .model.slices import Slices
 from .ring_attention import split_sequence
+from .router_losses import RouterLosses
+from .tensor_parallel import VocabParallelEmbedding
 
 __all__ = ["PlanTrainer", "parallelise", "training_arguments"]
 
@@ -96,6 +108,9 @@ _UNPLANNED: Mapping[str, str] = {
     "auto_find_batch_size": "the plan has the micro-batch",
     "optim_args": "the plan has the optimizer",
     "optim_target_modules": "the plan has the optimizer",
+    "model_init_kwargs": "the plan has precision and attention of the model",
+    "sync_ref_model": "the reference model is whole, the trained one is split",
+    "activation_offloading": "it would move what injected layers keep for backward",
 }
 """Arguments without effect on a plan, or with a wrong one."""
 
@@ -132,6 +147,8 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
         )
     # Trainer would count every rank as data-parallel.
     further = {"use_cpu": plan.spec.cluster.accelerator == "cpu", "average_tokens_across_devices": False}
+    if "activation_checkpointing" in fields:  # the name since transformers 5.20, of which the older one is a copy
+        further["activation_checkpointing"] = False
     return type(given)(**{**values, **decided, **further})
 
 
@@ -144,7 +161,9 @@ class _InEngine:
     model_wrapped: Any
     processing_class: Any
     state: Any
+    current_flos: float
     _rate: float = 0.0
+    _numel: int | None = None
 
     def _in_engine(self) -> contextlib.AbstractContextManager[None]:
         """Within it Trainer makes the engine of the plan.
@@ -161,7 +180,32 @@ class _InEngine:
         return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options)
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
+        """With weight decay for the parameters that Trainer decays."""
+        decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[name in decayed].append(parameter)
+        rates = {True: self.args.weight_decay, False: 0.0}
+        options["model_parameters"] = [
+            {"params": held, "weight_decay": rates[decays]} for decays, held in groups.items() if held
+        ]
         return options_for_deepspeed(self.mesh, model, **options)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Of this dp rank's micro-batch by the whole model, as `Trainer` estimates it."""
+        if self._numel is None:
+            self._numel = _numel_without_embeddings(self.model, self.mesh)
+        tokens = inputs.get("input_ids")
+        return 0 if tokens is None else 6 * tokens.numel() * self._numel
+
+    def store_flos(self) -> None:
+        """As in `Trainer`, over dp: other ranks have worked on the same tokens."""
+        done = torch.tensor([self.current_flos], dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.size("dp") > 1:
+            dist.all_reduce(done, group=self.mesh.group("dp"))
+        self.state.total_flos += done.item()
+        self.current_flos = 0
 
     @property
     def _folder(self) -> Path:
@@ -290,6 +334,23 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
         return metrics
 
 
+def _numel_without_embeddings(model: nn.Module, mesh: Mesh) -> int:
+    """What `num_parameters(exclude_embeddings=True)` counts of the whole model, adapters included."""
+    base, slices = without_peft(model), Slices(mesh)
+    kinds = (nn.Embedding, VocabParallelEmbedding)
+    embeddings = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, kinds)}
+    if (group := mesh.parallel_group("pp")) is not None:
+        stages: list[Any] = [None] * mesh.size("pp")
+        dist.all_gather_object(stages, embeddings, group=group)
+        embeddings.update(*stages)
+    shapes = [row.shape for name, row in mesh.plan.parameters.expanded() if name not in embeddings]
+    for name, parameter in model.named_parameters():
+        if (matrix := matrix_of(name)) is not None:
+            layout = slices.of(matrix.weight).layout
+            shapes.append(matrix_layout(matrix, layout, getattr(parameter, "ds_shape", parameter.shape)).full_shape)
+    return sum(map(math.prod, shapes))
+
+
 def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any) -> nn.Module | None:
     """The model that is to be injected, with adapters where they are asked for.
 
@@ -364,6 +425,28 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
     return cast(T, type(trainer.__name__, (_Planned, trainer), members))
 
 
+def _check_reference(values: Mapping[str, Any], takes_one: bool) -> None:
+    """What a class of trl makes of its reference model is possible under a plan.
+
+    Raises:
+        RunError: it is not.
+    """
+    if not takes_one or values.get("ref_model") is not None:
+        return
+    if hasattr(values.get("model"), "peft_config"):
+        raise RunError(
+            "the model has adapters already, and there is no ref_model: trl would train beside a second copy of them. "
+            "Give the model without adapters and a peft_config, whose reference is the model itself, or a ref_model",
+            everywhere=True,
+        )
+    if getattr(values["args"], "precompute_ref_log_probs", False):
+        raise RunError(
+            "precompute_ref_log_probs without a ref_model would deal batches to ranks that share a sequence: give a "
+            "whole ref_model, or leave precompute_ref_log_probs out",
+            everywhere=True,
+        )
+
+
 class _Planned(_InEngine):
     """In front of a class of Trainer."""
 
@@ -373,6 +456,7 @@ class _Planned(_InEngine):
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
     label_smoother: Any
+    router_aux_loss_coef: float
 
     def __init__(self, *given: Any, **named: Any) -> None:
         make: Any = super().__init__
@@ -381,21 +465,32 @@ class _Planned(_InEngine):
         plan = self._plan
         if values.get("args") is None:
             raise RunError("the trainer has no args: give TrainingArguments, or those of its class", everywhere=True)
-        for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs"):
+        for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs", "quantization_config"):
             if values.get(name) not in (None, (None, None)):
                 raise RunError(
-                    f"{name} is not for a plan, which has model and optimizer: leave it out", everywhere=True
+                    f"{name} is not for a plan, which has model, precision and optimizer: leave it out",
+                    everywhere=True,
                 )
         if (name := type(values.get("model")).__name__).endswith("Classification"):
             raise RunError(
                 f"{name} is a classifier, such as trl's RewardTrainer trains: plans are of causal language models",
                 everywhere=True,
             )
+        _check_reference(values, "ref_model" in inspect.signature(make).parameters)
         self.mesh = join(plan)
         values["args"] = _planned_arguments(plan, values["args"])
-        values["model"] = prepare(plan, self.mesh, _adapted(plan, values.get("model"), values.pop("peft_config", None)))
-        self._logits = _WholeLogits(values["model"], self.mesh)
-        make(**values)
+        config = values.get("peft_config")
+        model = prepare(plan, self.mesh, _adapted(plan, values.get("model"), config))
+        self._logits = _WholeLogits(model, self.mesh)
+        with contextlib.ExitStack() as given_adapters:
+            values["model"] = model
+            if config is not None:  # trl makes a reference of a model that it has wrapped itself
+                values["model"] = without_peft(model)
+                for module in {sys.modules[one.__module__] for one in type(self).__mro__}:
+                    if hasattr(module, "get_peft_model"):
+                        wrapped = mock.patch.object(module, "get_peft_model", lambda *_, **__: model)
+                        given_adapters.enter_context(wrapped)
+            make(**values)
         seed_ranks(self.mesh)
         if getattr(self.args, "temperature", 1.0) != 1.0:
             raise RunError(f"temperature {self.args.temperature}: log-probabilities have 1.0", everywhere=True)
@@ -404,36 +499,67 @@ class _Planned(_InEngine):
         owner: Any = next(one for one in type(self).__mro__ if one is not _Planned and "compute_loss" in vars(one))
         self._own_loss = owner is not Trainer or bool(self.compute_loss_func or self.label_smoother)
         self._logits.whole = self._own_loss
+        if getattr(self, "aux_loss_enabled", False):
+            raise RunError(
+                f"router_aux_loss_coef is {self.router_aux_loss_coef}: {type(self).__name__} adds a balancing loss of "
+                "its own, which is not computed over ranks. Write router_aux_loss_coef=0.0 in its arguments",
+                everywhere=True,
+            )
+        if self._own_loss and isinstance(without_peft(model).loss_function, RouterLosses):
+            raise RunError(
+                f"{type(self).__name__} computes its own loss, without those of routers: leave training.router out of "
+                "the spec, and output_router_logits out of the model's configuration",
+                everywhere=True,
+            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
-        """As in `Trainer`; checkpoints are those of `PlanTrainer`.
+        """As in `Trainer`, from the first step, or after the last checkpoint (True) or that of a folder `checkpoint-N`.
 
         Raises:
-            RunError: it is to resume, which `PlanTrainer` does.
+            RunError: there is no such checkpoint.
         """
-        if resume_from_checkpoint:
+        output = Path(self.args.output_dir)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(output) or str(output / "checkpoint-N")
+        if resume_from_checkpoint and not (Path(resume_from_checkpoint) / TRAINER_STATE_NAME).is_file():
             raise RunError(
-                "a parallelised trainer does not resume: PlanTrainer resumes from the same checkpoints", everywhere=True
+                f"{resume_from_checkpoint} has no {TRAINER_STATE_NAME}: a parallelised trainer resumes from the "
+                f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}",
+                everywhere=True,
             )
-        self.accelerator.gather = self._of_dp
+        self.accelerator.gather, self.accelerator.gather_for_metrics = self._of_dp, self._for_metrics
         try:
-            with self._in_engine():
-                return super().train(**others)  # type: ignore[misc]
+            with self._in_engine(), mock.patch("transformers.trainer.deepspeed_load_checkpoint", self._load_engine):
+                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)  # type: ignore[misc]
         finally:
-            del self.accelerator.gather
+            del self.accelerator.gather, self.accelerator.gather_for_metrics
 
-    def _options(self, model: nn.Module, **options: Any) -> Any:
-        """With weight decay for the parameters that Trainer decays."""
-        decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                groups[name in decayed].append(parameter)
-        rates = {True: self.args.weight_decay, False: 0.0}
-        options["model_parameters"] = [
-            {"params": held, "weight_decay": rates[decays]} for decays, held in groups.items() if held
-        ]
-        return super()._options(model, **options)
+    def _save_checkpoint(self, *given: Any, **named: Any) -> None:
+        """As in `Trainer`: its state is in `checkpoint-N`, weights and those of the engine in `checkpoints`."""
+
+        def save_engine(folder: str, **_: Any) -> None:
+            save(self.model_wrapped, self._folder, self.state.global_step, keep=self.args.save_total_limit)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+
+        with mock.patch.object(self, "save_model", save_engine):
+            super(_InEngine, self)._save_checkpoint(*given, **named)  # type: ignore[misc]
+
+    def _load_engine(self, engine: Any, folder: str, **_: Any) -> None:
+        load(engine, Path(folder).parent / self._folder.name / Path(folder).name.replace("checkpoint", "step"))
+        self._random = random_state()
+
+    def _load_rng_state(self, _: str | None) -> None:
+        """Those of the engine's checkpoint, when batches have been passed over."""
+        set_random_state(self._random)
+
+    def _load_best_model(self) -> None:
+        self._load_engine(self.model_wrapped, self.state.best_model_checkpoint)
+
+    def _in_checkpoint(self, *_: Any) -> None:
+        """The engine's checkpoint has them."""
+
+    _save_optimizer_and_scheduler = _save_scaler = _save_rng_state = _in_checkpoint
+    _load_optimizer_and_scheduler = _load_scaler = _in_checkpoint
 
     def _of_dp(self, given: Any) -> Any:
         """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""
@@ -442,17 +568,54 @@ class _Planned(_InEngine):
         if (dp := self.mesh.size("dp")) == 1:
             return given
 
+        group = self.mesh.group("dp")
+
         def gather(tensor: Tensor) -> Tensor:
             own = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+            rows = [len(own)] * dp
+            if self._in_last_batch:  # of which ranks may have different shares
+                dist.all_gather_object(rows, 0 if self._repeats else len(own), group=group)
+                own = torch.cat([own, own.new_zeros(max(0, max(rows) - len(own)), *own.shape[1:])])[: max(rows)]
             found = [torch.empty_like(own) for _ in range(dp)]
-            dist.all_gather(found, own, group=self.mesh.group("dp"))
-            return torch.cat(found)
+            dist.all_gather(found, own, group=group)
+            return torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
 
         return recursively_apply(gather, given, error_on_other_type=True)
+
+    def _for_metrics(self, given: Any) -> Any:
+        """As accelerate's `gather_for_metrics` in one process, which cuts rows to those of the last batch."""
+        from accelerate.utils import recursively_apply
+
+        state = self.accelerator.gradient_state
+        left = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def rows(tensor: Tensor) -> Tensor:
+            gathered: Tensor = self._of_dp(tensor)
+            return gathered[:left] if tensor.dim() else gathered
+
+        return recursively_apply(rows, given)
+
+    @property
+    def _in_last_batch(self) -> bool:
+        """Whether the micro-batch under way ends an epoch."""
+        state = self.accelerator.gradient_state
+        return bool(self.mesh.size("dp") > 1 and state.end_of_dataloader and state.sync_gradients)
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether the last batch of the epoch has no row for this rank, which works on one that counts for nothing."""
+        state = self.accelerator.gradient_state
+        return bool(state.end_of_dataloader and 0 < state.remainder <= self.mesh.index("dp"))
 
     def get_total_train_batch_size(self, *_: Any) -> int:
         """Of the plan."""
         return self._plan.spec.training.global_batch_size
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *others: Any) -> Any:
+        """As in the class, for the batches of one process: the other completions of KTO's KL are those of its batch."""
+        args = copy.copy(args)
+        args.per_device_train_batch_size *= self.mesh.size("dp")
+        return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """This dp rank's batches, in the order of one process."""
@@ -467,20 +630,19 @@ class _Planned(_InEngine):
     @contextlib.contextmanager
     def _dealt(self, ranks: int, rank: int) -> Iterator[None]:
         """Within it accelerate deals batches over so many ranks."""
-        from accelerate.data_loader import prepare_data_loader
-
         accelerator = self.accelerator
 
         def deal(loader: Any) -> Any:
-            return prepare_data_loader(
-                loader,
-                accelerator.device,
-                num_processes=ranks,
-                process_index=rank,
-                put_on_device=True,
-                use_seedable_sampler=accelerator.use_seedable_sampler,
-                data_seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            )
+            with mock.patch("accelerate.data_loader.BatchSamplerShard", _Shares):
+                return prepare_data_loader(
+                    loader,
+                    accelerator.device,
+                    num_processes=ranks,
+                    process_index=rank,
+                    put_on_device=True,
+                    use_seedable_sampler=accelerator.use_seedable_sampler,
+                    data_seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+                )
 
         accelerator.prepare = deal
         try:
@@ -493,8 +655,9 @@ class _Planned(_InEngine):
         wanted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not wanted or not batch_samples or "labels" not in batch_samples[0]:
             return None
-        labels = [one["shift_labels"] if "shift_labels" in one else one["labels"][..., 1:] for one in batch_samples]
-        count = torch.stack([(one != IGNORED_LABEL).sum() for one in labels]).sum().float().to(device)
+        own = batch_samples[:-1] if self.mesh.size("dp") > 1 and self._repeats else batch_samples
+        labels = [one["shift_labels"] if "shift_labels" in one else one["labels"][..., 1:] for one in own]
+        count = torch.tensor(float(sum((one != IGNORED_LABEL).sum() for one in labels)), device=device)
         if (dp := self.mesh.size("dp")) > 1:
             dist.all_reduce(count, group=self.mesh.group("dp"))
         return count.clamp(min=1) / dp
@@ -506,19 +669,54 @@ class _Planned(_InEngine):
         self._logits.whole = self._own_loss or return_outputs
         if self._own_loss:
             options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            return super().compute_loss(model, inputs, **options)  # type: ignore[misc]
+            share = self._share(inputs, of_rows=num_items_in_batch is None)
+            found = super().compute_loss(model, inputs, **options)  # type: ignore[misc]
+            return (found[0] * share, *found[1:]) if return_outputs else found * share
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        share = self._share(inputs, of_rows=False)
         outputs = model(**inputs)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
+        loss = outputs.loss if share == 1 else outputs.loss * share
+        return (loss, outputs) if return_outputs else loss
+
+    def _share(self, inputs: Mapping[str, Any], *, of_rows: bool) -> float:
+        """The weight of this rank's loss: 1, except in the last batch, of which ranks may have different shares."""
+        if not (self._in_last_batch and self.model.training):
+            return 1.0
+        if not of_rows:
+            return 0.0 if self._repeats else 1.0
+        own = 0 if self._repeats else next(len(one) for one in inputs.values() if isinstance(one, Tensor))
+        rows: list[Any] = [None] * self.mesh.size("dp")
+        dist.all_gather_object(rows, own, group=self.mesh.group("dp"))
+        return float(own * len(rows) / sum(rows))
 
     def evaluation_loop(self, *args: Any, **others: Any) -> Any:
         """As in `Trainer`; ranks have nothing to gather from one another."""
-        before, self.accelerator.gather = self.accelerator.gather, lambda given: given
-        try:
+        every = type(self.accelerator).gather_for_metrics.__get__(self.accelerator)
+        with (
+            mock.patch.object(self.accelerator, "gather", lambda given: given),
+            mock.patch.object(self.accelerator, "gather_for_metrics", every),
+        ):
             return super().evaluation_loop(*args, **others)  # type: ignore[misc]
-        finally:
-            self.accelerator.gather = before
+
+
+class _Shares(BatchSamplerShard):  # type: ignore[misc]
+    """Deals the batches of one process over dp ranks, also the last one, which accelerate would fill up."""
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        ranks, rank = self.num_processes, self.process_index
+        if self.batch_size is None:  # a sampler's own batches
+            yield from super().__iter__()
+            return
+        rows: list[Any] = []
+        for batch in self.batch_sampler:
+            rows = rows + batch
+            if len(rows) == ranks * self.batch_size:
+                yield rows[rank * self.batch_size : (rank + 1) * self.batch_size]
+                rows = []
+        if rows and not self.drop_last:
+            rows += itertools.repeat(rows[0], max(0, ranks - len(rows)))  # see `_repeats`
+            yield rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]
 
 
 class _WholeLogits:

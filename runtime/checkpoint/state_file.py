@@ -142,6 +142,14 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Goes on from what `random_state` gave."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def load_random_state(folder: Path, rank: int) -> None:
     """Continues where the saved generators stopped.
 
@@ -150,11 +158,7 @@ def load_random_state(folder: Path, rank: int) -> None:
     """
     file = folder / random_file(rank)
     try:
-        state = torch.load(file, weights_only=True)
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        set_random_state(torch.load(file, weights_only=True))
     except Exception as error:
         raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
 

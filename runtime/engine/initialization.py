@@ -223,6 +223,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     check_names()
     model = build_model(plan) if model is None else model
+    _refuse_quantized(model)
     rules, check = plan.spec.model.shape.user_module, None
     if mesh.rank == 0:
         warn_of_empty_tables(model)
@@ -249,6 +250,19 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if self_check is not False and rules is None and (check is None or not check.crosses_all):
         check_small_copy(mesh)
     return model
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    """Layers of quantized weights, as of bitsandbytes for QLoRA, are not cut."""
+    base: Any = without_peft(model)
+    if not getattr(base, "is_quantized", False):
+        return
+    method = getattr(base, "quantization_method", None)
+    raise RunError(
+        f"{type(base).__name__} is quantized ({getattr(method, 'value', method)}): QLoRA is not supported, and weights "
+        "are trained, or frozen under LoRA, in the plan's precision. Load the model without quantization_config",
+        everywhere=True,
+    )
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, stay: bool = False) -> None:

@@ -113,7 +113,7 @@ def _check(one: _Adapted, slices: Slices) -> None:
     elif not isinstance(layer, Linear) or type(layer.base_layer) is not nn.Linear:
         why = f"is a {type(layer).__name__} of peft: only LoRA on nn.Linear and on stacks of experts is injected"
     elif len(layer.lora_magnitude_vector) or getattr(layer, "lora_variant", None):
-        why = "uses a variant of LoRA (DoRA or the like), which is not injected"
+        why = _variant(layer)
     elif any(matrix.bias is not None for matrix in layer.lora_B.values()):
         why = "has lora_bias, which is not injected"
     elif untrained := why_untrained(one.name, slices.model_type):
@@ -128,6 +128,17 @@ def _check(one: _Adapted, slices: Slices) -> None:
         why = f"has {len(layer.lora_A)} adapters ({', '.join(layer.lora_A)}): leave one"
     if why:
         raise RunError(f"{one.name} {why}", everywhere=True)
+
+
+def _variant(layer: Any) -> str:
+    """Which variant of LoRA a layer uses, and what to write in its place."""
+    if len(layer.lora_magnitude_vector):
+        return (
+            "uses DoRA (use_dora), whose scale is the norm of a whole row of the weight, which tp ranks hold in parts: "
+            "write LoraConfig(use_dora=False), with use_rslora=True where the rank is large"
+        )
+    names = sorted({type(one).__name__ for one in layer.lora_variant.values()})
+    return f"uses a variant of LoRA ({', '.join(names)}), which is not injected: give a plain LoraConfig"
 
 
 def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:

@@ -28,6 +28,7 @@ from parcompile.runtime.drawing import Redrawn
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current, padding_mask, recompute_context
+from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
 
@@ -204,9 +205,12 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0])
         return
     # transformers 5 warns of the older name.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False, "context_fn": _contexts})
+    base: Any = without_peft(model)
+    names = ("_activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(base, name) for name in names if hasattr(base, name))
+    enable(planned := {"use_reentrant": False, "context_fn": _contexts})
+    # Trl switches it off around a reference model, and on again with arguments of its own.
+    base.gradient_checkpointing_enable = lambda *_, **__: enable(planned)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

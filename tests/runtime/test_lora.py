@@ -6,6 +6,7 @@ second one also after a change of layout. What is exported computes what the run
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,32 @@ def test_what_is_not_injected_is_named(tmp_path: Path) -> None:
     stored(plan, ALL, tmp_path)
     head, dora, bias = run_ranks(2, refusals, plan, str(tmp_path))[0]
     assert head == "lm_head is the head: leave it out of target_modules"
-    assert "model.layers.0.self_attn.q_proj uses a variant of LoRA" in dora
+    assert "model.layers.0.self_attn.q_proj uses DoRA (use_dora)" in dora
+    assert "write LoraConfig(use_dora=False), with use_rslora=True" in dora
     assert "model.layers.0.self_attn.q_proj has lora_bias" in bias
+
+
+def quantized(rank: int, plan: Plan, folder: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    from parcompile.runtime import RunError, initialize
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    try:
+        initialize(plan=plan, model=peft.get_peft_model(model, peft.LoraConfig(**ALL)))
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_whose_weights_are_quantized_is_refused(tmp_path: Path) -> None:
+    """By a method of transformers that needs no other package; bitsandbytes marks its models alike."""
+    plan, file = make_plan(2, {"tp": 2}), tmp_path / "config.json"
+    initial_model(plan).save_pretrained(tmp_path)
+    method = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "quantization_config": method}), "utf-8")
+    for said in run_ranks(2, quantized, plan, str(tmp_path)):
+        assert "LlamaForCausalLM is quantized (bitnet): QLoRA is not supported" in said
 
 
 DRAWN = {**ALL, "init_lora_weights": False, "use_rslora": True}

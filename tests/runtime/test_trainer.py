@@ -66,11 +66,15 @@ def loss_of(folder: Path, plan: Plan) -> float:
     return float(model(input_ids=ids, labels=labels).loss)
 
 
+def in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
+    return train_in_one_process(plan, steps=STEPS + 1, seed=seed, of_trainer=True)
+
+
 def assert_trained(rank: dict[str, Any], plan: Plan) -> None:
     """As one process, and evaluated on what it would train on next."""
 
     def one_process(seed: int | None) -> dict[str, Any]:
-        found = train_in_one_process(plan, steps=STEPS + 1, seed=seed)
+        found = in_one_process(plan, seed)
         losses = found["losses"]
         return {"loss": losses[:STEPS], "grad_norm": found["norms"][:STEPS], "eval_loss": losses[STEPS:]}
 
@@ -93,7 +97,9 @@ def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(other: str, tmp_p
     for rank in ranks:
         assert_trained(rank, plan)
         assert "the plan decides bf16" in rank["said"]
-    assert_close(loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1)["losses"][STEPS])
+    assert_close(
+        loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1, of_trainer=True)["losses"][STEPS]
+    )
     again = run_ranks(4, train, plan, str(tmp_path), True)
     for kind in ("loss", "grad_norm", "eval_loss"):
         assert again[0][kind] == ranks[0][kind][-1:]
@@ -105,7 +111,9 @@ def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) ->
     plan = Case("mixtral", {"dp": 2, "ep": 2}, training, zero=0).plan()
     for rank in run_ranks(2, train, plan, str(tmp_path), False):
         assert_trained(rank, plan)
-    assert_close(loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1)["losses"][STEPS])
+    assert_close(
+        loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1, of_trainer=True)["losses"][STEPS]
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def in_a_script(rank: int, plan: Plan, folder: str, own: bool) -> dict[str, Any]
     for call in (
         lambda: script(kind, plan, folder, own, learning_rate=3e-3),
         lambda: script(kind, plan, folder, own, neftune_noise_alpha=5.0, accelerator_config={"split_batches": True}),
-        lambda: trainer.train(resume_from_checkpoint=True),
+        lambda: trainer.train(resume_from_checkpoint=f"{folder}/nothing"),
         lambda: script(kind, plan, folder, own, save_total_limit=1),
         lambda: parallelise(trainer, plan),
         lambda: kind(model=LlamaForSequenceClassification(trainer.model.config), args=trainer.args),
@@ -257,7 +265,7 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
         assert "neftune_noise_alpha is 5.0: each rank would draw noise of its own" in ignored
         assert "accelerator_config.split_batches is True" in ignored
         assert f"learning_rate is 0.003, the plan has {spec.optimizer.lr}" in differs
-        assert "does not resume" in resumes
+        assert "nothing has no trainer_state.json: a parallelised trainer resumes from" in resumes
         assert "save_total_limit 1 may remove the checkpoint that load_best_model_at_end loads" in removes
         assert "takes a class of transformers' Trainer" in instance
         assert "LlamaForSequenceClassification is a classifier" in classifier

@@ -1,97 +1,129 @@
 """Contract: scripts of trl train by a plan with a line more; every line of their log is that of one process.
 
-`SFTTrainer` on prompts and completions (prompts are masked), `DPOTrainer` on pairs with a reference model, in fp32.
+A few of the draws of `.ci/trl_matrix.py`: SFT, DPO and KTO, with and without LoRA, also with a last batch that does not
+fill all ranks. What a plan cannot do for a class of trl is refused before it trains.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from closeness import assert_close, nudge
+from closeness import assert_close, judge
 from ranks import run_ranks
-from test_trainer import logged
-from training_runs import initial_model, make_plan, whole_parameters
+from training_runs import initial_model, whole_parameters
+from trl_runs import Run, compare, draw, in_one_process, on_ranks, script, write_data
 
 from parcompile.plan import Plan
 
-pytest.importorskip("trl", reason="needs trl: its SFTTrainer and DPOTrainer train by a plan")
+pytest.importorskip("trl", reason="needs trl: its trainers train by a plan")
 pytestmark = pytest.mark.ranks
 
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(61)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="2", pad_token="0")
-
-
-def data(kind: str) -> Any:
-    from datasets import Dataset
-
-    generator = torch.Generator().manual_seed(3)
-
-    def text(words: int) -> str:
-        return " ".join(map(str, torch.randint(3, 60, (words,), generator=generator).tolist()))
-
-    if kind == "SFT":
-        return Dataset.from_list([{"prompt": text(3 + n % 3) + " ", "completion": text(4 + n % 4)} for n in range(12)])
-    return Dataset.from_list(
-        [{"prompt": text(3) + " ", "chosen": text(4 + n % 4), "rejected": text(5)} for n in range(12)]
-    )
+DRAWS = {
+    8: "SFT, dft, chats, cp2 x dp2, ZeRO 2, 3 rows of 4 in the last batch",
+    11: "KTO, experts, tp2 x dp2 x ep2, a row in the last batch",
+    13: "DPO, precomputed reference, tp2 x dp2",
+    16: "SFT with LoRA, packed, tp2 x cp2, sequence parallel",
+    7: "KTO with LoRA, whose reference is the model without it, tp2",
+}
 
 
-def script(kind: str, plan: Plan, folder: str, changed: Any, nudged: int | None = None, **given: Any) -> Any:
-    """What somebody has written for trl; `changed` is what the line more does."""
-    import trl
-
-    trainer, arguments = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
-    args = arguments(
-        folder, num_train_epochs=1, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True,
-        bf16=False, max_length=16, **given,
-    )  # fmt: skip
-    model, further = initial_model(plan), {}
-    nudge(model, nudged)
-    if kind == "DPO":
-        further["ref_model"] = initial_model(plan)
-        for parameter in further["ref_model"].parameters():
-            parameter.data *= 0.9
-    made = changed(trainer)(model=model, args=args, train_dataset=data(kind), processing_class=tokenizer(), **further)
-    made.train()
-    return made
+@pytest.mark.parametrize("number", DRAWS, ids=DRAWS.values())
+def test_a_script_of_trl_trains_by_a_plan_with_a_line_more(number: int, tmp_path: Path) -> None:
+    judge(compare(draw(number), str(tmp_path)))
 
 
-def on_ranks(rank: int, kind: str, plan: Plan, folder: str) -> dict[str, Any]:
+STOPPED = Run(
+    "SFT", "llama", 4, {"tp": 2, "cp": 2},
+    {"micro_batch_size": 2, "global_batch_size": 4, "activation_checkpointing": "full"},
+    {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+        "lr_scheduler_type": "linear", "include_num_input_tokens_seen": "all",
+    },
+    rows=12,
+)  # fmt: skip
+"""The evaluation loss falls, and is taken for a worse one: the second evaluation ends the run."""
+
+
+def resumed_on_ranks(rank: int, plan: Plan, folder: str) -> list[dict[str, Any]]:
+    """A run to its end, and one more from the checkpoint in the middle of an epoch."""
+    return [on_ranks(rank, STOPPED._replace(given={**STOPPED.given, **more}), plan, folder) for more in _RUNS]
+
+
+_RUNS: tuple[dict[str, Any], ...] = ({}, {"resume": "checkpoint-2"})
+
+
+def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None:
+    plan, places = STOPPED.plan(), [tmp_path / "ranks", tmp_path / "plain"]
+    for place in places:
+        write_data(STOPPED, f"{place}/rows", STOPPED.rows)
+        write_data(STOPPED, f"{place}/eval", 4, seed=5)
+    ranks = run_ranks(4, resumed_on_ranks, plan, str(places[0]))
+    whole, resumed = ([rank[one] for rank in ranks] for one in (0, 1))
+    steps = [line["step"] for line in whole[0]["log"] if "eval_loss" in line]
+    assert steps == [2, 4], "it did not stop early"
+    assert whole[0]["parameters"].keys() == resumed[0]["parameters"].keys()
+    tails = [
+        [line["loss"] for line in one[0]["log"] if line["step"] > 2 and "loss" in line] for one in (whole, resumed)
+    ]
+    assert len(tails[0]) == 2
+    assert tails[0] == tails[1], "the resumed run is not the same to the bit"
+    for one, more in zip((whole, resumed), _RUNS, strict=True):
+        run = STOPPED._replace(given={**STOPPED.given, **more})
+        found = {"log": one[0]["log"], "parameters": whole_parameters(plan, one)}
+        assert_close(found, in_one_process(run, plan, str(places[1])))
+    states = [json.loads((place / "checkpoint-4" / "trainer_state.json").read_text("utf-8")) for place in places]
+    for state in states:
+        state["log_history"] = len(state["log_history"])  # compared above
+        state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+        state["best_metric"] = round(state["best_metric"], 4)
+    assert states[0] == states[1]
+
+
+MIXED = Run("SFT", "mixtral", 2, {"tp": 2}, {"micro_batch_size": 4, "router": {"aux_loss": 0.1}}, {})
+PAIRS = MIXED._replace(kind="DPO", given={"router_aux_loss_coef": 0.0})
+ROUTED = MIXED._replace(given=PAIRS.given)
+REFUSED: dict[str, tuple[Run, dict[str, Any], dict[str, Any]]] = {
+    "router_aux_loss_coef is 0.001: SFTTrainer adds a balancing loss of its own": (MIXED, {}, {}),
+    "SFTTrainer computes its own loss, without those of routers: leave training.router out": (ROUTED, {}, {}),
+    "sync_ref_model is True: the reference model is whole": (PAIRS, {"sync_ref_model": True}, {}),
+    "model_init_kwargs is {'dtype': 'bfloat16'}": (PAIRS, {"model_init_kwargs": {"dtype": "bfloat16"}}, {}),
+    "precompute_ref_log_probs without a ref_model": (PAIRS, {"precompute_ref_log_probs": True}, {"ref_model": None}),
+    "the model has adapters already, and there is no ref_model": (PAIRS, {}, {"ref_model": None, "adapted": True}),
+    "quantization_config is not for a plan": (PAIRS, {}, {"quantization_config": "of bitsandbytes"}),
+}
+
+
+def refusals(rank: int, folder: str) -> list[str]:
+    from peft import LoraConfig, get_peft_model
+
+    from parcompile.runtime import RunError
     from parcompile.runtime.trainer import parallelise
 
-    trainer = script(kind, plan, folder, lambda trainer: parallelise(trainer, plan))
-    parameters = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
-    return {"rank": rank, "log": logged(trainer), "parameters": parameters}
+    found, plan = [], MIXED.plan()
+    for run, given, changes in REFUSED.values():
+        others = dict(changes)
+        if others.pop("adapted", False):
+            config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+            others["model"] = get_peft_model(initial_model(plan), config)
+
+        def changed(trainer: Any, others: dict[str, Any] = others) -> Any:
+            return lambda **named: parallelise(trainer, plan)(**{**named, **others})
+
+        try:
+            script(run, plan, f"{folder}/{run.kind}", changed, **given)
+            found.append("")
+        except RunError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2, "cp": 2}, {"cp": 2}], ids=["tp2 x cp2", "cp2 x dp2"])
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_a_script_of_trl_trains_by_a_plan_with_a_line_more(kind: str, axes: dict[str, Any], tmp_path: Path) -> None:
-    plan = make_plan(4, axes, training={"micro_batch_size": 2 if "tp" in axes else 1})
-    spec = plan.spec.training
-    given = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": spec.optimizer.lr,
-        "adam_beta2": spec.optimizer.betas[1],
-        "weight_decay": spec.optimizer.weight_decay,
-        "max_grad_norm": spec.gradient_clipping,
-        "seed": spec.seed,
-    }
-
-    def one_process(seed: int | None) -> dict[str, Any]:
-        trainer = script(kind, plan, str(tmp_path / "plain"), lambda trainer: trainer, seed, **given)
-        return {"log": logged(trainer), "parameters": {n: one.detach() for n, one in trainer.model.named_parameters()}}
-
-    ranks = run_ranks(4, on_ranks, kind, plan, str(tmp_path))
-    expected, noise = one_process(None), one_process
-    assert_close({"log": ranks[0]["log"], "parameters": whole_parameters(plan, ranks)}, expected, rerun=noise)
+def test_what_a_class_of_trl_asks_and_a_plan_cannot_do_is_named(tmp_path: Path) -> None:
+    for run in (MIXED, PAIRS):
+        write_data(run, f"{tmp_path}/{run.kind}/rows", run.rows)
+    for rank in run_ranks(2, refusals, str(tmp_path)):
+        for said, expected in zip(rank, REFUSED, strict=True):
+            assert expected in said

@@ -199,8 +199,8 @@ def _shard(engine: Any) -> dict[str, int]:
     }
 
 
-def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """torch's own, as the plan says."""
+def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = False) -> torch.optim.Optimizer:
+    """torch's own, as the plan says; with the parameters that transformers' Trainer decays, or all."""
     chosen = plan.spec.training.optimizer
     rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
     if chosen.type == "sgd":
@@ -210,7 +210,16 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan) -> torch.optim.Optimizer
         return torch.optim.Adagrad(model.parameters(), **rate, eps=chosen.eps)
     if chosen.is_muon:
         return PlainMuon(model, plan)
-    return torch.optim.AdamW(model.parameters(), **rate, betas=chosen.betas, eps=chosen.eps)
+    parameters: Any = model.parameters()
+    if of_trainer:
+        from transformers import Trainer
+
+        decayed: Any = Trainer.get_decay_parameter_names(None, model)
+        parameters = [
+            {"params": [one], **({} if name in decayed else {"weight_decay": 0.0})}
+            for name, one in model.named_parameters()
+        ]
+    return torch.optim.AdamW(parameters, **rate, betas=chosen.betas, eps=chosen.eps)
 
 
 NOT_HIDDEN = re.compile(r"router|\bgate\.|expert_gate\.|norm|embed")
@@ -276,6 +285,7 @@ def train_in_one_process(
     z_loss: float = 0.0,
     built: Callable[[Plan], torch.nn.Module] = initial_model,
     seed: int | None = None,
+    of_trainer: bool = False,
 ) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours.
 
@@ -284,7 +294,7 @@ def train_in_one_process(
     training = plan.spec.training
     model = built(plan)
     nudge(model, seed)
-    optimizer = plain_optimizer(model, plan)
+    optimizer = plain_optimizer(model, plan, of_trainer=of_trainer)
     data = samples(plan, masked=masked)
     losses, norms = [], []
     for step in range(steps):
