@@ -164,6 +164,7 @@ class _InEngine:
     current_flos: float
     _rate: float = 0.0
     _numel: int | None = None
+    _other_tokens = "dp"
 
     def _in_engine(self) -> contextlib.AbstractContextManager[None]:
         """Within it Trainer makes the engine of the plan.
@@ -193,17 +194,17 @@ class _InEngine:
         return options_for_deepspeed(self.mesh, model, **options)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Of this dp rank's micro-batch by the whole model, as `Trainer` estimates it."""
+        """Of these tokens by the whole model, as `Trainer` estimates it."""
         if self._numel is None:
             self._numel = _numel_without_embeddings(self.model, self.mesh)
         tokens = inputs.get("input_ids")
         return 0 if tokens is None else 6 * tokens.numel() * self._numel
 
     def store_flos(self) -> None:
-        """As in `Trainer`, over dp: other ranks have worked on the same tokens."""
+        """As in `Trainer`, over the ranks that get other tokens."""
         done = torch.tensor([self.current_flos], dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.size("dp") > 1:
-            dist.all_reduce(done, group=self.mesh.group("dp"))
+        if (group := self.mesh.parallel_group(self._other_tokens)) is not None:
+            dist.all_reduce(done, group=group)
         self.state.total_flos += done.item()
         self.current_flos = 0
 
@@ -261,6 +262,8 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
     Raises:
         RunError: as `initialize`.
     """
+
+    _other_tokens = "dp-cp"  # batches of `PlanLoader` are split
 
     def __init__(
         self,
@@ -520,7 +523,8 @@ class _Planned(_InEngine):
         """
         output = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(output) or str(output / "checkpoint-N")
+            last = get_last_checkpoint(output) if output.is_dir() else None
+            resume_from_checkpoint = last or str(output / "checkpoint-N")
         if resume_from_checkpoint and not (Path(resume_from_checkpoint) / TRAINER_STATE_NAME).is_file():
             raise RunError(
                 f"{resume_from_checkpoint} has no {TRAINER_STATE_NAME}: a parallelised trainer resumes from the "
@@ -657,7 +661,9 @@ class _Planned(_InEngine):
             return None
         own = batch_samples[:-1] if self.mesh.size("dp") > 1 and self._repeats else batch_samples
         labels = [one["shift_labels"] if "shift_labels" in one else one["labels"][..., 1:] for one in own]
-        count = torch.tensor(float(sum((one != IGNORED_LABEL).sum() for one in labels)), device=device)
+        count = torch.zeros((), device=device)
+        for one in labels:
+            count += (one != IGNORED_LABEL).sum().to(device)
         if (dp := self.mesh.size("dp")) > 1:
             dist.all_reduce(count, group=self.mesh.group("dp"))
         return count.clamp(min=1) / dp

@@ -45,7 +45,7 @@ def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
     assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoints/step-2" if resume else None)
     trainer.save_model(f"{folder}/saved")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"flos": trainer.state.total_flos}
     try:
         training_arguments(plan, folder, max_steps=1, bf16=1)
     except RunError as error:
@@ -80,6 +80,8 @@ def assert_trained(rank: dict[str, Any], plan: Plan) -> None:
 
     expected = one_process(None)
     assert_close({key: rank[key] for key in expected}, expected, rerun=one_process)
+    tokens = STEPS * plan.spec.training.global_batch_size * plan.spec.training.sequence_length
+    assert rank["flos"] == 6 * tokens * initial_model(plan).num_parameters(exclude_embeddings=True)
 
 
 @pytest.mark.parametrize("other", ["cp", "pp"])
