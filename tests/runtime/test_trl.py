@@ -83,6 +83,19 @@ def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None
     assert states[0] == states[1]
 
 
+def test_recomputation_that_trl_switches_off_and_on_keeps_the_contexts_of_the_plan() -> None:
+    from parcompile.runtime.inject.regions import recompute_as_planned
+
+    plan = STOPPED.plan()
+    model: Any = initial_model(plan)
+    recompute_as_planned(model, plan, 0)
+    before = model.model.layers[0]._gradient_checkpointing_func.keywords
+    model.gradient_checkpointing_disable()
+    model.gradient_checkpointing_enable(None)
+    assert model.model.layers[0]._gradient_checkpointing_func.keywords == before
+    assert "context_fn" in before
+
+
 MIXED = Run("SFT", "mixtral", 2, {"tp": 2}, {"micro_batch_size": 4, "router": {"aux_loss": 0.1}}, {})
 PAIRS = MIXED._replace(kind="DPO", given={"router_aux_loss_coef": 0.0})
 ROUTED = MIXED._replace(given=PAIRS.given)

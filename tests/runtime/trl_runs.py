@@ -116,6 +116,8 @@ def draw(number: int) -> Run:
             given |= choose.choice(_OF_SFT)
             if data == "chat":
                 given["assistant_only_loss"] = True
+            if "eval_strategy" in given and (given.get("packing") or given.get("padding_free")):
+                given["per_device_eval_batch_size"] = micro  # its rows are one sequence
         elif kind == "DPO":
             given["loss_type"] = choose.choice(LOSSES["DPO"])
             given |= choose.choice(({}, {}, {"precompute_ref_log_probs": True}, {"use_weighting": True}))
