@@ -2,12 +2,14 @@
 
 A path in a spec may be /dev/zero, a pipe that nobody writes to, or a disk image. What is no regular file is not opened,
 and what is larger than its kind ever is is not read. Every read of such a file in the compiler and in what the runtime
-reads beside it goes through here (`tests/test_reads.py`).
+reads beside it goes through here (`tests/test_reads.py`). So does every data file that is installed with the package.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
+import importlib.resources
 import json
 import os
 import stat
@@ -95,3 +97,9 @@ def check_regular(status: os.stat_result, name: str) -> None:
         raise OSError(errno.ELOOP, "this is a link", name)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "this is no regular file but a pipe or a device", name)
+
+
+@functools.cache
+def shipped(package: str, name: str) -> Any:
+    """The JSON tree of a data file beside the modules of `package`, read once: nobody changes it."""
+    return json.loads((importlib.resources.files(package) / name).read_text(encoding="utf-8"))

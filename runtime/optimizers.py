@@ -4,7 +4,7 @@ Each matrix is put together on one rank, orthogonalised there, and sent back.
 
 ZeRO steps with flat shards of fp32 weights, clipped gradients and states, whatever its stage. Momentum is computed
 there, element by element, and is saved as the moments of Adam are. What is orthogonalised is made whole: pieces go to
-the owner's place in the group of the shards, slices from there to the owner's place on tp (`layout.matrices`), and back
+the owner's place in the group of the shards, slices from there to the owner's place on tp (`layout.shards`), and back
 on the same way. Nothing but the update travels.
 
 The arithmetic is that of torch 2.13 (torch/optim/_muon.py): momentum and update by `lerp`, five steps of Newton-Schulz
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import EXPERT_DP
-from parcompile.layout.matrices import Owner, newton_schulz_work, pieces, rounds, takes_muon
+from parcompile.layout.shards import Owner, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     PlaceInShard,
     master_shards,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 from .workload import Workload
 

@@ -43,15 +43,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
-from parcompile.layout.matrices import Owner, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
 from parcompile.layout.shards import (
     COUNT_BYTES,
     MASTER_BYTES,
+    Owner,
     balanced_rows,
+    newton_schulz_work,
     padded_numel,
+    pieces,
     repeated_ranges,
+    rounds,
     shared_tokens,
+    takes_muon,
 )
 from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import parameter_table

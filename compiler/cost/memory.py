@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES
+from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES, takes_muon
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.table import within
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import tensor_layout
+from parcompile.layout.shards import takes_muon, tensor_layout
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, ParameterTable, within

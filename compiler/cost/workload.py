@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
-from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.layout.shards import (
@@ -23,6 +22,7 @@ from parcompile.layout.shards import (
     loss_chunk_tokens,
     padded_vocab_size,
     sharded_groups,
+    takes_muon,
     tensor_layout,
 )
 from parcompile.machines.accelerator import Accelerator, find_accelerator

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
-from parcompile.shipped import shipped
 from parcompile.text import SourceError, read_file
 from parcompile.units import GIB, MIB, format_bytes
+from parcompile.user_files import shipped
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 from .families import BUILT_IN, FAMILIES
 from .family import Family, by_type, types_with

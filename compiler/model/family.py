@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 from .blocks import Traits
 from .blocks.experts import Experts as Experts

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics.diagnostic import closest
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 _NEAR = 0.85
 """How alike a key that a class lacks is to the one that was meant; keys of a model's own code are less alike."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 from .catalogue import ALIKE, TEXT_ALIKE, TEXT_PARTS, TYING, model_types
 from .family import by_type, types_with

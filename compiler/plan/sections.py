@@ -21,7 +21,6 @@ from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters.dispatch import hanging
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, GroupFamily, reach
 from parcompile.layout.groups import Groups as PlanGroups
-from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import (
     ContextParallel,
@@ -31,7 +30,7 @@ from parcompile.layout.sequence import (
     source_blocks,
     token_ranges,
 )
-from parcompile.layout.shards import TensorLayout, even_shard
+from parcompile.layout.shards import TensorLayout, even_shard, takes_muon
 from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.values import workload_of

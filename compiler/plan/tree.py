@@ -229,6 +229,8 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
     optimizer = asdict(spec.training.optimizer) | {"betas": list(spec.training.optimizer.betas)}
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
+    if not spec.training.linear_cross_entropy:
+        del training["linear_cross_entropy"]
     return training
 
 

@@ -235,7 +235,7 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
     """Fires for linear_cross_entropy with a user module."""
     place = ("training", "linear_cross_entropy")
-    if spec.shape.user_module is not None and spec.get(*place):
+    if spec.shape.user_module is not None and spec.linear_cross_entropy:
         yield Finding(
             "linear_cross_entropy with a user module: parcompile.runtime leaves logits out of Hugging Face models only",
             place,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import EXPERT_DP, Axis
-from parcompile.layout.matrices import takes_muon
-from parcompile.layout.shards import TensorLayout, padded_shard
+from parcompile.layout.shards import TensorLayout, padded_shard, takes_muon
 from parcompile.plan import Plan
 from parcompile.plan.diff import file_layout
 from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places

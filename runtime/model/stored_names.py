@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parcompile.model.blocks import KNOWN
 from parcompile.model.compressed_keys import STORED
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 # Names in files of DeepSeek-V4, several parts of which are others than the model's.
 

@@ -16,10 +16,9 @@ from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.offload import host_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
-from parcompile.layout.matrices import takes_muon
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import CpImplementation
-from parcompile.layout.shards import padded_shard
+from parcompile.layout.shards import padded_shard, takes_muon
 from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec

@@ -20,7 +20,7 @@ from training_runs import PlainMuon, initial_model, make_plan
 from parcompile.cost.coefficients import time_values
 from parcompile.cost.collectives import matrix_flops
 from parcompile.cost.step import timing
-from parcompile.layout.matrices import newton_schulz_work, pieces, rounds
+from parcompile.layout.shards import newton_schulz_work, pieces, rounds
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.checkpoint.adapting import convert, import_pretrained
 from parcompile.runtime.checkpoint.exporting import export

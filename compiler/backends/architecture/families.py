@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 Biases = tuple[bool, bool, bool]
 """Biases of queries, keys and values; of the attention's output; of the MLP."""

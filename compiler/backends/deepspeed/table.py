@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parcompile.schema import load
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 # Versions of DeepSpeed: those whose configuration is known, and the one that a version given by a user means.
 

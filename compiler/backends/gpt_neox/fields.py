@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.reading import Account, Effect, Outcome
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 # The keys of a gpt-neox configuration: fields of its dataclasses, with what `validate_types` takes for each.
 

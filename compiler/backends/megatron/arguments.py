@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 NVIDIA = "NVIDIA/Megatron-LM"
 

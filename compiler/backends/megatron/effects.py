@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from parcompile.backends.reading import Account, Effect, Outcome
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 from .arguments import line
 from .write import ROWS

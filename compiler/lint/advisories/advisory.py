@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 DEEPSPEED = "deepspeed"
 

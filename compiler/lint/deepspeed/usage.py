@@ -27,8 +27,7 @@ from parcompile.backends.deepspeed.table import UnknownVersionError, known, near
 from parcompile.backends.kinds import FILLERS
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
-from parcompile.shipped import shipped
-from parcompile.user_files import read_start
+from parcompile.user_files import read_start, shipped
 
 # Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
 

@@ -10,7 +10,7 @@ from parcompile.diagnostics import Related, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.registry import Finding
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
 _SOURCE = "gpt-neox megatron/neox_arguments/arguments.py"

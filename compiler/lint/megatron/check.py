@@ -17,9 +17,8 @@ from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.lint.registry import check_settings
-from parcompile.shipped import shipped
 from parcompile.text import Document, Result
-from parcompile.user_files import read_bytes
+from parcompile.user_files import read_bytes, shipped
 
 from .settings import MegatronSettings
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.shipped import shipped
+from parcompile.user_files import shipped
 
 VERSION = "5.23.0"
 """The version of transformers that the tables come from."""

@@ -141,6 +141,12 @@ class TrainingValues(ParallelismValues):
         return str(given[0])
 
     @property
+    def linear_cross_entropy(self) -> bool:
+        """Whether the head's product and the loss run in chunks; plans of specs that do not say so do not name it."""
+        path = ("training", "linear_cross_entropy")
+        return self.given(*path) and bool(self.get(*path))
+
+    @property
     def lr(self) -> float:
         """The highest learning rate."""
         return float(self.get("training", "optimizer", "lr"))
@@ -219,7 +225,7 @@ class TrainingValues(ParallelismValues):
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
             router=self.router,
-            linear_cross_entropy=bool(self.get("training", "linear_cross_entropy")),
+            linear_cross_entropy=self.linear_cross_entropy,
         )
 
 
