@@ -56,33 +56,33 @@ class Certificate:
     @property
     def counts(self) -> dict[str, int]:
         """Cells by verdict."""
-        found = Counter(one.verdict for one in self.cells)
-        return {verdict: found[verdict] for verdict in VERDICTS}
+        counted = Counter(proved.verdict for proved in self.cells)
+        return {verdict: counted[verdict] for verdict in VERDICTS}
 
     @property
     def proves(self) -> bool:
         """Whether cells ran and none is red."""
         return self.counts[RED] == 0 and self.counts[CANNOT] < len(self.cells)
 
-    def text_of(self, one: Proved) -> str:
+    def text_of(self, proved: Proved) -> str:
         """A cell by what differs from the simplest."""
-        return text_of(one.cell, self.features)
+        return text_of(proved.cell, self.features)
 
-    def line(self, one: Proved) -> str:
+    def line(self, proved: Proved) -> str:
         """For people."""
-        differences = one.answer.get("differences")
+        differences = proved.answer.get("differences")
         said = "  ".join(f"{name} {value:.1e}" for name, value in (differences or {}).items())
-        why = one.answer.get("why", "")
-        found = f"{one.verdict:<13}{self.text_of(one)}\n             {why or said}"
-        for shim in one.answer.get("shims", ()):
-            found += f"\n             shim: {shim}"
-        if one.smallest is not None:
-            found += f"\n             fewest features: {text_of(one.smallest, self.features)}"
-        if (first := one.answer.get("explanation")) and "place" in first:
-            found += f"\n             first wrong: {first['place'] or 'the last parameters'}: {first['said']}"
-        if "no_script" in one.answer:
-            found += f"\n             no script of upstream alone shows it: {one.answer['no_script']}"
-        return found + ("\n             a script of upstream alone shows it" if "script" in one.answer else "")
+        why = proved.answer.get("why", "")
+        text = f"{proved.verdict:<13}{self.text_of(proved)}\n             {why or said}"
+        for shim in proved.answer.get("shims", ()):
+            text += f"\n             shim: {shim}"
+        if proved.smallest is not None:
+            text += f"\n             fewest features: {text_of(proved.smallest, self.features)}"
+        if (first := proved.answer.get("explanation")) and "place" in first:
+            text += f"\n             first wrong: {first['place'] or 'the last parameters'}: {first['said']}"
+        if "no_script" in proved.answer:
+            text += f"\n             no script of upstream alone shows it: {proved.answer['no_script']}"
+        return text + ("\n             a script of upstream alone shows it" if "script" in proved.answer else "")
 
     def summary(self) -> str:
         """The last line of a run."""
@@ -101,12 +101,8 @@ class Certificate:
             "counts": self.counts,
             "features": {name: list(values) for name, values in self.features.items()},
             "cells": [
-                {
-                    "cell": dict(one.cell),
-                    **one.answer,
-                    **({} if one.smallest is None else {"smallest": dict(one.smallest)}),
-                }
-                for one in self.cells
+                {"cell": dict(ran.cell), **ran.answer, **({"smallest": dict(ran.smallest)} if ran.smallest else {})}
+                for ran in self.cells
             ],
         }
 
@@ -121,11 +117,11 @@ class Certificate:
             if tree["version"] != VERSION:
                 raise ValueError(f"version {tree['version']!r} is not known; this is {VERSION}")
             cells = []
-            for one in tree["cells"]:
-                answer = {name: value for name, value in one.items() if name not in ("cell", "smallest")}
+            for written in tree["cells"]:
+                answer = {name: value for name, value in written.items() if name not in ("cell", "smallest")}
                 if answer["verdict"] not in VERDICTS:
                     raise ValueError(f"verdict {answer['verdict']!r} is not known; known are {', '.join(VERDICTS)}")
-                cells.append(Proved(dict(one["cell"]), answer, one.get("smallest")))
+                cells.append(Proved(dict(written["cell"]), answer, written.get("smallest")))
             features = {str(name): tuple(values) for name, values in tree["features"].items()}
             return cls(tree["engine"], dict(tree["versions"]), tree["code"], int(tree["seed"]), tuple(cells), features)
         except (AttributeError, KeyError, TypeError) as error:
@@ -133,20 +129,15 @@ class Certificate:
 
     def to_junit(self) -> str:
         """For CI: red cells are failures, and what did not run is skipped."""
-        counts = self.counts
-        suite = ElementTree.Element(
-            "testsuite",
-            name=f"parcompile prove {self.engine}",
-            tests=str(len(self.cells)),
-            failures=str(counts[RED]),
-            skipped=str(counts[CANNOT]),
-        )
-        for one in self.cells:
-            case = ElementTree.SubElement(suite, "testcase", name=self.text_of(one), classname=self.engine)
-            if one.verdict == RED:
-                ElementTree.SubElement(case, "failure", message=str(one.answer["why"])).text = self.line(one)
-            elif one.verdict == CANNOT:
-                ElementTree.SubElement(case, "skipped", message=str(one.answer["why"]))
+        counts = {"tests": len(self.cells), "failures": self.counts[RED], "skipped": self.counts[CANNOT]}
+        named = {"name": f"parcompile prove {self.engine}", **{key: str(count) for key, count in counts.items()}}
+        suite = ElementTree.Element("testsuite", named)
+        for proved in self.cells:
+            case = ElementTree.SubElement(suite, "testcase", name=self.text_of(proved), classname=self.engine)
+            if proved.verdict == RED:
+                ElementTree.SubElement(case, "failure", message=str(proved.answer["why"])).text = self.line(proved)
+            elif proved.verdict == CANNOT:
+                ElementTree.SubElement(case, "skipped", message=str(proved.answer["why"]))
         return ElementTree.tostring(suite, encoding="unicode")
 
 

@@ -102,8 +102,7 @@ class Engine:
     ) -> list[dict[str, Any]]:
         """Cells that the engine supports, which cover pairs of features; `fixed`: values that all of them have."""
         task = {"draw": count, "seed": seed, "most_ranks": most_ranks, "fixed": dict(fixed or {})}
-        found: list[dict[str, Any]] = self._ask(task, 60.0)["cells"]
-        return found
+        return list(self._ask(task, 60.0)["cells"])
 
     def run(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """The verdict of a cell: `verdict`, `why`, `differences`; see `ranks.comparison.judge`."""
@@ -132,12 +131,11 @@ class Engine:
         if not line:
             self._process.wait()
             raise EngineError(f"the process of {self.name} ended: {self._last_line()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return dict(json.loads(line))
 
     def _last_line(self) -> str:
         self._said.seek(0)
-        lines = [one for one in self._said.read().decode(errors="replace").splitlines() if one.strip()]
+        lines = [line for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
         return lines[-1][:400] if lines else f"exit code {self._process.poll()}"
 
 

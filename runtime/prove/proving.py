@@ -20,7 +20,7 @@ def prove(
     seed: int = 0,
     most_ranks: int = MOST_RANKS,
     shrinks: bool = True,
-    each: Callable[[int, Proved], None] | None = None,
+    each: Callable[[int, Proved], object] = lambda *_: None,
 ) -> Certificate:
     """Runs cells, one after the other.
 
@@ -37,17 +37,16 @@ def prove(
         EngineError: the engine's process ended.
     """
     whole = [completed(engine.features, cell, most_ranks) for cell in cells]
-    found = []
+    ended = []
     for number, cell in enumerate(whole, 1):
-        one = Proved(cell, engine.run(cell))
-        if one.verdict == RED and shrinks:
+        proved = Proved(cell, engine.run(cell))
+        if proved.verdict == RED and shrinks:
             smallest = shrink(engine, cell)
-            answer = {**one.answer, "explanation": engine.explain(smallest), **shown(engine, smallest)}
-            one = Proved(cell, answer, smallest)
-        found.append(one)
-        if each is not None:
-            each(number, one)
-    return Certificate(engine.name, engine.versions, engine.code, seed, tuple(found), engine.features)
+            answer = {**proved.answer, "explanation": engine.explain(smallest), **shown(engine, smallest)}
+            proved = Proved(cell, answer, smallest)
+        ended.append(proved)
+        each(number, proved)
+    return Certificate(engine.name, engine.versions, engine.code, seed, tuple(ended), engine.features)
 
 
 def completed(
@@ -58,27 +57,27 @@ def completed(
     Raises:
         ValueError: it names a feature, or gives it a value, that the engine has not, or takes more ranks.
     """
-    found = simplest(features)
+    whole = simplest(features)
     for name, value in cell.items():
         if name == "seed":
             if type(value) is not int or not 0 <= value < 2**63:
                 raise ValueError(f"seed {value!r} is no whole number from 0")
-            found[name] = value
+            whole[name] = value
         elif name not in features:
             raise ValueError(f"the engine has no feature {name!r}; it has {', '.join(features)}")
         elif name in ("config", "plan") or (cell.get("plan") and name in (*AXES, "ep")):
             if type(value) is not (str if name in ("config", "plan") else int) or value in (0, -1):
                 raise ValueError(f"{name} {value!r}: this is no value of it")
-            found[name] = value
+            whole[name] = value
         elif value not in features[name]:
             known = ", ".join(map(str, features[name]))
             raise ValueError(f"{name} {value!r}: the engine's adapter has {known}")
         else:
-            found[name] = features[name][features[name].index(value)]  # 1 for True
-    if (ranks := world_size(found)) > most_ranks:
-        sizes = " × ".join(f"{axis} {found[axis]}" for axis in AXES if found.get(axis, 1) != 1)
+            whole[name] = features[name][features[name].index(value)]  # 1 for True
+    if (ranks := world_size(whole)) > most_ranks:
+        sizes = " × ".join(f"{axis} {whole[axis]}" for axis in AXES if whole.get(axis, 1) != 1)
         raise ValueError(f"{sizes} takes {ranks} ranks, and at most {most_ranks} are started")
-    return found
+    return whole
 
 
 def shrink(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,16 +108,16 @@ def verify(engine: Engine, certificate: Certificate, most_ranks: int = MOST_RANK
     both_files = certificate.engine.endswith(".py") and engine.name.endswith(".py")  # whose content is in `code`
     if certificate.engine != engine.name and not both_files:
         raise ValueError(f"the certificate is of {certificate.engine}, and this engine is {engine.name}")
-    whole = [completed(engine.features, one.cell, most_ranks) for one in certificate.cells]
+    whole = [completed(engine.features, proved.cell, most_ranks) for proved in certificate.cells]
     said = []
     if certificate.code != engine.code:
         said.append(f"the code that judges has {engine.code}, that of the certificate {certificate.code}")
     for name in {**certificate.versions, **engine.versions}:
-        ours, theirs = (one.get(name, "not there") for one in (engine.versions, certificate.versions))
+        ours, theirs = (versions.get(name, "not there") for versions in (engine.versions, certificate.versions))
         if ours != theirs:
             said.append(f"{name} is {ours}, that of the certificate {theirs}")
-    for one, cell in zip(certificate.cells, whole, strict=True):
+    for proved, cell in zip(certificate.cells, whole, strict=True):
         again = engine.run(cell)
-        if again["verdict"] != one.verdict:
-            said.append(f"{text_of(cell, engine.features)}: {again['verdict']}, the certificate says {one.verdict}")
+        if again["verdict"] != proved.verdict:
+            said.append(f"{text_of(cell, engine.features)}: {again['verdict']}, the certificate says {proved.verdict}")
     return said

@@ -3,8 +3,9 @@
 advisories.json holds them as records of OSV, for people and for other programs. What OSV has no field for stands in
 `database_specific`: `condition` has clauses that must all be true of a configuration of the tool; a clause that only
 the program can answer stands in `when`, in words; without clauses no configuration shows that it is affected. `cell`
-has the features of a run in which `parcompile prove --engine TOOL` shows it, `executed` the affected and the fixed
-version in which it ran red and equal.
+has the features of a run in which `parcompile prove --engine TOOL` shows it, or the `script` of `.ci/pairs/` that
+does, on so many `ranks`; `executed` the affected version in which it was red, and the fixed one, if any, in which it
+was equal (`docs/historical_pairs.md` has the numbers).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Advisory:
     severity: str = "warning"
     place: str | None = None
     cell: Mapping[str, Any] | None = None
-    executed: tuple[str, str] | None = None
+    executed: tuple[str, ...] | None = None
 
     def affects(self, version: str) -> bool:
         """Whether a version computes something else."""
