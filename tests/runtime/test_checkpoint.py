@@ -345,3 +345,27 @@ class Harmful:
         import os
 
         return os.system, ("true",)
+
+
+class AsOlderPythons:
+    """Pickles a member of an enumeration as Python 3.11.0 to 3.11.3 do, or asks for something else in the same way."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.asked = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.asked
+
+
+def test_a_stage_that_an_older_python_has_saved_is_read_and_nothing_else_by_its_way(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    from parcompile.runtime.checkpoint.reading import load_trusted
+
+    file = tmp_path / "states.pt"
+    torch.save({"zero_stage": AsOlderPythons(ZeroStageEnum, "optimizer_states")}, file)
+    assert load_trusted(file) == {"zero_stage": ZeroStageEnum.optimizer_states}
+    for kind, name in ((ZeroStageEnum, "mro"), (torch.Tensor, "numpy")):
+        torch.save({"zero_stage": AsOlderPythons(kind, name)}, file)
+        with pytest.raises(RunError, match=r"states\.pt (cannot be read|asks to load)"):
+            load_trusted(file)
