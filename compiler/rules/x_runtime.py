@@ -229,8 +229,6 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
     model; the forward of a user module calls its own.""",
     wrong={"model": MODULE, "training": {"linear_cross_entropy": True}},
     right={"model": MODULE},
-    severity=Severity.WARNING,
-    targets=("runtime",),
 )
 def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
     """Fires for linear_cross_entropy with a user module."""
