@@ -384,7 +384,7 @@ def workload_of(spec: Spec) -> Workload:
         stage_layers=spec.stages,
         state_bytes=training.optimizer.state_bytes,
         muon=training.optimizer.is_muon,
-        ns_steps=training.optimizer.ns_steps or 0,
+        ns_steps=training.optimizer.ns_steps or Workload.ns_steps,
         ns_bytes=Precision(training.optimizer.ns_dtype or "bf16").bytes,
         preset=spec.cluster.preset,
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
