@@ -203,23 +203,26 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = Fa
     """torch's own, as the plan says; with the parameters that transformers' Trainer decays, or all."""
     chosen = plan.spec.training.optimizer
     rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
+    parameters = _groups(model, of_trainer=of_trainer)
     if chosen.type == "sgd":
         momentum: Any = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
-        return torch.optim.SGD(model.parameters(), **rate, **momentum)
+        return torch.optim.SGD(parameters, **rate, **momentum)
     if chosen.type == "adagrad":
-        return torch.optim.Adagrad(model.parameters(), **rate, eps=chosen.eps)
+        return torch.optim.Adagrad(parameters, **rate, eps=chosen.eps)
     if chosen.is_muon:
-        return PlainMuon(model, plan)
-    parameters: Any = model.parameters()
-    if of_trainer:
-        from transformers import Trainer
-
-        decayed: Any = Trainer.get_decay_parameter_names(None, model)
-        parameters = [
-            {"params": [one], **({} if name in decayed else {"weight_decay": 0.0})}
-            for name, one in model.named_parameters()
-        ]
+        return PlainMuon(model, plan, parameters)
     return torch.optim.AdamW(parameters, **rate, betas=chosen.betas, eps=chosen.eps)
+
+
+def _groups(model: torch.nn.Module, *, of_trainer: bool) -> list[dict[str, Any]]:
+    """A group for each parameter, without decay where transformers' Trainer has none."""
+    from transformers import Trainer
+
+    decayed: Any = Trainer.get_decay_parameter_names(None, model) if of_trainer else None
+    return [
+        {"params": [one], **({} if decayed is None or name in decayed else {"weight_decay": 0.0})}
+        for name, one in model.named_parameters()
+    ]
 
 
 NOT_HIDDEN = re.compile(r"router|\bgate\.|expert_gate\.|norm|embed")
@@ -231,7 +234,8 @@ class PlainMuon(torch.optim.AdamW):
     With `ns_dtype` fp32 torch's own iteration runs in fp32: the one line of it that says bf16 is another.
     """
 
-    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+    def __init__(self, model: torch.nn.Module, plan: Plan, groups: list[dict[str, Any]] | None = None) -> None:
+        groups = _groups(model, of_trainer=False) if groups is None else groups
         chosen = plan.spec.training.optimizer
         rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
         layers = {name: one for name, one in model.named_parameters() if re.search(r"\.\d+\.", name)}
@@ -242,7 +246,7 @@ class PlainMuon(torch.optim.AdamW):
             or (one.dim() == 3 and "experts" in name)
         ]
         taken = {id(one) for one in self.matrices}
-        others = [one for one in model.parameters() if id(one) not in taken]
+        others = [group for group in groups if id(group["params"][0]) not in taken]
         super().__init__(others, **rate, betas=chosen.betas, eps=chosen.eps)
         # Views of the experts of a stack; of a matrix, one of it.
         self.views = [(one, list(one.detach().view(-1, *one.shape[-2:]))) for one in self.matrices]
