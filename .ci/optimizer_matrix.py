@@ -20,7 +20,7 @@ START = """# Optimizers beside one process
 Layouts drawn with their family, ZeRO stage, accumulation, clipping (0.5 is active, 1000 is not) and optimizer, trained
 three steps on live ranks (gloo, fp32), and with transformers and torch's own optimizers in one process. Newton-Schulz
 runs in fp32 on both sides; the page [Training](training.md#optimizers) says what bf16 does. "On the host" is
-`zero.offload_optimizer`. Numbers are the largest relative differences. Their limit is 1e-5, or ten times what other
+`zero.offload_optimizer`; a falling rate warms up for two steps and falls. Numbers are the largest relative differences. Their limit is 1e-5, or ten times what other
 last bits of the weights do to one process, where that is more: norms of this qwen3_next move by 1e-4 then. Differences
 stay within a third of it. `python .ci/optimizer_matrix.py --write` makes this page again.
 
@@ -45,7 +45,10 @@ def main() -> int:
             "muon": [cell.adjust_lr, *([] if cell.nesterov else ["no nesterov"])],
             "sgd": ["momentum", "nesterov"] if cell.nesterov else [],
         }
-        words = ", ".join([cell.optimizer, *said.get(cell.optimizer, []), *(["on the host"] if cell.on_host else [])])
+        further = {"on the host": cell.on_host, "a falling rate": cell.falls}
+        words = ", ".join(
+            [cell.optimizer, *said.get(cell.optimizer, []), *(one for one, is_so in further.items() if is_so)]
+        )
         values = " | ".join(
             f"{one:.1e}" for one in (largest(margins, what) for what in ("losses", "norms", "parameters"))
         )

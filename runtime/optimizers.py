@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,8 @@ def muon_settings(optimizer: Optimizer) -> dict[str, Any]:
     return {key: getattr(optimizer, key) for key in ("momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr")}
 
 
-def fresh_optimizer(parameters: Any, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """Torch's class with the plan's values."""
+def fresh_optimizer(parameters: Any, optimizer: Optimizer, *, on_host: bool = False) -> torch.optim.Optimizer:
+    """Torch's class with the plan's values, or that of this module which takes its place under ZeRO."""
     rate: Any = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     if optimizer.is_muon:
         return MatrixAdamW(parameters, optimizer)
@@ -103,9 +103,30 @@ def fresh_optimizer(parameters: Any, optimizer: Optimizer) -> torch.optim.Optimi
         momentum: Any = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
         return torch.optim.SGD(parameters, **rate, **momentum)
     if optimizer.type == "adagrad":
-        return torch.optim.Adagrad(parameters, **rate, eps=optimizer.eps)
+        return ShardAdagrad(parameters, torch.optim.Adagrad([torch.zeros(1)], **rate, eps=optimizer.eps), on_host)
     make = torch.optim.AdamW if optimizer.type == "adamw" else torch.optim.Adam
     return make(parameters, **rate, betas=optimizer.betas, eps=optimizer.eps)
+
+
+class ShardAdagrad(torch.optim.Optimizer):
+    """The arithmetic of torch's Adagrad, whose sums begin at the first step, when ZeRO has put shards in the groups.
+
+    An instance of torch's own ZeRO replaces by one of a single group, which schedules do not reach
+    (`initialize_optimizer_states`, DeepSpeed's runtime/zero/stage_1_and_2.py and stage3.py).
+    """
+
+    def __init__(self, parameters: Any, like: torch.optim.Adagrad, on_host: bool) -> None:
+        # On the host one kernel, which torch brings compiled, instead of several passes through memory.
+        super().__init__(parameters, {**like.defaults, "fused": on_host or None})
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        for one in group["params"]:
+            if one.grad is not None and not self.state[one]:
+                total = torch.full_like(one, group["initial_accumulator_value"])
+                self.state[one] = {"step": torch.tensor(0.0), "sum": total}
+        return cast(Any, torch.optim.Adagrad)._init_group(self, group, *lists)
+
+    step = torch.optim.Adagrad.step
 
 
 class MatrixAdamW(torch.optim.AdamW):
@@ -155,13 +176,18 @@ class MatrixAdamW(torch.optim.AdamW):
 
 
 def join_shards(engine: Any, mesh: Mesh) -> None:
-    """Tells Muon which matrices lie in the shards of an engine; lets go of what Adagrad made for whole parameters."""
+    """Tells Muon which matrices lie in the shards of an engine.
+
+    Raises:
+        RunError: DeepSpeed has replaced an Adagrad that a script brings.
+    """
     optimizer = getattr(engine.optimizer, "optimizer", None)
-    if isinstance(optimizer, torch.optim.Adagrad):  # DeepSpeed keeps the one that it was given, too
-        live = set(map(id, master_shards(engine.optimizer)))
-        for made in (optimizer, engine.basic_optimizer):
-            for one in [one for one in made.state if id(one) not in live]:
-                del made.state[one]
+    if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
+        raise RunError(
+            "DeepSpeed replaces a torch.optim.Adagrad by one whose rate no schedule moves: give initialize no "
+            'optimizer, and write "adagrad" as training.optimizer.type of the spec',
+            everywhere=True,
+        )
     if not isinstance(optimizer, MatrixAdamW):
         return
     names = {parameter: plain_name(name) for name, parameter in engine.module.named_parameters()}

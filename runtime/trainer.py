@@ -182,13 +182,6 @@ class _InEngine:
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
         """With weight decay for the parameters that Trainer decays."""
-        spec = self.mesh.plan.spec
-        if spec.training.optimizer.type == "adagrad" and spec.offload_optimizer is not None:
-            raise RunError(
-                "adagrad on the host under a Trainer: it decays some parameters and others not, which are two groups, "
-                "and DeepSpeed steps one there. Leave zero.offload_optimizer out, or use adamw",
-                everywhere=True,
-            )
         decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():

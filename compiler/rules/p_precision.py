@@ -139,7 +139,7 @@ _OPTIMIZER = ("training", "optimizer")
     "the optimizer has no such setting",
     """Each optimizer has settings of its own: betas and eps are AdamW's, Adam's and, for what is no matrix of a layer,
     Muon's; momentum and nesterov are Muon's and SGD's; what says how matrices are orthogonalised is Muon's. Nesterov's
-    momentum needs a momentum. Under Adagrad, ZeRO 1 and 2 have no group for experts that are dealt over ep.""",
+    momentum needs a momentum.""",
     wrong={"training": {"optimizer": {"type": "adamw", "momentum": 0.9}}},
     right={"training": {"optimizer": {"type": "muon", "momentum": 0.9}}},
     sources=("torch.optim: AdamW, Adam, Muon, SGD, Adagrad",),
@@ -158,11 +158,6 @@ def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
                 help=f"remove it, or choose one of {owners}",
                 fixes=(Fix(f"remove {key}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
             )
-    if kind == "adagrad" and spec.axis(Axis.EP) > 1 and spec.zero_stage in (1, 2):
-        message = (
-            f"optimizer adagrad with ep {spec.axis(Axis.EP)}: DeepSpeed's ZeRO has one group of parameters under it"
-        )
-        yield Finding(message, (*_OPTIMIZER, "type"), help='write "adamw", or set zero.stage 0 or 3')
     if kind == "sgd" and spec.optimizer.nesterov and not spec.optimizer.momentum:
         path = (*_OPTIMIZER, "nesterov")
         yield Finding("nesterov with momentum 0: torch's SGD refuses it", path, help='set "momentum", such as 0.9')

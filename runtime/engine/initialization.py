@@ -41,7 +41,7 @@ from parcompile.runtime.loss import SequenceLoss, without_waiting
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.text_head import TORCH_DTYPES
-from parcompile.runtime.optimizers import MatrixAdamW, apart_by_muon, join_shards
+from parcompile.runtime.optimizers import apart_by_muon, fresh_optimizer, join_shards
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
 from parcompile.spec import Training, learning_rate
@@ -111,12 +111,9 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
     if training.optimizer.is_muon and options.get("optimizer") is None:
         given = options.get("model_parameters") or [one for one in model.parameters() if one.requires_grad]
         options["model_parameters"] = apart_by_muon(list(given), model, mesh, training.optimizer)
-        options["optimizer"] = partial(MatrixAdamW, optimizer=training.optimizer)
-    elif training.optimizer.type == "adagrad" and mesh.plan.spec.offload_optimizer is not None:
-        # DeepSpeed's own, which it would take on the host, is compiled first.
-        options["optimizer"] = options.get("optimizer") or partial(
-            torch.optim.Adagrad, **ds_config(mesh.plan)["optimizer"]["params"], fused=True
-        )
+    if training.optimizer.type in ("muon", "adagrad") and options.get("optimizer") is None:
+        on_host = mesh.plan.spec.offload_optimizer is not None
+        options["optimizer"] = partial(fresh_optimizer, optimizer=training.optimizer, on_host=on_host)
     if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
         options["lr_scheduler"] = partial(PlanSchedule, training=training)
     with for_deepspeed(mesh, model, **options) as given:

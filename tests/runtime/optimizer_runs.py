@@ -51,6 +51,8 @@ class Cell:
     adjust_lr: str = "match_rms_adamw"
     bf16: bool = False
     on_host: bool = False
+    falls: bool = False
+    """The rate warms up and falls."""
 
     def __str__(self) -> str:
         said = [f"{one.name} {value}" for one in fields(self)[1:] if (value := getattr(self, one.name)) != one.default]
@@ -64,15 +66,16 @@ CELLS = (
     Cell("ep2 tp2 dp2", "mixtral", zero=2, accumulation=4),
     Cell("ep4 over tp2 dp2", "qwen3_moe"),
     Cell("ep2 cp2 dp2", "deepseek_v3", zero=0),
-    Cell("pp2 tp2", accumulation=4),
+    Cell("pp2 tp2", accumulation=4, falls=True),
     Cell("ep2 dp4", "mixtral", zero=3),
     Cell("tp2 sp dp2", "qwen3_next", zero=3, clip=1000.0),
     Cell("tp2 dp2", zero=2, optimizer="sgd"),
     Cell("tp2 dp2", zero=0, optimizer="sgd", nesterov=False),
-    Cell("tp2 sp cp2", zero=1, optimizer="adagrad"),
+    Cell("tp2 sp cp2", zero=1, optimizer="adagrad", falls=True),
+    Cell("ep2 dp4", "mixtral", zero=2, optimizer="adagrad"),
     Cell("tp2 dp2", zero=2, accumulation=4, optimizer="sgd", on_host=True),
     Cell("pp2 dp2", optimizer="sgd", nesterov=False, on_host=True),
-    Cell("cp2 dp2", zero=3, accumulation=4, optimizer="adagrad", on_host=True),
+    Cell("ep2 cp2 dp2", "mixtral", zero=3, accumulation=4, optimizer="adagrad", on_host=True, falls=True),
     Cell("tp2 dp2", zero=1, clip=1000.0, optimizer="adagrad", on_host=True),
 )
 """The sample of the suite: every axis, stage, accumulation and way of the rate."""
@@ -89,12 +92,12 @@ def draw(number: int) -> Cell:
         rng.choice(ZERO_STAGES.get(layout, (0, 1) if "pp" in layout else (0, 1, 2, 3))),
         rng.choice((1, 4)),
         rng.choice((0.5, 1000.0)),
-        rng.choice(("muon", "muon", "muon", "muon", "sgd", "sgd" if layout.startswith("ep") else "adagrad")),
+        rng.choice(("muon", "muon", "muon", "muon", "sgd", "adagrad")),
         rng.random() < 0.7,
         rng.choice(("match_rms_adamw", "original")),
     )
     on_host = drawn.optimizer != "muon" and drawn.zero > 0 and rng.random() < 0.5
-    return replace(drawn, on_host=on_host)
+    return replace(drawn, on_host=on_host, falls=rng.random() < 0.3)
 
 
 def plan_of(cell: Cell) -> Plan:
@@ -113,6 +116,8 @@ def plan_of(cell: Cell) -> Plan:
         "gradient_clipping": cell.clip,
         "optimizer": optimizer,
     }
+    if cell.falls:
+        training |= {"train_steps": 2 * STEPS, "lr_scheduler": {"type": "linear", "warmup_steps": 2, "min_lr": 1e-4}}
     zero = {"stage": cell.zero, **({"offload_optimizer": {"device": "cpu"}} if cell.on_host else {})}
     model = tiny_config(cell.family)
     return make_plan(world, dict(parallelism), model=model, whole_model=True, training=training, extra={"zero": zero})

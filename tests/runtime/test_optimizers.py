@@ -11,7 +11,8 @@ import torch
 from closeness import assert_close, judge, largest
 from families import tiny_config
 from optimizer_runs import CELLS, Cell, compare
-from ranks import run_ranks
+from optimizer_runs import plan_of as plan_of_cell
+from ranks import RankError, run_ranks
 from test_checkpoint import assert_goes_on, train
 from test_sharded_weights import plan_of
 from torch.utils.flop_counter import FlopCounterMode
@@ -241,3 +242,17 @@ def test_a_checkpoint_without_its_momentum_is_damaged(tmp_path: Path) -> None:
     shard = OptimizerShard(file, content)
     with pytest.raises(RunError, match="none of momentum_buffer"):
         shard.piece("model.layers.0.self_attn.q_proj.weight", "momentum_buffer")
+
+
+def with_adagrad_of_a_script(_rank: int, plan: Plan) -> None:
+    from parcompile.runtime import initialize
+
+    model = initial_model(plan)
+    initialize(plan=plan, model=model, optimizer=lambda given: torch.optim.Adagrad(given, lr=0.1), self_check=False)
+
+
+def test_an_adagrad_that_deepspeed_would_replace_is_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"DeepSpeed replaces a torch\.optim\.Adagrad by one whose rate no schedule moves"
+    ):
+        run_ranks(2, with_adagrad_of_a_script, plan_of_cell(Cell("dp2", optimizer="sgd")))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from closeness import assert_close, nudge
 from expert_runs import Case
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process, whole_parameters
 
 from parcompile.plan import Plan
@@ -118,21 +118,22 @@ def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) ->
     )
 
 
-def plan_with(optimizer: dict[str, Any], zero: dict[str, Any]) -> Any:
+@pytest.mark.parametrize(
+    ("optimizer", "zero"),
+    [
+        ({"type": "muon", "lr": 0.01, "eps": 1e-3, "ns_dtype": "fp32"}, {"stage": 2}),
+        ({"type": "adagrad", "lr": 0.01}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+        ({"type": "adamw", "lr": 1e-3, "weight_decay": 0.1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    ],
+    ids=["muon", "adagrad on the host", "adamw on the host"],
+)
+def test_the_trainer_trains_with_the_plans_optimizer(
+    optimizer: dict[str, Any], zero: dict[str, Any], tmp_path: Path
+) -> None:
     training = {"activation_checkpointing": "full", "eval_micro_batch_size": 2, "eval_global_batch_size": 4}
-    return make_plan(4, {"tp": 2}, training={**training, "optimizer": optimizer}, extra={"zero": zero})
-
-
-def test_the_trainer_trains_with_the_plans_optimizer(tmp_path: Path) -> None:
-    plan = plan_with({"type": "muon", "lr": 0.01, "eps": 1e-3, "ns_dtype": "fp32"}, {"stage": 2})
+    plan = make_plan(4, {"tp": 2}, training={**training, "optimizer": optimizer}, extra={"zero": zero})
     for rank in run_ranks(4, train, plan, str(tmp_path), False):
         assert_trained(rank, plan)
-
-
-def test_adagrad_on_the_host_is_refused_under_the_trainer(tmp_path: Path) -> None:
-    plan = plan_with({"type": "adagrad", "lr": 0.01}, {"stage": 1, "offload_optimizer": {"device": "cpu"}})
-    with pytest.raises(RankError, match="adagrad on the host under a Trainer"):
-        run_ranks(4, train, plan, str(tmp_path), False)
 
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:

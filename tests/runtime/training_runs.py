@@ -17,6 +17,7 @@ from parcompile.plan import Plan, compile_plan
 from parcompile.plan.holding import Holding
 from parcompile.rules import check
 from parcompile.runtime.labels import IGNORED_LABEL
+from parcompile.spec import learning_rate
 from parcompile.spec.resolve import Resolution
 
 STEPS = 5
@@ -278,6 +279,8 @@ class PlainMuon(torch.optim.AdamW):
             for view, gradient in zip(views, one.grad.view(-1, *one.shape[-2:]), strict=True):
                 view.grad = gradient
         with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", self.iteration):
+            for group in self.muon.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
             self.muon.step()
 
 
@@ -312,6 +315,8 @@ def train_in_one_process(
             loss = loss + z_loss * log_sums.square().mean()
         optimizer.zero_grad()
         loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step + 1)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping or math.inf)))
         optimizer.step()
         losses.append(float(loss.detach()))

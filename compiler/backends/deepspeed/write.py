@@ -42,7 +42,7 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "communication_data_type": _communication_dtype(training.precision),
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
-        "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd"),
+        "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd", "adagrad"),
         # Whatever optimizer a script brings steps on the host, too: not DeepSpeed's own alone, which is compiled first.
         **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": False}),
         "steps_per_print": 2**31 - 1,
