@@ -252,7 +252,5 @@ def with_adagrad_of_a_script(_rank: int, plan: Plan) -> None:
 
 
 def test_an_adagrad_that_deepspeed_would_replace_is_refused() -> None:
-    with pytest.raises(
-        RankError, match=r"DeepSpeed replaces a torch\.optim\.Adagrad by one whose rate no schedule moves"
-    ):
+    with pytest.raises(RankError, match=r"DeepSpeed replaces a torch\.optim\.Adagrad by one whose"):
         run_ranks(2, with_adagrad_of_a_script, plan_of_cell(Cell("dp2", optimizer="sgd")))
