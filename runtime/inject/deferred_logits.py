@@ -61,7 +61,7 @@ class DeferredLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_SHAPE:
                 return func(*args, **kwargs)
-            if func in _OF_EACH and isinstance(args[0], DeferredLogits) and _are_plain((args[1:], kwargs)):
+            if isinstance(args[0] if args else None, DeferredLogits) and _is_of_each(func, args[1:], kwargs):
                 return args[0]._followed_by(lambda logits: func(logits, *args[1:], **kwargs))
             return func(*_with_logits(args), **_with_logits(kwargs))
 
@@ -185,21 +185,18 @@ _OF_EACH = frozenset(
         *(torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
         *(torch.div, Tensor.div, Tensor.__truediv__),
         *(torch.tanh, Tensor.tanh, F.tanh),
-        *(Tensor.float, Tensor.to, Tensor.contiguous, Tensor.__getitem__),
+        *(Tensor.float, Tensor.to, Tensor.contiguous),
     }
 )
-"""Functions of each logit by itself, with numbers, types and slices of words as further arguments."""
+"""Functions of each logit by itself, with a number or a type as further arguments."""
 
 
-def _are_plain(given: Any) -> bool:
-    """Whether arguments are numbers, types, or the words of each token `[..., :n]`."""
-    if isinstance(given, dict):
-        return all(map(_are_plain, given.values()))
-    if isinstance(given, tuple):
-        if len(given) == 2 and given[0] is ... and isinstance(given[1], slice):
-            return True
-        return all(map(_are_plain, given))
-    return isinstance(given, int | float | torch.dtype)
+def _is_of_each(func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function treats the logits of each token alike: numbers and types alone, or words `[..., :n]`."""
+    if func is Tensor.__getitem__:
+        (where,) = others
+        return isinstance(where, tuple) and len(where) == 2 and where[0] is ... and isinstance(where[1], slice)
+    return func in _OF_EACH and all(isinstance(one, int | float | torch.dtype) for one in (*others, *kwargs.values()))
 
 
 def _with_logits(given: Any) -> Any:

@@ -141,7 +141,7 @@ def _chunks(hidden: Tensor, labels: Tensor, shard: Shard, chunk: int, spread: bo
     rows, length, _ = hidden.shape
     ranks = group_size(shard.group) if spread else 1
     labels = F.pad(labels, (0, length * ranks - labels.shape[1]), value=shard.ignore_index)
-    by_rank = labels.view(rows, ranks, length).transpose(0, 1)
+    by_rank = labels.reshape(rows, ranks, length).transpose(0, 1)
     step = max(1, chunk // (rows * ranks))
     for first in range(0, length, step):
         own = slice(first, min(first + step, length))

@@ -272,6 +272,29 @@ def test_arguments_of_the_trainer_ask_for_an_optimizer_that_a_spec_has_not(tmp_p
     assert outcome(result)["optim"] is Outcome.LOST
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (AXOLOTL, "cut_cross_entropy"),
+        (AXOLOTL, "liger_fused_linear_cross_entropy"),
+        (LLAMA_FACTORY, "enable_liger_kernel"),
+        (LLAMA_FACTORY, "use_liger_kernel"),
+    ],
+)
+def test_a_switch_that_leaves_the_logits_to_the_loss_is_carried(text: str, key: str, tmp_path: Path) -> None:
+    answers = CLUSTER if text is AXOLOTL else {**CLUSTER, ("training", "train_steps"): 1000}
+    write(tmp_path / "zero.json", json.dumps(ZERO))
+    for value in (True, False):
+        said = text + f"{key}: {str(value).lower()}\n"
+        result = imported(write(tmp_path / "run.yaml", said), answers)
+        assert result.spec["training"].get("linear_cross_entropy", False) is value
+        assert outcome(result)[key] is (Outcome.CARRIED if value else Outcome.LOST)
+    if "liger_kernel" in key:
+        said = text + f"{key}: true\nliger_kernel_config: {{fused_linear_cross_entropy: false}}\n"
+        result = imported(write(tmp_path / "run.yaml", said), answers)
+        assert "linear_cross_entropy" not in result.spec["training"]
+
+
 ACCELERATE_FSDP = """\
 distributed_type: FSDP
 mixed_precision: bf16

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from closeness import judge
+from closeness import assert_close, judge
 from drawn_stages import CHUNK_ELEMENTS, compare, draw
 from families import tiny_config
 from family_runs import batch_of, config_plan, drawn_model, train_injected, train_plain
@@ -61,29 +61,27 @@ def test_drawn_stages_and_axes_train_as_one_process(number: int) -> None:
 
 
 def look_at_logits(_rank: int, plan: Plan) -> dict[str, Any]:
-    """What a script finds that computes with the logits itself, and how often the head ran for it."""
+    """What a script finds that computes with the logits itself; `before`: whether they were there before."""
     from parcompile.runtime import join, split_batch
     from parcompile.runtime.inject import inject
     from parcompile.runtime.inject.deferred_logits import DeferredLogits
 
     mesh = join(plan)
     model: Any = inject(drawn_model(plan), mesh)
-    batch = split_batch(batch_of(plan), mesh)
-    output = model(**batch)
+    output = model(**split_batch(batch_of(plan), mesh))
     logits = output.logits
-    assert isinstance(logits, DeferredLogits)
     shape, dtype = tuple(logits.shape), logits.dtype
-    before = logits._computed
+    few = logits[..., :5] * 2.0
+    before = [one._computed is not None for one in (logits, few)] if isinstance(logits, DeferredLogits) else None
+    parts = {"row": logits[1], "last": logits[:, -1], "few": few, "twice": 2 * logits, "half": logits / 2}
     own = logits.float().log_softmax(-1)[..., 0].sum() + (logits * 2).square().mean()
     own.backward()
-    norm = float(model.get_output_embeddings().weight.grad.norm())
     return {
         "shape": shape,
         "dtype": dtype,
         "before": before,
-        "own": float(own),
-        "norm": norm,
-        "loss": float(output.loss),
+        "parts": {name: one.detach().clone() for name, one in parts.items()},
+        "sums": torch.stack([own.detach(), model.get_output_embeddings().weight.grad.norm(), output.loss.detach()]),
     }
 
 
@@ -94,30 +92,13 @@ def test_whoever_looks_at_logits_gets_them_with_their_gradient(parallelism: dict
         config_plan("gemma2", tiny_config("gemma2"), parallelism.get("tp", 1), parallelism, linear_cross_entropy=one)
         for one in (True, False)
     ]
-    deferred = run_ranks(plans[0].world_size, look_at_logits, plans[0])
-    with pytest.raises(RankError, match="AssertionError"):
-        run_ranks(plans[1].world_size, look_at_logits, plans[1])  # its logits are a plain tensor
-    whole = run_ranks(plans[1].world_size, look_at_plain_logits, plans[1])
+    deferred, whole = (run_ranks(one.world_size, look_at_logits, one) for one in plans)
     for one, other in zip(deferred, whole, strict=True):
-        assert one["before"] is None, "the logits were computed before anybody looked at them"
+        assert one["before"] == [False, False], "the logits were computed before anybody looked at them"
+        assert other["before"] is None
         assert (one["shape"], one["dtype"]) == (other["shape"], other["dtype"])
-        for name in ("own", "norm", "loss"):
-            assert one[name] == pytest.approx(other[name], rel=1e-5)
-
-
-def look_at_plain_logits(_rank: int, plan: Plan) -> dict[str, Any]:
-    from parcompile.runtime import join, split_batch
-    from parcompile.runtime.inject import inject
-
-    mesh = join(plan)
-    model: Any = inject(drawn_model(plan), mesh)
-    output = model(**split_batch(batch_of(plan), mesh))
-    logits = output.logits
-    own = logits.float().log_softmax(-1)[..., 0].sum() + (logits * 2).square().mean()
-    own.backward()
-    norm = float(model.get_output_embeddings().weight.grad.norm())
-    shape, dtype = tuple(logits.shape), logits.dtype
-    return {"shape": shape, "dtype": dtype, "own": float(own), "norm": norm, "loss": float(output.loss)}
+        assert_close(one["parts"], other["parts"])
+        assert_close(one["sums"], other["sums"])
 
 
 class OwnLinear(torch.nn.Linear):

@@ -114,11 +114,9 @@ _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 
 
-LINEAR_LOSS = (
-    *("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "liger_fused_linear_cross_entropy"),
-    "chunked_cross_entropy",
-)
-"""Switches of trainers (transformers, LLaMA-Factory, axolotl) that leave the logits to the loss, among others."""
+LINEAR_LOSS = ("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "liger_fused_linear_cross_entropy")
+"""Switches of trainers (transformers, LLaMA-Factory, axolotl) that leave the logits to the loss; the first two fuse
+norms and MLPs, too, and leave this to `liger_kernel_config`."""
 
 
 def reader(tool: Tool) -> Callable[[Source, Draft], None]:
@@ -182,8 +180,9 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
         draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), integer)
     elif source.has(tool.own("max_steps")):
         source.ignore(tool.own("max_steps"), "no limit of steps")
+    fuses = source.given.get(tool.own("liger_kernel_config") + ".fused_linear_cross_entropy") is not False
     for name in LINEAR_LOSS:
-        if source.given.get(name) is True:
+        if source.given.get(name) is True and (fuses or "liger_kernel" not in name):
             draft.set(("training", "linear_cross_entropy"), True, said=True)
             source.used[name] = {("training", "linear_cross_entropy")}
     recompute = tool.own("gradient_checkpointing")
