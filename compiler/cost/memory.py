@@ -62,16 +62,13 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
     groups = work.sharded(stage, numel)
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
-    gradients, bucket_bytes = numel * sum_width, bucket * width if has_bucket(work) else 0
-    if keeps_both_gradients(work):
-        gradients, bucket_bytes = padded * sum_width + numel * width, 0
+    gradients = padded * sum_width + numel * width if keeps_both_gradients(work) else numel * sum_width
     if work.zero_stage >= 2:
         gradients = shard * sum_width
     if work.on_host:
         # The host adds them up where it can; sums in another type stay here, and those of stage 1 until the step.
         apart = width != sum_width
         gradients = 0 if work.zero_stage == 3 or (work.zero_stage == 2 and not apart) else gradients
-        bucket_bytes = bucket * sum_width if work.zero_stage == 1 else bucket_bytes
     return StaticMemory(
         numel=numel,
         padded_numel=padded,
@@ -80,8 +77,21 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
         gradient_bytes=gradients,
         master_bytes=0 if work.on_host or is_own_master(work) else shard * MASTER_BYTES,
         optimizer_bytes=0 if work.on_host else shard * work.state_bytes - groups.matrix_numel * _second_moment(work),
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes(work, bucket),
     )
+
+
+def bucket_bytes(work: Workload, elements: int) -> int:
+    """A reduce bucket of so many elements, in which gradients are copied to be reduced; without one 0.
+
+    Its numbers are of the type of the weights; on the host at stage 1 of that of the sums. At stage 3 they are of the
+    type of the messages (`get_param_comm_dtype`, DeepSpeed's runtime/zero/stage3.py), which is fp32 over cp.
+    """
+    if not has_bucket(work) or keeps_both_gradients(work):
+        return 0
+    if work.on_host and work.zero_stage == 1:
+        return elements * work.gradient_bytes
+    return elements * (MASTER_BYTES if work.shards_weights and work.cp > 1 else work.element_bytes)
 
 
 def keeps_both_gradients(work: Workload) -> bool:

@@ -36,9 +36,8 @@ from .layer_passes import (
 )
 from .memory import (
     LARGEST_BUCKET,
+    bucket_bytes,
     gathered_numels,
-    has_bucket,
-    keeps_both_gradients,
     optimizer_step_bytes,
     static_terms,
 )
@@ -206,9 +205,7 @@ class _Static:
 def _static(work: Workload) -> list[_Static]:
     numels = [work.stage_parameters(stage) for stage in work.stages]
     eager = work.framework == "deepspeed"
-    both = keeps_both_gradients(work)
-    bucket = min(LARGEST_BUCKET, max(numels)) * work.element_bytes if eager and has_bucket(work) and not both else 0
-    bucket *= work.gradient_bytes // work.element_bytes if work.on_host and work.zero_stage == 1 else 1
+    bucket = bucket_bytes(work, min(LARGEST_BUCKET, max(numels))) if eager else 0
     return [
         _Static(
             (numel, len(stage.layers), routed_layers(work.shape, stage), stage.has_embedding, stage.has_head),

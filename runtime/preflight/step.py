@@ -118,7 +118,7 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         with losses.ahead():  # the passes before a step are not measured
             pass
     on_host = is_on_host(optimizer)
-    _first_step(optimizer.optimizer, foreach=not on_host and mesh.plan.spec.cluster.accelerator != "cpu")
+    _first_step(optimizer, foreach=not on_host and mesh.plan.spec.cluster.accelerator != "cpu")
     gradients, bucket = 0, 0
 
     def look() -> None:
@@ -226,8 +226,12 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     return engine, _nbytes(weights), _nbytes(masters)
 
 
-def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
+def _first_step(optimizer: Any, *, foreach: bool) -> None:
     """Creates the optimizer's moments, which later steps find; `foreach` is what torch chooses on accelerators."""
+    adam: torch.optim.Optimizer = optimizer.optimizer
+    if is_of_stage_3(optimizer):  # its groups have their shards in its own step alone
+        for number, shard in enumerate(master_shards(optimizer)):
+            adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(shard)
     kept = [(master, master.grad) for group in adam.param_groups for master in group["params"]]
     for group in adam.param_groups:
         group["foreach"], group["fused"] = foreach, False
@@ -236,6 +240,8 @@ def _first_step(adam: torch.optim.Optimizer, *, foreach: bool) -> None:
     adam.step()
     for master, gradient in kept:
         master.grad = gradient  # on the host it stays
+    for group in adam.param_groups if is_of_stage_3(optimizer) else ():
+        group["params"] = []
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
