@@ -12,7 +12,14 @@ import torch
 from closeness import assert_close, nudge
 from expert_runs import Case
 from ranks import run_ranks
-from training_runs import initial_model, make_plan, samples, train_in_one_process, whole_parameters
+from training_runs import (
+    initial_model,
+    make_plan,
+    samples,
+    train_in_one_process,
+    trainer_arguments,
+    whole_parameters,
+)
 
 from parcompile.plan import Plan
 
@@ -243,18 +250,9 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
     axes, training = ({"cp": 2}, {"micro_batch_size": 1}) if own else ({"tp": 2, "cp": 2}, {"micro_batch_size": 2})
     plan = make_plan(4, axes, training=training)
     spec = plan.spec.training
-    given = {
-        "per_device_train_batch_size": spec.micro_batch_size * plan.spec.parallelism.dp,
-        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
-        "learning_rate": spec.optimizer.lr,
-        "adam_beta2": spec.optimizer.betas[1],
-        "weight_decay": spec.optimizer.weight_decay,
-        "max_grad_norm": spec.gradient_clipping,
-        "seed": spec.seed,
-    }
 
     def one_process(seed: int | None) -> dict[str, Any]:
-        trainer = script(Trainer, plan, str(tmp_path / "plain"), own, seed, **given)
+        trainer = script(Trainer, plan, str(tmp_path / "plain"), own, seed, **trainer_arguments(plan))
         parameters = {name: one.detach() for name, one in trainer.model.named_parameters()}
         return {"log": logged(trainer), "parameters": parameters}
 

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.ranks
 
 DRAWS = {
     8: "SFT, dft, chats, cp2 x dp2, ZeRO 2, 3 rows of 4 in the last batch",
-    11: "KTO, experts, tp2 x dp2 x ep2, a row in the last batch",
     17: "DPO, experts, ep4 x dp4, recomputed, 3 rows of 8 in the last step",
-    16: "SFT with LoRA, packed, tp2 x cp2, sequence parallel",
     7: "KTO with LoRA, whose reference is the model without it, tp2",
 }
 

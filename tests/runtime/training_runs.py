@@ -215,14 +215,32 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = Fa
     return torch.optim.AdamW(parameters, **rate, betas=chosen.betas, eps=chosen.eps)
 
 
+def trainer_arguments(plan: Plan) -> dict[str, Any]:
+    """What a plan says, as TrainingArguments of one process."""
+    spec = plan.spec.training
+    return {
+        "per_device_train_batch_size": spec.micro_batch_size * plan.spec.parallelism.dp,
+        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "learning_rate": spec.optimizer.lr,
+        "adam_beta2": spec.optimizer.betas[1],
+        "adam_epsilon": spec.optimizer.eps,
+        "weight_decay": spec.optimizer.weight_decay,
+        "max_grad_norm": spec.gradient_clipping,
+        "seed": spec.seed,
+    }
+
+
 def _groups(model: torch.nn.Module, *, of_trainer: bool) -> list[dict[str, Any]]:
-    """A group for each parameter, without decay where transformers' Trainer has none."""
+    """All parameters in one group; or those that transformers' Trainer decays in one, the others in a second."""
     from transformers import Trainer
 
-    decayed: Any = Trainer.get_decay_parameter_names(None, model) if of_trainer else None
+    if not of_trainer:
+        return [{"params": list(model.parameters())}]
+    names: Any = Trainer.get_decay_parameter_names(None, model)
+    of_names = dict(model.named_parameters())
     return [
-        {"params": [one], **({} if decayed is None or name in decayed else {"weight_decay": 0.0})}
-        for name, one in model.named_parameters()
+        {"params": [one for name, one in of_names.items() if name in names]},
+        {"params": [one for name, one in of_names.items() if name not in names], "weight_decay": 0.0},
     ]
 
 
@@ -247,7 +265,7 @@ class PlainMuon(torch.optim.AdamW):
             or (one.dim() == 3 and "experts" in name)
         ]
         taken = {id(one) for one in self.matrices}
-        others = [group for group in groups if id(group["params"][0]) not in taken]
+        others = [{**group, "params": [one for one in group["params"] if id(one) not in taken]} for group in groups]
         super().__init__(others, **rate, betas=chosen.betas, eps=chosen.eps)
         # Views of the experts of a stack; of a matrix, one of it.
         self.views = [(one, list(one.detach().view(-1, *one.shape[-2:]))) for one in self.matrices]

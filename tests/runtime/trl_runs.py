@@ -14,7 +14,7 @@ import torch
 from closeness import Margin, margins, nudge
 from families import tiny_config
 from ranks import run_ranks
-from training_runs import dp_of, initial_model, make_plan, whole_parameters, whole_weights
+from training_runs import dp_of, initial_model, make_plan, trainer_arguments, whole_parameters, whole_weights
 
 from parcompile.plan import Plan
 
@@ -241,18 +241,7 @@ def on_ranks(rank: int, run: Run, plan: Plan, folder: str) -> dict[str, Any]:
 
 
 def in_one_process(run: Run, plan: Plan, folder: str, seed: int | None = None) -> dict[str, Any]:
-    spec = plan.spec.training
-    given = {
-        "per_device_train_batch_size": spec.micro_batch_size * plan.spec.parallelism.dp,
-        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
-        "learning_rate": spec.optimizer.lr,
-        "adam_beta2": spec.optimizer.betas[1],
-        "adam_epsilon": spec.optimizer.eps,
-        "weight_decay": spec.optimizer.weight_decay,
-        "max_grad_norm": spec.gradient_clipping,
-        "gradient_checkpointing": False,
-        "seed": spec.seed,
-    }
+    given = {**trainer_arguments(plan), "gradient_checkpointing": False}
     trainer = script(run, plan, folder, lambda trainer: trainer, seed, **given)
     if run.lora:
         from peft import get_peft_model_state_dict
