@@ -16,6 +16,7 @@ from parcompile.schema import type_of
 from parcompile.schema.keys import refused_optimizer
 from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
+from parcompile.user_files import shipped
 
 from .artefacts import Loss
 
@@ -283,9 +284,16 @@ _NO_LOSS = frozenset(
 )
 
 
-def fate_of(name: str, effects: Mapping[Effect, tuple[str, ...]]) -> Account | None:
-    """What there is to say of an option by the patterns of its effect, "*" at an end standing for anything."""
-    return next((effect.account(name) for effect, patterns in effects.items() if is_among(name, patterns)), None)
+def effect_of(name: str, tool: str) -> Effect | None:
+    """What an option of a tool does, by the first pattern of `effects.json` that it fits; "*" ends one for anything."""
+    stored: Mapping[str, Sequence[str]] = shipped("parcompile.backends", "effects.json")[tool]
+    return next((Effect[effect.upper()] for effect, patterns in stored.items() if is_among(name, patterns)), None)
+
+
+def fate_of(name: str, tool: str) -> Account | None:
+    """What there is to say of an option that does one of these."""
+    effect = effect_of(name, tool)
+    return None if effect is None else effect.account(name)
 
 
 def is_among(name: str, patterns: Iterable[str]) -> bool:

@@ -24,7 +24,6 @@ from .reading import (
     Arguments,
     Bundle,
     Draft,
-    Effect,
     Entry,
     Importer,
     Row,
@@ -420,40 +419,6 @@ _RENAMED = {
 }
 """Options of its TOML that have another name in its classes."""
 _MODEL_OPTION = "model"
-_NO_EFFECT: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
-    {
-        Effect.OTHER_RUN: ("debug.moe_force_load_balance", "training.skip_optimizer_step"),
-        Effect.DATA: ("dataloader.*", "training.dataset*", "loss*", "model_spec.*", "validat*"),
-        Effect.TOKENIZER: ("hf_assets_path", "tokenizer*", "model.tokenizer*", "model.hf_assets_path"),
-        Effect.CHECKPOINTS: ("checkpoint*",),
-        Effect.REPORTS: (
-            "profil*",
-            "metrics*",
-            "job.*",
-            "dump_folder",
-            "debug.*",
-            "memory_estimation*",
-            "experimental*",
-        ),
-        Effect.JOB: ("comm.*", "fault_tolerance*"),
-        Effect.SPEED: (
-            *("compile.*", "training.compile", "training.gc_*", "optimizer.implementation", "override*"),
-            *("activation_checkpoint*", "parallelism.enable_*", "parallelism.disable_loss_parallel", "optimizer.fused"),
-            *("parallelism.spmd_backend", "training.disable_cuda_graphs", "parallelism.context_parallel_rotate_method"),
-        ),
-        Effect.MEMORY: ("parallelism.*", "training.enable_cpu_offload"),
-        Effect.NUMBERS: (
-            "model.converters",
-            "quantize*",
-            "float8*",
-            "mx*",
-            "optimizer.*",
-            "training.*",
-            "lr_scheduler.*",
-        ),
-    }
-)
-"""What options do that have no place in a spec; the first pattern counts."""
 
 
 def _given(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -520,7 +485,7 @@ IMPORTER = Importer(
     defaults=lambda: DEFAULTS,
     read=_read,
     written=lambda plan: options(plan.spec),
-    fate=lambda name, _value: fate_of(name, _NO_EFFECT),
+    fate=lambda name, _value: fate_of(name, "torchtitan"),
     meaning=_meaning,
     changes=lambda name: name.startswith(("optimizer.", "lr_scheduler.", "training.")) and name != _LOCAL,
 )

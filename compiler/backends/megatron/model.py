@@ -26,6 +26,7 @@ from parcompile.model.blocks.latent import MlaShape
 from parcompile.spec import Spec
 from parcompile.spec.resolve.model import most
 from parcompile.text.typed import WrongValueError, integer
+from parcompile.user_files import shipped
 
 from . import experts, positions
 
@@ -151,41 +152,7 @@ OPTIONS = (
     *_OTHERS,
 )
 
-_HYBRID = (
-    "layers of several kinds (Mamba, attention) follow each other: a spec takes such a model from the config.json of "
-    "its Hugging Face form (nemotron_h, say), not from these options"
-)
-OTHER_MODELS = {
-    "hybrid_layer_pattern": _HYBRID,
-    "hybrid_override_pattern": _HYBRID,
-    "is_hybrid_model": _HYBRID,
-    "hybrid_attention_ratio": _HYBRID,
-    "spec": "the layers come from a module of its own",
-    "decoder_num_layers": "it has an encoder and a decoder",
-    "decoder_seq_length": "it has an encoder and a decoder",
-    "bert_no_binary_head": "it is a BERT",
-    "mask_prob": "it is trained on masked tokens, as BERT is",
-    "patch_dim": "it reads images",
-    "img_h": "it reads images",
-    "language_model_type": "it reads images",
-    "vision_model_type": "it reads images",
-    "vision_backbone_type": "it reads images",
-    "experimental_attention_variant": "its kind of attention is not supported",
-    "linear_attention_freq": "some of its layers have linear attention",
-    "linear_attention_type": "some of its layers have linear attention",
-    "heterogeneous_layers_config_path": "its layers differ from each other",
-    "heterogeneous_layers_config_encoded_json": "its layers differ from each other",
-    "no_rope_freq": "some of its layers have no positions",
-    "window_attn_skip_freq": "some of its layers have a window",
-    "enable_mhc_connections": "its residual has several streams",
-    "enable_hyper_connections": "its residual has several streams",
-    "retro_add_retriever": "it retrieves documents",
-    "use_mup": "its scales are those of µP",
-    "attention_output_gate": "its attention has a gate",
-    "moe_latent_size": "its experts work on a compressed state",
-    "qk_l2_norm": "queries and keys are normed without weights",
-    "apply_residual_connection_post_layernorm": "the residual starts after the norm",
-}
+OTHER_MODELS: Mapping[str, str] = shipped("parcompile.backends.megatron", "other_models.json")
 """Options of models that a spec cannot express, and what those models are."""
 
 

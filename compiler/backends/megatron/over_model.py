@@ -7,11 +7,10 @@ Megatron-Bridge's recipes are read here (source: its `recipes/` and `training/co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends import reading as table
-from parcompile.backends.reading import Account, Draft, Effect, Importer, Outcome, Source, Undecided, fate_of
+from parcompile.backends.reading import Account, Draft, Importer, Outcome, Source, Undecided, fate_of
 from parcompile.backends.recipes import flattened
 from parcompile.backends.trainers.read import read_model
 from parcompile.backends.trainers.tool import ADAPTER
@@ -96,43 +95,6 @@ _KNOWN = tuple(
 _SUMS = ("training", "gradient_accumulation_dtype")
 _DECAYS = tuple(f"scheduler.{name}" for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"))
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "16": "fp16"}
-_EFFECTS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
-    {
-        Effect.DATA: ("dataset*",),
-        Effect.TOKENIZER: ("tokenizer*",),
-        Effect.CHECKPOINTS: (
-            "checkpoint*",
-            "scheduler.*_opt_param_scheduler",
-            "scheduler.override_*",
-            "model.revision",
-        ),
-        Effect.REPORTS: (
-            *("logger*", "validation*", "profiling*", "straggler*", "nvrx_straggler*", "tensor_inspect*"),
-            *("train.eval_*", "ddp.check_for_*"),
-        ),
-        Effect.JOB: ("dist*", "ft*", "rerun_state_machine*", "inprocess_restart*", "env_vars*"),
-        Effect.SPEED: (
-            *("model.bias_*", "model.apply_rope_fusion", "model.persist_layer_norm", "model.masked_softmax_fusion"),
-            *(
-                "model.gradient_accumulation_fusion",
-                "model.use_te_rng_tracker",
-                "rng.te_rng_tracker",
-                "model.pipeline_dtype",
-            ),
-        ),
-        Effect.MEMORY: (
-            *(
-                "comm_overlap*",
-                "ddp.*",
-                "train.manual_gc*",
-                "model.pipeline_model_parallel_layout",
-                "optimizer.overlap_*",
-            ),
-            *("model.make_vocab_size_divisible_by", "model.should_pad_vocab"),
-        ),
-        Effect.NUMBERS: ("model.*", "optimizer.*", "scheduler.*", "mixed_precision.*", "train.*"),
-    }
-)
 
 
 def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +164,7 @@ def _fate(name: str, value: object) -> Account | None:
     if section == "optimizer" and value in (False, "torch.float32"):
         return Account(name, Outcome.NO_EFFECT, "as in a plan")
     kind = effect(key) if section == "model" else None
-    return fate_of(name, _EFFECTS) if kind is None else kind.account(name)
+    return fate_of(name, "megatron_over_model") if kind is None else kind.account(name)
 
 
 BRIDGE_IMPORTER = Importer(

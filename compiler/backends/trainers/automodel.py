@@ -11,7 +11,6 @@ from parcompile.backends.deepspeed import facts
 from parcompile.backends.reading import (
     Bundle,
     Draft,
-    Effect,
     Entry,
     Importer,
     Row,
@@ -175,40 +174,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "lr_scheduler.lr_decay_style": "cosine",
     }
 )
-_EFFECTS: Mapping[Effect, tuple[str, ...]] = MappingProxyType(
-    {
-        Effect.DATA: ("dataset*", "dataloader*", "validation_data*", "packed_sequence*", "step_scheduler.num_epochs"),
-        Effect.CHECKPOINTS: ("checkpoint*", "step_scheduler.ckpt*", "step_scheduler.save*"),
-        Effect.REPORTS: (
-            "wandb*",
-            "mlflow*",
-            "logger*",
-            "step_scheduler.*",
-            "benchmark*",
-            "ci.*",
-            "moe_metrics*",
-            "nvtx",
-        ),
-        Effect.JOB: ("dist_env*", "slurm*", "rng.*", "recipe", "auto_map*"),
-        Effect.TOKENIZER: ("tokenizer*", "model.tokenizer*"),
-        Effect.SPEED: (
-            *("compile*", "optimizer.foreach", "optimizer.fused", "model.backend*", "model.attn_implementation"),
-            *("model.use_liger*", "model._target_", "model.config._target_", "model.trust_remote_code", "loss_fn*"),
-            *(
-                "model.config.*",
-                "model.use_cache",
-                "model.force_hf",
-                "model.load_*",
-                "model.output_*",
-                "model.use_sdpa*",
-                "sdpa_method",
-                "optimizer._*",
-            ),
-        ),
-        Effect.MEMORY: ("distributed.*", "parallelizer.*"),
-        Effect.NUMBERS: ("optimizer.*", "lr_scheduler.*", "model.*", "clip_grad_norm.*", "neftune*"),
-    }
-)
 _CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization": QUANTISED, "teacher_model": METHOD}
 """Sections that make another training."""
 
@@ -236,5 +201,5 @@ IMPORTER = Importer(
     options=_options,
     defaults=lambda: DEFAULTS,
     read=_read,
-    fate=lambda name, _value: fate_of(name, _EFFECTS),
+    fate=lambda name, _value: fate_of(name, "automodel"),
 )

@@ -15,101 +15,10 @@ from parcompile.backends.recipes import flattened
 from parcompile.text import Document
 from parcompile.text.typed import integer, word
 
-from .llama_factory import DATA_OPTIONS, OPTIMIZER_LEFT, SAVING_OPTIONS, SPEED_OPTIONS
 from .read import read_model, reader, with_deepspeed
-from .tool import ADAPTER, CHANGING, DATA, METHOD, MODEL, QUANTISED, SAVING, SPEED, Tool, options
+from .tool import ADAPTER, CHANGING, METHOD, options, stored_tool
 
-TOOL = Tool(
-    name="ms-swift",
-    model="model",
-    length="max_length",
-    defaults={
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": None,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "lr_scheduler_type": "cosine",
-        "gradient_checkpointing": True,
-    },
-    parallel={"tp": ("deepspeed_autotp_size",), "cp": ("sequence_parallel_size",)},
-    settled={
-        METHOD: (
-            *("rlhf_type", "beta", "rpo_alpha", "loss_type", "reward_*", "num_generations", "vllm_*", "use_vllm"),
-            *("enable_dft_loss", "loss_scale", "task_type", "num_labels", "problem_type", "max_completion_length"),
-            *("teacher_*", "lmbda", "ref_*", "seq_kd", "epsilon*", "temperature", "router_aux_loss_coef", "gkd_*"),
-            *(
-                "sleep_level",
-                "offload_*",
-                "move_model_batches",
-                "overlong_filter",
-                "num_iterations",
-                "top_*",
-                "async_g*",
-            ),
-            *("steps_per_generation", "generation_batch_size", "importance_sampling_level", "dynamic_sample", "tau_*"),
-            *("multi_turn_scheduler", "max_turns", "use_gym_env", "gym_env", "sft_alpha", "scale_rewards", "kl_in_*"),
-            *("advantage_estimator", "desirable_weight", "undesirable_weight", "center_rewards_*", "delta", "fipo_*"),
-            *("chord_*", "stop_words", "response_length", "loss_weights", "--loss_scale", "max_model_len"),
-        ),
-        DATA: (
-            *DATA_OPTIONS,
-            *("val_dataset*", "split_dataset_ratio", "load_from_cache_file", "system", "padding_free", "columns"),
-            *(
-                "agent_template",
-                "add_non_thinking_prefix",
-                "cached_*",
-                "lazy_tokenize",
-                "truncation_strategy",
-                "data_*",
-            ),
-            *("max_pixels", "strict", "interleave_prob", "shuffle_buffer_size", "custom_*", "external_plugins"),
-            *("group_by_length", "use_chat_template", "response_prefix", "max_new_tokens", "norm_bbox", "padding_side"),
-        ),
-        SAVING: (
-            *SAVING_OPTIONS,
-            *("model_author", "model_name", "create_checkpoint_symlink", "add_version", "wandb_*", "use_ray", "ray_*"),
-            *("no_save_*", "no_load_*", "finetune", "merge_lora", "safe_serialization", "save*", "load_args", "exit_*"),
-            *(
-                "tensorboard_*",
-                "async_save",
-                "use_flash_ckpt",
-                "ENV.*",
-                "wandb*",
-                "use_hf",
-                "no_log_*",
-                "ckpt_dir",
-                "check_model",
-                "early_*",
-            ),
-        ),
-        MODEL: (
-            *("model_type", "attn_impl", "freeze_*", "new_special_tokens", "rope_scaling", "resume_*", "device_map"),
-            *("trainable_parameters*", "init_strategy", "adapters", "vit_*", "aligner_*", "model_kwargs", "hf_*"),
-        ),
-        SPEED: (
-            *SPEED_OPTIONS,
-            "attention_backend",
-            "use_cce",
-            "use_logits_to_keep",
-            "experts_impl",
-            "gradient_accumulation_fusion",
-        ),
-        ADAPTER: (
-            "lora_*",
-            "target_*",
-            "modules_to_save",
-            "use_galore",
-            "galore_*",
-            "use_swift_lora",
-            "init_weights",
-            "tuner_*",
-            "use_dora",
-        ),
-        QUANTISED: ("quant_*", "bnb_*", "fp8_*", "load_in_*"),
-        **OPTIMIZER_LEFT,
-        "the optimizer of a spec has no such setting": ("optimizer", "optim_args", "lr_scheduler_kwargs", "muon_*"),
-    },
-)
+TOOL = stored_tool("ms-swift")
 _ZERO: Mapping[str, Any] = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)} | {
     f"zero{stage}_offload": {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
     for stage in (2, 3)

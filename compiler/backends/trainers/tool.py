@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.reading import Undecided, is_among
+from parcompile.user_files import shipped
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 5e-5,
-        "weight_decay": 0.0,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "adam_epsilon": 1e-8,
-        "max_grad_norm": 1.0,
-        "optim": "adamw_torch_fused",
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 0,
-        "max_steps": -1,
-        "bf16": False,
-        "fp16": False,
-        "gradient_checkpointing": None,
-        "seed": 42,
-    }
-)
+_STORED = shipped("parcompile.backends.trainers", "tools.json")
+DEFAULTS: Mapping[str, Any] = _STORED["defaults"]
 """Arguments of `TrainingArguments` that a spec has a place for, with their defaults."""
 
-DATA = "data are given to the runtime by your program"
-SAVING = "saving, logging and evaluation are chosen in your program"
-MODEL = "the model is loaded by your program, which gives it to the runtime"
-SPEED = "it changes how fast a step runs, not its numbers"
-TF32 = "set torch.backends.cuda.matmul.allow_tf32 in your program: it changes the products of fp32"
-ADAPTER = "adapters are put on the model by your program (docs/lora.md)"
-METHOD = "a spec describes causal language modelling; other losses belong to your program"
-QUANTISED = "the runtime trains weights of 16 or 32 bits"
-CHANGING = frozenset({TF32, ADAPTER, METHOD, QUANTISED})
+_REASONS: Mapping[str, str] = _STORED["reasons"]
+ADAPTER, METHOD, QUANTISED = (_REASONS[name] for name in ("adapter", "method", "quantised"))
+CHANGING = frozenset({_REASONS["tf32"], ADAPTER, METHOD, QUANTISED})
 """Reasons that stand for another training."""
 
 
@@ -62,8 +38,8 @@ class Tool:
     length: str
     names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    parallel: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    settled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parallel: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    settled: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def own(self, argument: str) -> str:
         """Its name for an argument of transformers."""
@@ -76,6 +52,13 @@ class Tool:
     def reason(self, option: str) -> str | None:
         """Why an option has no place in a spec, where that is known."""
         return next((why for why, names in self.settled.items() if is_among(option.split(".")[0], names)), None)
+
+
+def stored_tool(name: str) -> Tool:
+    """A trainer from its entry in `tools.json`."""
+    stored = _STORED["tools"][name]
+    settled = {_REASONS.get(why, why): names for why, names in stored["settled"].items()}
+    return Tool(name, **{**stored, "settled": settled})
 
 
 def options(tree: Mapping[str, Any]) -> dict[str, Any]:
