@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -163,25 +164,42 @@ class Family:
 
 
 def family_from(stored: Mapping[str, Any]) -> Family:
-    """A family from its entry in `families.json`: fields by their names, lists for tuples."""
-    found = {name: _tuples(value) for name, value in stored.items()}
+    """A family from its entry in `families.json`: fields by their names, lists for tuples.
+
+    "@MODULE:NAME" is a function below `parcompile.model`. An object with the key "@" is one with arguments, or an
+    object of such a class.
+    """
+    found = {name: _read(value) for name, value in stored.items()}
     if "norm" in found:
         found["norm"] = Norm(found["norm"])
     for name, kind in (("experts", Experts), ("latent", Latent)):
         if name in found:
-            found[name] = kind(**{key: _tuples(value) for key, value in found[name].items()})
+            found[name] = kind(**found[name])
     found["refusals"] = tuple(map(_refusal, stored.get("refusals", ())))
     return Family(**found)
 
 
 def _refusal(stored: Mapping[str, Any]) -> Refusal:
     """Of an expression of keys, as in tables: a key that is left out has its value in `defaults`, else null."""
-    when, defaults = compiled(stored["when"]), stored.get("defaults", {})
-    return Refusal(stored["key"], lambda config: bool(when({**defaults, **config})), stored["reason"])
+    when = _read(stored["when"])
+    if callable(when):
+        return Refusal(stored["key"], when, stored["reason"])
+    applies, defaults = compiled(when), stored.get("defaults", {})
+    return Refusal(stored["key"], lambda config: bool(applies({**defaults, **config})), stored["reason"])
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_read, value))
+    if isinstance(value, str) and value.startswith("@"):
+        return pkgutil.resolve_name(f"{__package__}.{value[1:]}")
+    if not isinstance(value, dict):
+        return value
+    given = {name: _read(inner) for name, inner in value.items() if name != "@"}
+    if "@" not in value:
+        return given
+    named = _read(f"@{value['@']}")
+    return named(**given) if isinstance(named, type) else functools.partial(named, **given)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The family of each type: built-in ones by the modules that `families.json` names, and those that plug-ins add.
+"""The family of each type: built-in ones of `families.json`, and those that plug-ins add.
 
 What several families share stands here too.
 """
@@ -6,19 +6,16 @@ What several families share stands here too.
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from parcompile import entry_points
-from parcompile.model.family import Experts, Family, by_type, family_from
+from parcompile.model.family import Family, by_type, family_from
 from parcompile.model.layers import LayersError, whole
 from parcompile.model.tables.reading import add_table
 
 _DATA = by_type("family")
-"""The families that are data alone: what of them is not Llama's."""
-_MODULES = by_type("module")
-"""Where in this folder the others stand, which have functions: a constant with the name of the type."""
+"""What of each family is not Llama's."""
 
 
 class _BuiltIn(Mapping[str, Family]):
@@ -28,22 +25,18 @@ class _BuiltIn(Mapping[str, Family]):
         return _built_in(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in _DATA or name in _MODULES
+        return name in _DATA
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*_DATA, *_MODULES}))
+        return iter(sorted(_DATA))
 
     def __len__(self) -> int:
-        return len({*_DATA, *_MODULES})
+        return len(_DATA)
 
 
 @functools.cache
 def _built_in(name: str) -> Family:
-    if name in _DATA:
-        return family_from(_DATA[name])
-    module = importlib.import_module(f"{__package__}.{_MODULES[name]}")
-    family: Family = getattr(module, name.replace("-", "_").upper())
-    return family
+    return family_from(_DATA[name])
 
 
 BUILT_IN: Mapping[str, Family] = _BuiltIn()
@@ -147,46 +140,38 @@ def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = (
     return [layer for layer in range(step - 1, count, step) if layer not in without]
 
 
-def by_frequency(first: int) -> Callable[[Mapping[str, Any], int], list[int]]:
+def by_frequency(config: Mapping[str, Any], count: int, *, first: int) -> list[int]:
     """The first layer of each `moe_layer_freq`, from `first_k_dense_replace` on, of which `first` is the default."""
+    step = whole(config, "moe_layer_freq", 1, least=1)
+    dense = whole(config, "first_k_dense_replace", first, least=0)
+    return [layer for layer in range(0, count, step) if layer >= dense]
 
-    def layers(config: Mapping[str, Any], count: int) -> list[int]:
-        step = whole(config, "moe_layer_freq", 1, least=1)
-        dense = whole(config, "first_k_dense_replace", first, least=0)
-        return [layer for layer in range(0, count, step) if layer >= dense]
 
-    return layers
+def not_counted(config: Mapping[str, Any], *, key: str, default: int) -> bool:
+    """Whether a key is no whole number of 1 or more."""
+    return not is_count(config.get(key, default))
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number of 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def always(*_: object) -> bool:
+    """Of a trait that every configuration has."""
+    return True
+
+
+def in_all_layers(*_: object) -> float:
+    """The share of layers of a trait that all have."""
+    return 1.0
+
+
+def one(*_: object) -> int:
+    """Of a number that no configuration changes."""
+    return 1
 
 
 def all_heads(_: Mapping[str, Any], heads: int) -> int:
     """As many key and value heads as queries."""
     return heads
-
-
-def routed(
-    count: int | None,
-    per_token: int | None,
-    width: int,
-    *,
-    dense_layers: int | None = None,
-    shared: int = 1,
-    count_key: str = "n_routed_experts",
-    shared_key: str = "n_shared_experts",
-    by_layer: str | None = None,
-    dense_by_default: int = 0,
-    norm_after: str = "",
-    layers: Callable[[Mapping[str, Any], int], Sequence[int]] | None = None,
-) -> Experts:
-    """DeepSeek's way: routed experts, shared ones beside them as one MLP, dense layers first."""
-    return Experts(
-        norm_after=norm_after,
-        dense_by_default=dense_by_default,
-        shared="shared_experts",
-        count=(count_key, count),
-        by_layer=by_layer,
-        layers=layers,
-        per_token=("num_experts_per_tok", per_token),
-        width=("moe_intermediate_size", width),
-        shared_count=(shared_key, shared),
-        dense_layers=None if dense_layers is None else ("first_k_dense_replace", dense_layers),
-    )

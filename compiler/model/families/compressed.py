@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.blocks.indexer import IndexerTraits, every_fourth, scheduled_kinds
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
-from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError, LayerShape
-
-from .added import all_heads, by_frequency, routed
 
 # Attention over keys that stand for whole windows of tokens (DeepSeek-V4).
 
@@ -105,10 +101,6 @@ def _balances_nothing(config: Mapping[str, Any]) -> bool:
         return False  # said where layers are read
 
 
-def _is_not(key: str, wanted: Any, reason: str) -> Refusal:
-    return Refusal(key, lambda config: config.get(key) not in (None, wanted), reason)
-
-
 def _ungrouped(config: Mapping[str, Any]) -> bool:
     heads, groups = config.get("num_attention_heads", _HEADS), config.get("o_groups", _GROUPS)
     return isinstance(groups, int) and groups > 0 and heads % groups != 0
@@ -125,65 +117,6 @@ def _another_width(config: Mapping[str, Any]) -> bool:
     return config.get("intermediate_size") not in (None, config.get("moe_intermediate_size", 2048))
 
 
-DEEPSEEK_V4 = Family(
-    keys={"intermediate_size": None},
-    kv_heads=lambda _, __: 1,
-    sinks="sinks",
-    hyper_streams=("hc_mult", 4),
-    square_mixtures=("hc_sinkhorn_iters", 20),
-    low_rank=_low_rank,
-    layer_shapes=_layer_shapes,
-    defaults={"sliding_window": 128, "head_dim": _HEAD_DIM},
-    experts=Experts(
-        shared="shared_experts",
-        count=("n_routed_experts", 256),
-        per_token=("num_experts_per_tok", 6),
-        width=("moe_intermediate_size", 2048),
-        dense_width=("moe_intermediate_size", 2048),
-        shared_count=("n_shared_experts", 1),
-        hashed=_hashed,
-    ),
-    refusals=(
-        _is_not("n_shared_experts", 1, "transformers builds one shared expert whatever it says: write 1"),
-        _is_not("num_key_value_heads", 1, "all queries share one key, which is the value too: write 1"),
-        _is_not("norm_topk_prob", wanted=True, reason="transformers divides by the sum of scores always: write true"),
-        _is_not("attention_bias", wanted=False, reason="transformers' projections have no bias: write false"),
-        _is_not("router_jitter_noise", 0, "transformers' routers multiply nothing by noise: write 0"),
-        Refusal(
-            "scoring_func",
-            lambda config: config.get("scoring_func", "sigmoid") not in ("sqrtsoftplus", "sigmoid"),
-            "transformers takes it from its activations, which have 'sqrtsoftplus' and 'sigmoid' of these: write "
-            "one of them",
-        ),
-        Refusal(
-            "attention_dropout",
-            lambda config: bool(config.get("attention_dropout")),
-            "weights of compressed KV are not dropped by their position: write 0",
-        ),
-        Refusal(
-            "output_router_logits",
-            _balances_nothing,
-            "no router chooses by its scores, and transformers computes no loss of them: write false",
-        ),
-        Refusal(
-            "o_groups",
-            _ungrouped,
-            "num_attention_heads % o_groups is not 0, and each group has whole heads: choose a divisor",
-        ),
-        Refusal(
-            "index_head_dim",
-            _narrow,
-            "it is less than head_dim x partial_rotary_factor, the part of the indexer's heads that is rotated",
-        ),
-        Refusal(
-            "intermediate_size",
-            _another_width,
-            "transformers takes it for another name of moe_intermediate_size, which differs: leave it out",
-        ),
-    ),
-)
-
-
 # Sparse attention over the keys that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556, section 2).
 
 _COUNTS = ("n_routed_experts", "num_local_experts")
@@ -198,93 +131,3 @@ def _another_count(config: Mapping[str, Any]) -> bool:
 def _other_layers(config: Mapping[str, Any]) -> bool:
     kinds = config.get("layer_types")
     return kinds is not None and any(kind != "indexed_attention" for kind in kinds)
-
-
-def _narrow_head(rotary: int, head: int) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda config: config.get("index_head_dim", head) < config.get("qk_rope_head_dim", rotary)
-
-
-def _refusals(latent: Latent, indexer: IndexerTraits, *others: Refusal) -> tuple[Refusal, ...]:
-    return (
-        *others,
-        Refusal(
-            "q_lora_rank",
-            lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
-            "it is null, and the indexer takes the compressed queries: write their width",
-        ),
-        Refusal(
-            "layer_types",
-            _other_layers,
-            "transformers runs the indexer in every layer of this type whatever the list says: write "
-            '"indexed_attention" for each layer, or leave it out',
-        ),
-        Refusal(
-            "index_head_dim",
-            _narrow_head(latent.qk_rope_head_dim, indexer.head_dim),
-            "it is less than qk_rope_head_dim, the part of the indexer's heads that is rotated",
-        ),
-    )
-
-
-_OLD_COUNT = Refusal(
-    "num_experts",
-    _another_count,
-    "it is the old name of n_routed_experts, which says something else: write n_routed_experts alone",
-)
-_EXPERT_GROUPS = Refusal(
-    "n_group",
-    lambda config: (config.get("n_group") is None) != (config.get("topk_group") is None),
-    "n_group and topk_group are given together, or neither is",
-)
-
-_KEYS_OF_QUERIES = Refusal(
-    "num_key_value_heads",
-    lambda config: (
-        config.get("num_key_value_heads") is not None
-        and config["num_key_value_heads"] != config.get("num_attention_heads", 32)
-    ),
-    "transformers makes it num_attention_heads whatever it says: write that, or leave it out",
-)
-_CLAMP = Refusal(
-    "swiglu_limit",
-    lambda config: isinstance(config.get("swiglu_limit"), int | float) and config["swiglu_limit"] <= 0,
-    "transformers 5.23 clamps experts by it, while its documentation says that 0 or less leaves them as they are: "
-    "write a large number in place of it",
-)
-
-_V32, _GLM, _AX = Latent(), Latent(2048, 512, 192, 64, 256), Latent(384, 128, 64, 32, 64)
-_HY = Latent(1536, 512, 192, 64, 256)
-_V32_INDEXER, _GLM_INDEXER = IndexerTraits(), IndexerTraits(heads=32, kinds=scheduled_kinds)
-_AX_INDEXER, _HY_INDEXER = IndexerTraits(heads=16), IndexerTraits(heads=16, kinds=every_fourth)
-
-DEEPSEEK_V32 = Family(
-    latent=_V32,
-    parts=(_V32_INDEXER,),
-    experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-    refusals=_refusals(_V32, _V32_INDEXER, _OLD_COUNT),
-)
-GLM_MOE_DSA = Family(
-    latent=_GLM,
-    parts=(_GLM_INDEXER,),
-    experts=routed(256, 8, 2048, dense_layers=3, by_layer="mlp_layer_types"),
-    refusals=_refusals(_GLM, _GLM_INDEXER, _OLD_COUNT),
-)
-AXK2 = Family(
-    latent=_AX,
-    parts=(_AX_INDEXER,),
-    gate="q_gate_proj",
-    query_gate=True,
-    norm_gate=("gated_norm_rank", 16),
-    experts=routed(128, 8, 512, dense_layers=1, by_layer="mlp_layer_types", layers=by_frequency(1)),
-    refusals=_refusals(_AX, _AX_INDEXER, _EXPERT_GROUPS),
-)
-HY_V4 = Family(
-    latent=_HY,
-    parts=(_HY_INDEXER,),
-    kv_heads=all_heads,
-    gate="gate_proj",
-    sinks="sinks",
-    hyper_streams=("hc_mult", 4),
-    experts=routed(256, 8, 768, by_layer="mlp_layer_types", dense_by_default=1),
-    refusals=_refusals(_HY, _HY_INDEXER, _KEYS_OF_QUERIES, _CLAMP),
-)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.blocks.indexer import FULL, NONE, IndexerTraits
+from parcompile.model.blocks.indexer import FULL, NONE
 from parcompile.model.blocks.latent import MlaShape
-from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError, LayerShape
 from parcompile.model.shape import ModelShape
 
@@ -25,8 +24,6 @@ _WINDOWED: Mapping[str, int] = {
     "v_head_dim": 128,
 }
 """Defaults of layers with a window (`Dots3NoteTextConfig`), under keys that begin with `swa_`."""
-_FP32 = 4
-"""Bytes of an element of an indexer's keys: sines and cosines in fp32 rotate them."""
 
 
 def _kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
@@ -131,36 +128,3 @@ def _dense_between(config: Mapping[str, Any]) -> bool:
     if isinstance(every, list | tuple):
         return not all(every[config.get("first_k_dense_replace", 1) :])
     return bool(every != 1)
-
-
-DOTS3_NOTE_TEXT = Family(
-    keys={"shared_experts_intermediate_size": "moe_shared_expert_intermediate_size"},
-    latent=Latent(1024, 512, 128, 64, 128),
-    parts=(IndexerTraits(kinds=_choosing, key_width=_FP32),),
-    layer_shapes=_layer_shapes,
-    values_of_layers=_values_of_layers,
-    gate="g_proj",
-    gate_of_heads=lambda _: True,
-    experts=Experts(
-        shared="shared_experts",
-        count=("n_routed_experts", 256),
-        per_token=("num_experts_per_tok", 8),
-        width=("moe_intermediate_size", 1536),
-        shared_count=("n_shared_experts", 1),
-        shared_width=("shared_experts_intermediate_size", 1536),
-        by_layer="mlp_layer_types",
-        dense_layers=("first_k_dense_replace", 1),
-    ),
-    refusals=(
-        Refusal(
-            "q_lora_rank",
-            lambda config: "q_lora_rank" in config and config["q_lora_rank"] is None,
-            "it is null, and transformers compresses the queries of this type: write their width",
-        ),
-        Refusal(
-            "moe_layer_freq",
-            _dense_between,
-            "every layer from the first with experts on has to have them: a stage is counted by its first and last",
-        ),
-    ),
-)

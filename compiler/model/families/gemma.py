@@ -12,19 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.blocks.altup import AltUpTraits
-from parcompile.model.family import Experts, Family, Refusal
 from parcompile.model.layers import KeysAndValues, LayersError, LayerShape
 from parcompile.model.shape import LayerInputs, ModelShape
 
 Config = Mapping[str, Any]
 
-_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OWN_KEYS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What layers may have of their own, and the keys that say so for all full layers."""
@@ -148,33 +140,6 @@ def _inputs(config: Config) -> LayerInputs | None:
     return LayerInputs(config.get("vocab_size_per_layer_input", 262_144), width) if width else None
 
 
-def _gemma4(*refusals: Refusal, window: int, positions: int, **others: Any) -> Family:
-    return Family(
-        norms=_NORMS,
-        layer_shapes=_layers,
-        values_of_layers=_values_of_layers,
-        refusals=(
-            Refusal(
-                "use_bidirectional_attention",
-                lambda config: config.get("use_bidirectional_attention") == "all",
-                'with "all" every token sees later ones: the runtime trains causal models ("vision" and null are)',
-            ),
-            *refusals,
-        ),
-        # The published configurations of multimodal models leave out what their class has.
-        defaults={
-            "vocab_size": 262_144,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 8,
-            "max_position_embeddings": positions,
-            "sliding_window": window,
-        },
-        **others,
-    )
-
-
 def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     kinds = kinds_of_attention(config, count, 5, last_is_full=False)
     first = first_with_keys_of_others(config, kinds, 15)
@@ -200,66 +165,3 @@ def _gemma3n_layers(config: Config, common: LayerShape, count: int) -> list[Laye
         )
         for layer, (kind, width) in enumerate(zip(kinds, widths, strict=True))
     ]
-
-
-GEMMA3N_TEXT = Family(
-    norms=_NORMS,
-    layer_shapes=_gemma3n_layers,
-    layer_inputs=_inputs,
-    parts=(AltUpTraits(),),
-    refusals=(
-        Refusal(
-            "altup_num_inputs",
-            lambda config: config.get("altup_num_inputs", 4) < 2,
-            "with fewer than 2 streams layers have no use for their inputs, whose weights get no gradient",
-        ),
-        Refusal(
-            "altup_correct_scale",
-            lambda config: config.get("altup_correct_scale") is False,
-            "without it transformers keeps correct_output_scale as a parameter that gets no gradient: leave it true",
-        ),
-        Refusal(
-            "hidden_size_per_layer_input",
-            lambda config: config.get("hidden_size_per_layer_input") == 0,
-            "transformers builds an embedding of width 0 then: it has to be 1 or more",
-        ),
-    ),
-    defaults={
-        "vocab_size": 262_400,
-        "hidden_size": 2048,
-        "intermediate_size": 16_384,
-        "num_hidden_layers": 35,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 32_768,
-        "sliding_window": 512,
-    },
-)
-GEMMA4_TEXT = _gemma4(
-    Refusal(
-        "vocab_size_per_layer_input",
-        lambda config: (
-            bool(config.get("hidden_size_per_layer_input", 256))
-            and config.get("vocab_size_per_layer_input", 262_144) < config.get("vocab_size", 262_144)
-        ),
-        "it is less than vocab_size: the last tokens have no row in the second embedding, and transformers fails "
-        "on them",
-    ),
-    Refusal(
-        "num_kv_shared_layers",
-        lambda config: config.get("num_kv_shared_layers", 0) > 0 and not config.get("hidden_size_per_layer_input", 256),
-        "transformers 5.23 fails in its forward pass where layers share keys and hidden_size_per_layer_input is 0",
-    ),
-    window=512,
-    positions=131_072,
-    layer_inputs=_inputs,
-    experts=Experts(
-        block="",
-        switch="enable_moe_block",
-        beside_mlp=True,
-        norms=("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"),
-        count=("num_experts", None),
-        per_token=("top_k_experts", None),
-        width=("moe_intermediate_size", None),
-    ),
-)
-GEMMA4_UNIFIED_TEXT = _gemma4(window=1024, positions=262_144)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, and experts of one maker's own: LongCat-Flash, MiMo-V2-Flash, Llama 4.
+"""Multi-head latent attention and mixtures of experts, those of LongCat-Flash, MiMo-V2-Flash and Llama 4 among them.
 
 LongCat-Flash (arXiv 2509.01322): two layers in one module, whose experts stand beside both.
 
@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from parcompile.model.family import Experts, Family, Latent, Refusal
 from parcompile.model.layers import LayersError, LayerShape, whole
 
-from .added import all_heads, by_frequency, routed
 from .gemma import kinds_of_attention
 
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), dense or with experts.
@@ -43,45 +41,6 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
     return bool(int(width if rope.get("rope_type") == "default" else width * part) != rotated)
 
 
-MISTRAL4 = Family(
-    latent=Latent(1024, 256, 64, 64, 128),
-    experts=routed(128, 4, 2048, dense_layers=0),
-    refusals=(
-        Refusal(
-            "rope_parameters",
-            _unscaled,
-            "it has to have llama_4_scaling_beta and original_max_position_embeddings: transformers scales every "
-            "query of this model type by them",
-        ),
-        Refusal(
-            "rope_parameters",
-            _angles_differ,
-            "head_dim x partial_rotary_factor (all of head_dim where rope_type is 'default') has to be "
-            "qk_rope_head_dim: transformers computes angles for so many features, and rotates qk_rope_head_dim",
-        ),
-    ),
-)
-AXK1 = Family(
-    latent=Latent(),
-    experts=routed(
-        192,
-        8,
-        2048,
-        by_layer="mlp_layer_types",
-        dense_layers=1,
-        norm_after="post_mlp_layernorm",
-        layers=by_frequency(1),
-    ),
-    refusals=(
-        Refusal(
-            "q_lora_rank",
-            lambda config: config.get("q_lora_rank", 1) is None,
-            "transformers compresses the queries of this model type always: it has to be a number",
-        ),
-    ),
-)
-
-
 # LongCat-Flash (arXiv 2509.01322): two layers in one module, whose experts stand beside both.
 
 
@@ -93,69 +52,6 @@ def _counts_differ(config: Mapping[str, Any]) -> bool:
 def _heads_differ(config: Mapping[str, Any]) -> bool:
     wanted = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
     return config.get("qk_head_dim") not in (None, wanted)
-
-
-LONGCAT_FLASH = Family(
-    keys={
-        "num_hidden_layers": "num_layers",
-        "intermediate_size": "ffn_hidden_size",
-        "moe_intermediate_size": "expert_ffn_hidden_size",
-    },
-    layers_per_module=2,
-    mlp="mlps",
-    latent=Latent(),
-    kv_heads=all_heads,
-    experts=Experts(
-        count=("n_routed_experts", 512),
-        identities=("zero_expert_num", 256),
-        per_token=("moe_topk", 12),
-        width=("moe_intermediate_size", 2048),
-        dense_width=("intermediate_size", 12288),
-        beside="mlps",
-        shared_width=("intermediate_size", 12288),
-    ),
-    refusals=(
-        Refusal(
-            "num_hidden_layers",
-            _counts_differ,
-            "transformers counts two layers for each of num_layers: it has to be twice that, or left out",
-        ),
-        Refusal(
-            "num_key_value_heads",
-            lambda config: config.get("num_key_value_heads") not in (None, config.get("num_attention_heads", 64)),
-            "every head has its own key and value: it has to be num_attention_heads",
-        ),
-        Refusal(
-            "moe_topk",
-            lambda config: config.get("moe_topk") == 1,
-            "transformers computes nothing where a token chooses one expert: it has to be 2 or more",
-        ),
-        Refusal("qk_head_dim", _heads_differ, "it has to be qk_nope_head_dim + qk_rope_head_dim"),
-        Refusal(
-            "head_dim",
-            lambda config: config.get("head_dim", 64) != config.get("qk_rope_head_dim", 64),
-            "transformers computes angles for so many features: it has to be qk_rope_head_dim",
-        ),
-        Refusal(
-            "router_bias",
-            lambda config: bool(config.get("router_bias")),
-            "transformers builds a bias that its router never adds: it has to be false",
-        ),
-        *(
-            Refusal(
-                key,
-                lambda config, key=key: config.get(key) is False,  # type: ignore[misc]
-                "transformers scales compressed queries and keys always: it has to be true",
-            )
-            for key in ("mla_scale_q_lora", "mla_scale_kv_lora")
-        ),
-        Refusal(
-            "zero_expert_type",
-            lambda config: config.get("zero_expert_type", "identity") != "identity",
-            "transformers' zero experts pass on what they take: it has to be 'identity'",
-        ),
-    ),
-)
 
 
 # MiMo-V2-Flash: layers with a window have twice the kv heads of full ones, and attention sinks; values are narrower.
@@ -205,20 +101,6 @@ def _agrees(config: Config, kinds: list[str], full: LayerShape, windowed: LayerS
             )
 
 
-MIMO_V2_FLASH = Family(
-    sinks="sinks",
-    layer_shapes=_layers,
-    experts=Experts(
-        count=("n_routed_experts", 256),
-        per_token=("num_experts_per_tok", 8),
-        width=("moe_intermediate_size", 2048),
-        by_layer="mlp_layer_types",
-        dense_by_default=1,
-    ),
-    defaults={"sliding_window": 129},
-)
-
-
 # Llama 4: chunked attention, layers without rotary positions, and experts whose scores scale what they take.
 
 
@@ -243,17 +125,35 @@ def _share_with_norms(config: Mapping[str, Any], count: int) -> float:
     return sum(map(bool, rotated)) / len(rotated)
 
 
-LLAMA4_TEXT = Family(
-    mlp="feed_forward",
-    weightless_qk_norm_share=_share_with_norms,
-    experts=Experts(
-        block="feed_forward",
-        shared="shared_expert",
-        count=("num_local_experts", 16),
-        per_token=("num_experts_per_tok", 1),
-        width=("intermediate_size", 8192),
-        shared_width=("intermediate_size", 8192),
-        dense_width=("intermediate_size_mlp", 16384),
-        layers=_routed,
-    ),
-)
+# Mixtures of routed experts, alone or with a shared expert or an MLP beside them.
+
+
+def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
+    """The last layer of each moe_layer_interval, from moe_layer_start_index to moe_layer_end_index."""
+    step = whole(config, "moe_layer_interval", 1, least=1)
+    first = whole(config, "moe_layer_start_index", 1, least=0)
+    last = whole(config, "moe_layer_end_index", -1, least=-1)
+    end = count - 1 if last == -1 else last
+    return [layer for layer in range(count) if (layer + 1) % step == 0 and first <= layer <= end]
+
+
+def _unlisted(config: Mapping[str, Any]) -> bool:
+    return not config.get("mlp_layer_types") and not isinstance(config.get("first_k_dense_replace", 1), int)
+
+
+def _gates_heads(config: Mapping[str, Any]) -> bool:
+    return config.get("gating", True) in (True, "per-head")
+
+
+def _heads_of_layers_differ(config: Mapping[str, Any]) -> bool:
+    return bool(set(config.get("num_attention_heads_per_layer") or ()) - {config.get("num_attention_heads")})
+
+
+def _chooses_blocks(config: Mapping[str, Any]) -> bool:
+    sparse = config.get("sparse_attention_config") or {}
+    return config.get("layer_types") is None and any(sparse.get("sparse_attention_freq") or ())
+
+
+def _dense_between(config: Mapping[str, Any]) -> bool:
+    listed = config.get("moe_layer_freq") or [True]
+    return config.get("mlp_layer_types") is None and not (isinstance(listed, list) and all(listed))
