@@ -70,30 +70,9 @@ class Kind:
         return folder / self.name / self.file.replace("?", base.form)
 
 
-SPEC = {
-    "version": 1,
-    "name": "fuzzed",
-    "model": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-        "max_position_embeddings": 1024,
-    },
-    "cluster": {"nodes": 1, "gpus_per_node": 2, "accelerator": "cpu"},
-    "parallelism": {"tp": 2},
-    "training": {"sequence_length": 64, "global_batch_size": 2, "precision": "fp32"},
-}
-_BEFORE = {
-    "version": 1,
-    "name": "held",
-    "model": {"hf_config": "config.json"},
-    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "h100-sxm"},
-    "parallelism": {"tp": 2, "cp": 2},
-    "training": {"sequence_length": 512, "global_batch_size": 8, "precision": "bf16"},
-}
+BASES: dict[str, Any] = json.loads(Path(__file__).with_name("bases.json").read_text(encoding="utf-8"))
+"""Trees of well-formed files, by kind."""
+SPEC = BASES["spec"]
 MEGATRON = """#!/bin/bash
 NODES=${NNODES:-2}
 TP=2; PP=$((TP * 1))
@@ -106,181 +85,6 @@ torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${MODEL_ARGS[@]} --s
   --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 4 \\
   --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --recompute-activations $EXTRA
 """
-_DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 4,
-    "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 5e8},
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_min_lr": 0, "warmup_max_lr": 1e-4},
-    },
-    "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "tensor_parallel": {"autotp_size": 2},
-}
-_COSINE = {
-    **{key: _DEEPSPEED[key] for key in ("train_micro_batch_size_per_gpu", "optimizer", "bf16")},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
-}
-_NEOX = {
-    "pipe_parallel_size": 2,
-    "model_parallel_size": 2,
-    "num_layers": 12,
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "num_kv_heads": 4,
-    "seq_length": 2048,
-    "max_position_embeddings": 2048,
-    "norm": "rmsnorm",
-    "pos_emb": "rotary",
-    "rotary_pct": 1.0,
-    "rotary_emb_base": 10000,
-    "activation": "swiglu",
-    "no_weight_tying": True,
-    "optimizer": {"type": "Adam", "params": {"lr": 6e-4, "betas": [0.9, 0.95]}},
-    "min_lr": 6e-5,
-    "zero_optimization": {"stage": 1},
-    "train_micro_batch_size_per_gpu": 4,
-    "train_iters": 1000,
-    "lr_decay_style": "cosine",
-    "lr_decay_iters": 1000,
-    "warmup": 0.01,
-    "precision": "bfloat16",
-    "checkpoint_activations": True,
-    "checkpoint_num_layers": 1,
-    "gradient_clipping": 1.0,
-    "weight_decay": 0.1,
-    "attention_config": [[["flash"], 12]],
-    "intermediate_size": 3072,
-    "make_vocab_size_divisible_by": 128,
-    "data_parallel_size": 2,
-    "gradient_accumulation_steps": 2,
-    "fp16": {"enabled": False, "loss_scale": 0},
-}
-_AXOLOTL = {
-    "base_model": "org/model",
-    "sequence_len": 4096,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "optimizer": "adamw_torch",
-    "learning_rate": 2e-5,
-    "lr_scheduler": "cosine",
-    "warmup_ratio": 0.1,
-    "bf16": "auto",
-    "tensor_parallel_size": 2,
-    "context_parallel_size": 2,
-    "ring_attn_func": "batch_zigzag",
-    "dp_shard_size": 2,
-    "fsdp": ["full_shard"],
-    "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True},
-    "max_steps": 100,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "weight_decay": 0.1,
-    "gradient_checkpointing": True,
-    "max_grad_norm": 1.0,
-    "datasets": [{"path": "x", "type": "alpaca"}],
-    "dp_replicate_size": 1,
-    "warmup_steps": 10,
-    "seed": 7,
-}
-_OFFLOADED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": "auto"}
-_FACTORY = {
-    "model_name_or_path": "org/model",
-    "stage": "sft",
-    "finetuning_type": "full",
-    "template": "llama3",
-    "cutoff_len": 2048,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 8,
-    "max_steps": 100,
-    "learning_rate": 1e-5,
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.1,
-    "bf16": True,
-    "weight_decay": 0.1,
-    "max_grad_norm": 1.0,
-    "adam_beta1": 0.9,
-    "optim": "adamw_torch",
-    "seed": 42,
-    "deepspeed": {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}, **_OFFLOADED},
-}
-_TRAINER = {
-    "output_dir": "out",
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 8,
-    "max_steps": 100,
-    "learning_rate": 1e-5,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 10,
-    "bf16": True,
-    "max_length": 512,
-    "deepspeed": json.dumps(_OFFLOADED),
-    "max_grad_norm": 1.0,
-    "gradient_checkpointing": True,
-    "seed": 7,
-}
-_ACCELERATE = (
-    {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED",
-        "num_machines": 2,
-        "num_processes": 16,
-        "mixed_precision": "bf16",
-        "downcast_bf16": "no",
-        "machine_rank": 0,
-        "deepspeed_config": {
-            "gradient_accumulation_steps": 4,
-            "gradient_clipping": 1.0,
-            "zero_stage": 3,
-            "zero3_init_flag": True,
-            "offload_optimizer_device": "none",
-            "zero3_save_16bit_model": True,
-        },
-    },
-    {
-        "distributed_type": "FSDP",
-        "num_machines": 1,
-        "num_processes": 8,
-        "mixed_precision": "fp16",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": True,
-            "fsdp_activation_checkpointing": True,
-            "fsdp_sharding_strategy": "FULL_SHARD",
-            "fsdp_offload_params": False,
-            "fsdp_state_dict_type": "X",
-        },
-        "parallelism_config": {
-            "parallelism_config_tp_size": 2,
-            "parallelism_config_cp_size": 2,
-            "parallelism_config_dp_shard_size": 2,
-            "parallelism_config_dp_replicate_size": 1,
-            "parallelism_config_cp_comm_strategy": "allgather",
-        },
-    },
-    {
-        "distributed_type": "MEGATRON_LM",
-        "num_machines": 1,
-        "num_processes": 8,
-        "mixed_precision": "no",
-        "megatron_lm_config": {
-            "megatron_lm_tp_degree": 2,
-            "megatron_lm_pp_degree": 2,
-            "megatron_lm_num_micro_batches": 4,
-            "megatron_lm_sequence_parallelism": "true",
-            "megatron_lm_gradient_clipping": 1.0,
-            "megatron_lm_recompute_activations": True,
-            "megatron_lm_use_distributed_optimizer": True,
-        },
-    },
-)
-_PARALLELISM = {"dp_replicate_size": 1, "dp_shard_size": 4, "tp_size": 2, "cp_size": 2, "cp_backend": "torch"}
-_DISTRIBUTED = {"tp_size": 2, "pp_size": 1, "ep_size": 1, "fsdp_size": 4, "dp_replicate_size": 1, "tp_plan": "auto"}
 _ROWS = (
     "model,nodes,gpus_per_node,accelerator,sequence_length,micro_batch,micro_batches,tp,cp,pp,dp,peak_bytes,"
     "step_seconds,recompute\n"
@@ -291,13 +95,6 @@ _ROWS = (
     "llama-3-8b,1,8,h100-sxm,4096,1,4,2,2,1,2,52000000000,2.9,selective\n"
     "gpt2-xl,1,8,a100-80gb,1024,2,4,1,1,2,4,,,full full\n"
 )
-_MACHINE = {
-    "version": 1,
-    "name": "own",
-    "memory_gib": 80,
-    "bf16_tflops": 989,
-    "memory_bytes_per_s": 3.3e12,
-}
 
 
 def _json(*trees: Any) -> list[Base]:
@@ -371,7 +168,7 @@ def _compiled(folder: Path) -> Path:
 def _held(folder: Path, changes: Any) -> Path:
     """A folder with a spec that names the damaged file."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "held.json").write_text(json.dumps({**_BEFORE, **changes}), encoding="utf-8")
+    (folder / "held.json").write_text(json.dumps({**BASES["held"], **changes}), encoding="utf-8")
     return folder
 
 
@@ -466,14 +263,18 @@ def all_kinds(
     locks = [Base((plan / "parcompile.lock.json").read_text(encoding="utf-8"), "json"), *of_schema("lock", 0.1)]
     examples, specs = _files(ROOT / "examples", "*.json"), ROOT / "tests" / "specs"
     specs_of_tests = [*_files(specs / "positive"), *_files(specs / "negative"), *_files(golden, "*.json")]
-    deepspeed = [*_json(_DEEPSPEED, _COSINE), *_files(corpus / "ds"), *_files(golden, "*/ds_config.json")]
+    deepspeed = [
+        *_json(BASES["deepspeed"], BASES["deepspeed_cosine"]),
+        *_files(corpus / "ds"),
+        *_files(golden, "*/ds_config.json"),
+    ]
     deepspeed += of_schema("ds_config")
     scripts = [Base(MEGATRON, "sh"), *_files(golden, "*/megatron_args.sh")]
     arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
     for one in _files(corpus / "megatron", "**/*"):
         (scripts if one.form == "sh" else arguments).append(one)
     configs = [*_configs(), *_files(corpus / "hf")]
-    accelerate = [*_yaml(*_ACCELERATE), *_json(*_ACCELERATE), *_files(golden, "*/accelerate*.yaml")]
+    accelerate = [*_yaml(*BASES["accelerate"]), *_json(*BASES["accelerate"]), *_files(golden, "*/accelerate*.yaml")]
     kinds = [
         Kind(
             "spec",
@@ -542,23 +343,33 @@ def all_kinds(
             [*_IMPORTED, ("import", "--kind", "megatron", *_CLUSTER[1:])],
             0.7,
         ),
-        Kind("gpt-neox", "neox.?", [*_yaml(_NEOX), *_json(_NEOX), *_files(corpus / "neox")], [*_IMPORTED, _VOCABULARY]),
+        Kind(
+            "gpt-neox",
+            "neox.?",
+            [*_yaml(BASES["gpt_neox"]), *_json(BASES["gpt_neox"]), *_files(corpus / "neox")],
+            [*_IMPORTED, _VOCABULARY],
+        ),
         Kind("accelerate", "accelerate.?", accelerate, [*_IMPORTED, _ANSWERED]),
         Kind(
             "parallelism configs",
             "parallel.?",
-            [*_json(_PARALLELISM, _DISTRIBUTED), *_files(golden, "*/parallelism_config.json")],
+            [*_json(BASES["parallelism"], BASES["distributed"]), *_files(golden, "*/parallelism_config.json")],
             [*_IMPORTED, _ANSWERED, ("import", "--kind", "parallelism_config", "@")],
             0.3,
         ),
-        Kind("axolotl", "axolotl.?", [*_yaml(_AXOLOTL), *_json(_AXOLOTL)], [*_IMPORTED, _LENGTH]),
-        Kind("LLaMA-Factory", "factory.?", [*_yaml(_FACTORY), *_json(_FACTORY)], [*_IMPORTED, _LENGTH]),
-        Kind("Trainer", "trainer.?", [*_yaml(_TRAINER), *_json(_TRAINER)], [*_IMPORTED, _LENGTH], 0.5),
+        Kind("axolotl", "axolotl.?", [*_yaml(BASES["axolotl"]), *_json(BASES["axolotl"])], [*_IMPORTED, _LENGTH]),
+        Kind(
+            "LLaMA-Factory",
+            "factory.?",
+            [*_yaml(BASES["llama_factory"]), *_json(BASES["llama_factory"])],
+            [*_IMPORTED, _LENGTH],
+        ),
+        Kind("Trainer", "trainer.?", [*_yaml(BASES["trainer"]), *_json(BASES["trainer"])], [*_IMPORTED, _LENGTH], 0.5),
         Kind("measured runs", "rows.csv", [Base(_ROWS, "csv")], [("calibrate", "@")], 0.2),
         Kind(
             "machine",
             "machine.json",
-            [*_json(_MACHINE), *of_schema("accelerator", 0.3)],
+            [*_json(BASES["machine"]), *of_schema("accelerator", 0.3)],
             [("check", "%/held.json"), ("estimate", "%/held.json")],
             0.3,
             beside=_held(

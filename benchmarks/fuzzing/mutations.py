@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,58 +23,9 @@ class Raw:
     text: str
 
 
-_NUMBERS = (
-    *(
-        0,
-        1,
-        -1,
-        2,
-        3,
-        7,
-        16,
-        64,
-        -0.0,
-        0.5,
-        1.5,
-        -2.5,
-        1e-12,
-        1e308,
-        -1e308,
-        2**31,
-        2**53 + 1,
-        2**63,
-        10**30,
-        -(10**30),
-    ),
-    *(
-        Raw("NaN"),
-        Raw("Infinity"),
-        Raw("-Infinity"),
-        Raw("1e999"),
-        Raw("-0"),
-        Raw("9" * 5000),
-        Raw("1e-400"),
-        Raw("08"),
-    ),
-)
-_TEXTS = (
-    *("", " ", "auto", "none", "null", "true", "x", "0", "-1", "1.5", "1e400", "nan", "inf", "../../etc/passwd", "/"),
-    *(
-        "\u0000",
-        "\u001b[31m",
-        "\u202e",
-        "\ud800",
-        "a\nb",
-        "\u00e9",
-        "x" * 5000,
-        "8" * 5000,
-        "${A}",
-        "%s{}",
-        "a/b/c",
-        ".",
-    ),
-    *("file.json", "-", "[1,", "٣", "1_000", "0x10", "2e3", "bf16", "llama", "full", "cosine", "adamw"),
-)
+_PARTS: dict[str, Any] = json.loads(Path(__file__).with_name("parts.json").read_text(encoding="utf-8"))
+_NUMBERS = (*_PARTS["numbers"], *map(Raw, _PARTS["raw"]))
+_TEXTS = tuple(_PARTS["texts"])
 _OTHERS = (None, True, False, [], {}, [[]], {"": {}}, [None], {"a": None}, [1, "a"], {"type": 1}, [{}], [0.5, -1])
 
 
@@ -197,135 +149,6 @@ def dumped(tree: Tree, form: str = "json", indent: int | None = None) -> str:
     return text
 
 
-_PARTS = {
-    "json": (
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ":",
-        '"',
-        "//",
-        "/*",
-        "\\u",
-        "\\",
-        "null",
-        "NaN",
-        "\ufeff",
-        "\u2028",
-        "\x00",
-        "'",
-    ),
-    "yaml": (
-        *(
-            "&a ",
-            "*a",
-            "<<: *a\n",
-            "!!python/object:x ",
-            "? ",
-            "---\n",
-            "- ",
-            "\t",
-            ": ",
-            "|\n",
-            ">\n",
-            "%YAML 9\n",
-            "[",
-            "}",
-        ),
-        *(
-            "#",
-            "'",
-            '"',
-            "\n",
-            "  ",
-            "0o7",
-            "2026-01-01",
-            "1:30",
-            ".inf",
-            "!!binary x",
-            "!!set {a}",
-            "yes",
-            "~",
-            "\x85",
-        ),
-    ),
-    "sh": (
-        *(
-            "$A",
-            "${A[@]}",
-            "$((",
-            "))",
-            "$(",
-            ")",
-            "`",
-            '"',
-            "'",
-            "\\",
-            "\n",
-            ";",
-            "|",
-            "&&",
-            "||",
-            "&",
-            "&>",
-            "<<EOF\n",
-            "EOF\n",
-        ),
-        *(
-            "for i in 1 2 3; do\n",
-            "done\n",
-            "while true; do\n",
-            "if [ $A = 1 ]; then\n",
-            "fi\n",
-            "case $A in\n",
-            "esac\n",
-            "{ ",
-            "}",
-        ),
-        *(
-            'eval "$A"\n',
-            "A=$A$A\n",
-            "A+=$A\n",
-            "A=(1 2)\n",
-            "A[0]=x\n",
-            "${A:-$B}",
-            "${A//a/b}",
-            "${#A}",
-            "${!A}",
-            "f() {\n",
-            "f\n",
-        ),
-        *(
-            "set -- a b\n",
-            "shift\n",
-            "$1",
-            "$@",
-            "$((1<<99999))",
-            "$((9**9**9))",
-            "$((1/0))",
-            "$((A[0]))",
-            "${A:1:2}",
-            "{1..9}",
-        ),
-        *(
-            "source ./x.sh\n",
-            "export A=1\n",
-            "local A\n",
-            "exit\n",
-            "return\n",
-            "${A:99999999999}",
-            "${A%%*}",
-            "~",
-            "*",
-            "[[ a == b ]]",
-        ),
-    ),
-    "csv": (",", '"', "\n", "\r", "1e400", "-1", "nan", ",,,,", "x", "\x00", "9" * 5000),
-}
-
-
 def damaged_text(text: str, form: str, chance: random.Random) -> bytes:
     """The text with one to four damages of its words, lines and bytes."""
     data = text.encode("utf-8", "surrogatepass")
@@ -337,7 +160,7 @@ def damaged_text(text: str, form: str, chance: random.Random) -> bytes:
 def _damaged_bytes(data: bytes, form: str, chance: random.Random) -> bytes:
     action, at = chance.random(), chance.randrange(len(data) + 1)
     if action < 0.35:
-        return data[:at] + chance.choice(_PARTS[form]).encode("utf-8", "surrogatepass") + data[at:]
+        return data[:at] + chance.choice(_PARTS["pieces"][form]).encode("utf-8", "surrogatepass") + data[at:]
     if action < 0.45:
         return data[:at] + data[min(len(data), at + chance.choice((1, 1, 2, 5, 20, 200))) :]
     if action < 0.5:
@@ -358,7 +181,7 @@ def _damaged_bytes(data: bytes, form: str, chance: random.Random) -> bytes:
 def _damaged_word(data: bytes, form: str, chance: random.Random) -> bytes:
     words = data.split(b" ")
     at = chance.randrange(len(words))
-    new: Any = values(chance) if chance.random() < 0.6 else chance.choice(_PARTS[form])
+    new: Any = values(chance) if chance.random() < 0.6 else chance.choice(_PARTS["pieces"][form])
     word = new.text if isinstance(new, Raw) else new if isinstance(new, str) else json.dumps(new)
     action = chance.random()
     if action < 0.6:
