@@ -21,7 +21,7 @@ from parcompile.user_files import parse_json
 
 from .init import chosen_model
 from .main import SPEC_HAS_ERRORS
-from .options import accelerator_option
+from .options import accelerator_option, sequence_length_option
 from .saying import say
 
 _OPTIONS: dict[SpecPath, str] = {
@@ -46,7 +46,7 @@ _OPTIONS: dict[SpecPath, str] = {
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="Ranks on each machine.")
 @accelerator_option()
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence.")
+@sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the weights.")
 @click.option("--set", "settings", multiple=True, metavar="PATH=VALUE", help="Any other value of the spec, as JSON.")
 @click.option("--variable", "variables", multiple=True, metavar="NAME=VALUE", help="A variable that a script is given.")

@@ -14,7 +14,13 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cli.compile import command as compile_command
-from parcompile.cli.options import accelerator_name, accelerator_option, no_estimate_option
+from parcompile.cli.options import (
+    accelerator_name,
+    accelerator_option,
+    no_estimate_option,
+    sequence_length_option,
+    token_count,
+)
 from parcompile.cli.saying import say
 from parcompile.cli.search import progress_bar
 from parcompile.diagnostics.diagnostic import closest
@@ -42,7 +48,7 @@ class Chosen:
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
 @accelerator_option(default="h100-sxm", show_default=True)
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+@sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M. Default: up to 8192.")
 @no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
 @click.option("-y", "--yes", is_flag=True, help="Take the fastest layout without asking.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
@@ -213,8 +219,6 @@ def spec_text(offer: Offer) -> str:
 # `parcompile plan MODEL 2x8xH100 128k`: a spec and its plan in one line.
 
 _CLUSTER = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<ranks>\d+)x(?P<accelerator>[a-z].*)", re.IGNORECASE)
-_LENGTH = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[km]?)", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
 USUAL_RANKS = 8
 """GPUs of a node, of most machines that are sold: of more, a user may have meant the GPUs of several nodes."""
 FINE_TUNING_TOKENS = 2**19
@@ -230,10 +234,10 @@ FINE_TUNING: dict[str, Any] = {
 @click.command("plan")
 @click.argument("model", metavar="MODEL")
 @click.argument("cluster", metavar="CLUSTER")
-@click.argument("length", metavar="[LENGTH]", required=False)
+@click.argument("length", metavar="[LENGTH]", type=token_count, required=False)
 @click.option("--finetune", is_flag=True, help="Learning rate, schedule and batch of fine-tuning, not of pre-training.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder. Default: MODEL's name.")
-def plan_command(model: str, cluster: str, length: str | None, output: Path | None, *, finetune: bool) -> None:
+def plan_command(model: str, cluster: str, length: int | None, output: Path | None, *, finetune: bool) -> None:
     """Write a spec and its plan in one line.
 
     As in `parcompile plan llama-3.1-8b 2x8xH100 128k`. MODEL is as for `parcompile init`. CLUSTER is nodes x GPUs of a
@@ -243,7 +247,7 @@ def plan_command(model: str, cluster: str, length: str | None, output: Path | No
     """
     nodes, ranks, accelerator = cluster_of(cluster)
     chosen = chosen_model(model, None, Path() if output is None else output.parent)
-    tokens = sequence_length_of(chosen.config) if length is None else length_of(length)
+    tokens = length or sequence_length_of(chosen.config)
     folder = output or Path(chosen.name)
     if folder.name in ("", ".."):
         raise click.UsageError(f"-o {folder}: the spec gets the name of the plan's folder: name a new one")
@@ -301,16 +305,3 @@ def cluster_of(text: str) -> tuple[int, int, str]:
     if not nodes or not ranks:
         raise click.UsageError(f"{text!r} is an empty cluster")
     return nodes, ranks, name
-
-
-def length_of(text: str) -> int:
-    """Tokens: `128k` is 131072, `1M` is 1048576.
-
-    Raises:
-        UsageError: it is written otherwise.
-    """
-    found = _LENGTH.fullmatch(text)
-    tokens = float(found["count"]) * _UNITS[found["unit"].lower()] if found is not None else 0
-    if not tokens or tokens != int(tokens):
-        raise click.UsageError(f"{text!r} is no number of tokens: write 4096, 128k or 1M")
-    return int(tokens)

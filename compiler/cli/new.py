@@ -18,7 +18,7 @@ from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
-from .options import accelerator_option
+from .options import accelerator_option, sequence_length_option
 from .saying import say
 
 _EXISTING = click.Path(exists=True, path_type=Path)
@@ -31,7 +31,7 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
 @click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
 @accelerator_option(default="h100-sxm", show_default=True)
-@click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence. Default: up to 8192.")
+@sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M. Default: up to 8192.")
 @click.option("--weights", type=_EXISTING, help="Folder of safetensors to start from; its config.json is the model.")
 @click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")
 @click.option("--data", type=_EXISTING, help="Text, JSON lines, parquet, Megatron's .bin, or a folder of one of them.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,28 @@ def accelerator_name(text: str) -> str:
         return named_accelerator(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
+
+
+_TOKENS = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[km]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def token_count(text: str) -> int:
+    """Tokens: `128k` is 131072, `1M` is 1048576.
+
+    Raises:
+        BadParameter: it is written otherwise.
+    """
+    found = _TOKENS.fullmatch(text)
+    tokens = float(found["count"]) * _UNITS[found["unit"].lower()] if found is not None else 0
+    if not tokens or tokens != int(tokens):
+        raise click.BadParameter(f"{text!r} is no number of tokens: write 4096, 128k or 1M")
+    return int(tokens)
+
+
+def sequence_length_option(said: str) -> Callable[[Any], Any]:
+    """`--sequence-length` of a command; `said` is its help."""
+    return click.option("--sequence-length", type=token_count, metavar="TOKENS", help=said)
 
 
 def accelerator_option(**more: Any) -> Callable[[Any], Any]:

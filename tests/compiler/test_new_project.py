@@ -160,7 +160,7 @@ def test_what_plan_cannot_read_is_said(run: Run, arguments: tuple[str, ...], mes
     assert message in " ".join(done.output.split())
 
 
-def test_accelerators_are_named_as_people_write_them(run: Run) -> None:
+def test_accelerators_and_tokens_are_given_as_people_write_them(run: Run) -> None:
     Path("ds.json").write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 1}}', encoding="utf-8")
     commands = [
         ("init", "llama-3.1-8b", "-o", "first.json"),
@@ -172,9 +172,14 @@ def test_accelerators_are_named_as_people_write_them(run: Run) -> None:
         assert wrong.exit_code
         assert "there is no accelerator 'H10'; there are: h100-sxm, h100-pcie, h100-nvl" in wrong.output
         assert not any(map(Path.exists, map(Path, ("first.json", "project", "imported.json"))))
+    for command in commands:
+        wrong = run(*command, "--sequence-length", "1G")
+        assert wrong.exit_code
+        assert "'1G' is no number of tokens: write 4096, 128k or 1M" in wrong.output
     for command, file in zip(commands, ("first.json", "project/spec.json", "imported.json"), strict=True):
-        run(*command, "--accelerator", "H100")
-        assert json.loads(Path(file).read_text(encoding="utf-8"))["cluster"]["accelerator"] == "h100-sxm"
+        run(*command, "--accelerator", "H100", "--sequence-length", "2k")
+        tree = json.loads(Path(file).read_text(encoding="utf-8"))
+        assert (tree["cluster"]["accelerator"], tree["training"]["sequence_length"]) == ("h100-sxm", 2048)
 
 
 def test_more_gpus_than_a_node_usually_has_are_remarked_on(run: Run) -> None:
