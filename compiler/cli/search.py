@@ -124,11 +124,13 @@ def _text(found: SearchResult, top: int, style: Style, *, losers: bool) -> str:
     predicted = len(found.fitting) + len(found.too_large)
     first = next(iter((*found.fitting[:1], *found.too_large[:1])), None)
     lines = [] if first is None else [verdict(first.candidate.work, first.memory, first.time)]
-    lines += wrapped(
+    counts = (
         f"{predicted:,} layouts: {len(found.fitting):,} fit, {len(found.too_large):,} do not fit; rules refuse "
-        f"{len(found.refused):,} settings of the axes",
-        style.width,
+        f"{len(found.refused):,} settings of the axes"
     )
+    if predicted == 1 and not found.refused:
+        counts = 'the spec leaves one layout: a search tries the values of parallelism that are left out or "auto"'
+    lines += wrapped(counts, style.width)
     if found.best is not None:
         shown = found.fitting[:top]
         lines += ["", *_table(((str(rank + 1), one) for rank, one in enumerate(shown)), style)]
@@ -186,7 +188,7 @@ def _table(ranked: Iterable[tuple[str, Ranked]], style: Style) -> list[str]:
 def _short(name: str) -> str:
     """A layout's name without the axes of one rank, and without what follows."""
     name = re.sub(r"\b(?:tp|cp|ep|pp|dp)1 ", "", name)
-    return re.sub(r"full on stages ([\d-]+), none on stages [\d-]+", r"full on \1", name)
+    return re.sub(r"full on stages? ([\d-]+), none on stages? [\d-]+", r"full on \1", name)
 
 
 def _row(rank: str, one: Ranked) -> tuple[str, ...]:

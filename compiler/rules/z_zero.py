@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import NO_NVME, OWN_CHECKPOINTS, has_effect, reach
+from parcompile.backends.deepspeed.facts import GATHERED, NO_NVME, OWN_CHECKPOINTS, has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.model.blocks.experts import router_biases
@@ -125,6 +125,8 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         path = (*_ZERO, key)
+        if stage == 3 and key in GATHERED and zero[key] is True:
+            continue
         by_runtime = stage == 3 and key in OWN_CHECKPOINTS
         if by_runtime or not has_effect(key, stage):
             reason = OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"

@@ -223,6 +223,15 @@ def test_an_axolotl_file_is_imported_with_its_deepspeed_configuration(tmp_path: 
     assert result.complete
 
 
+@pytest.mark.parametrize("value", ["true", "auto", "false"])
+def test_bf16_that_axolotl_sets_by_the_machine_is_what_every_accelerator_has(value: str, tmp_path: Path) -> None:
+    text = AXOLOTL.replace("deepspeed: zero.json\n", "").replace("bf16: true", f"bf16: {value}")
+    result = imported(write(tmp_path / "run.yaml", text), CLUSTER)
+    assert result.spec["training"]["precision"] == ("fp32" if value == "false" else "bf16")
+    assert outcome(result)["bf16"] is Outcome.CARRIED
+    assert result.complete
+
+
 def test_a_trainer_and_its_deepspeed_configuration_may_not_disagree(tmp_path: Path) -> None:
     write(tmp_path / "zero.json", json.dumps({**ZERO, "train_micro_batch_size_per_gpu": 8}))
     with pytest.raises(RefusedError, match=r"micro_batch_size 2 and its DeepSpeed configuration 8"):

@@ -251,6 +251,8 @@ def test_the_chosen_spec_is_written_and_compiles(run: Run) -> None:
     assert "why it lost" in out
     assert run("chosen.json", "-o", "plan")[0] == 0
     assert "auto" not in Path("chosen.json").read_text(encoding="utf-8")
+    again = " ".join(run("search", "chosen.json")[1].split())
+    assert 'one layout: a search tries the values of parallelism that are left out or "auto"' in again
 
 
 def test_a_search_chooses_by_the_length_of_documents(run: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, OWN_CHECKPOINTS, VERSION, has_effect
+from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, GATHERED, OWN_CHECKPOINTS, VERSION, has_effect
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.lint.deepspeed.usage import UsageContext
 from parcompile.lint.registry import Settings, check_settings
@@ -103,9 +103,14 @@ def test_a_spec_and_a_file_hear_the_same_of_every_key(stage: int) -> None:
         assert in_spec == in_file == (not has_effect(key, stage)), (key, stage)
 
 
+@pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("key", OWN_CHECKPOINTS)
-def test_keys_of_checkpoints_that_the_runtime_itself_writes_are_named(key: str) -> None:
-    for stage, are_unread in ((2, has_effect(key, 3) and not has_effect(key, 2)), (3, True)):
-        tree = example_spec({"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {key: True}}})
+def test_keys_of_checkpoints_that_the_runtime_itself_writes_are_named(key: str, value: bool) -> None:
+    """Where it does something else than they ask for."""
+    for stage, are_unread in (
+        (2, has_effect(key, 3) and not has_effect(key, 2)),
+        (3, not (value and key in GATHERED)),
+    ):
+        tree = example_spec({"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {key: value}}})
         said = check_read(parse(json.dumps(tree), "spec.json", "json"), Path()).diagnostics
         assert [one.path[-1] for one in said if one.code == "Z003"] == [key] * are_unread, stage

@@ -82,6 +82,8 @@ UNREAD = frozenset({"allgather_partitions"})
 
 OWN_CHECKPOINTS: Mapping[str, str] = _STORED["own_checkpoints"]
 """Keys of stage 3 that DeepSpeed reads where the runtime saves and loads in its place, and what the runtime does."""
+GATHERED = frozenset(key for key in OWN_CHECKPOINTS if "gather" in key)
+"""Of these the keys that ask for whole weights in a saved model, which the runtime writes always."""
 
 MEMORY = frozenset({"offload_param", "offload_optimizer", "zero_hpz_partition_size", "zero_quantized_weights"})
 """Keys whose users count on what they save."""

@@ -68,6 +68,9 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in node.items():
             if isinstance(value, Mapping) and value:
                 yield from leaves(value, (*path, str(key)))
+            elif (value, path, key) == ("auto", (), "bf16"):
+                # axolotl takes bf16 where the machine computes in it, as every accelerator does that a spec names.
+                yield "bf16", True
             elif value == "auto" and path[:1] != ("deepspeed",):
                 yield ".".join((*path, str(key))), Undecided("auto", "the machine that it runs on")
             else:
