@@ -20,6 +20,10 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "pictures"
 REPORT = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
 OPTIONS = {"grid": {"rank": 5}}
+SCHEDULE = {
+    "train_steps": 1000,
+    "lr_scheduler": {"type": "cosine", "warmup_steps": 100, "min_lr": 3e-5, "total_steps": 1500},
+}
 
 
 def spec_of_readme() -> str:
@@ -31,7 +35,9 @@ def spec_of_readme() -> str:
 
 def drawn(name: str, folder: Path) -> str:
     file = folder / "spec.json"
-    file.write_text(spec_of_readme(), encoding="utf-8")
+    tree = json.loads(spec_of_readme())
+    tree["training"] |= SCHEDULE if name == "rates" else {}
+    file.write_text(json.dumps(tree), encoding="utf-8")
     plan, checked = compile_file(file)
     assert plan is not None, checked.diagnostics
     return svg(picture(name, Subject.of(plan), **OPTIONS.get(name, {})))

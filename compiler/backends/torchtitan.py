@@ -278,29 +278,36 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
 
 
 _RATES: SpecPath = ("training", "lr_scheduler")
-_RATE_OPTIONS = tuple(f"lr_scheduler.{name}" for name in ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor"))
+_RATE_OPTIONS = tuple(
+    f"lr_scheduler.{name}" for name in ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor", "total_steps")
+)
 
 
 def _write_schedule(spec: Spec) -> Arguments:
-    schedule, train_steps = spec.training.lr_scheduler, spec.training.train_steps
-    warmup, ratio, kind, floor = _RATE_OPTIONS
+    schedule = spec.training.lr_scheduler
+    warmup, ratio, kind, floor, total = _RATE_OPTIONS
     if schedule is None or schedule.type in ("constant", "inverse_sqrt"):
         return {warmup: 0 if schedule is None else schedule.warmup_steps, ratio: 0.0}
     found: Arguments = {warmup: schedule.warmup_steps}
-    shape = str(schedule.type)
-    if schedule.decay_steps is not None and train_steps is not None:
-        shape, found[ratio] = str(schedule.decay_type), schedule.decay_steps / train_steps
+    shape, end = str(schedule.type), schedule.end(spec.training.train_steps)
+    if schedule.total_steps is not None:
+        found[total] = schedule.total_steps
+    if schedule.decay_steps is not None and end is not None:
+        shape, found[ratio] = str(schedule.decay_type), schedule.decay_steps / end
     return found | {
         kind: "linear" if shape == "exponential" else shape,
         floor: schedule.min_lr / spec.training.optimizer.lr,
     }
 
 
+_FALLS_ON = "torchtitan's rate falls on below its lowest after total_steps"
+
+
 def _read_schedule(source: Source, draft: Draft) -> None:
     """A rise, a level and a fall (components/optimizer/lr_scheduler.py): linear and cosine fall at once, wsd last."""
     try:
         warmup, ratio = (source.value(name, _RATES) for name in _RATE_OPTIONS[:2])
-        kind, floor = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
+        kind, floor, total = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
         lr = source.number("optimizer.lr")
     except UndecidedError as error:
         draft.leave_open(source, error, _RATES)
@@ -317,10 +324,15 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         for name in _RATE_OPTIONS[2:]:
             source.ignore(name, "the rate never falls")
         return
+    found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
+    if total is not None:
+        total = integer(total, _RATE_OPTIONS[4], least=1)
+        if steps is not None and total < steps:
+            source.lose(_RATE_OPTIONS[4], f"{_FALLS_ON}; a spec's stays there", changes=True)
+        found["total_steps"] = steps = total
     if steps is None:
         draft.ask(("training", "train_steps"), "the schedule ends with the last step")
         steps = draft.answers.get(("training", "train_steps"))
-    found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
     if decay is not None or kind == "sqrt":
         if not isinstance(steps, int):
             draft.ask((*_RATES, "decay_steps"), "it is a share of all steps")
@@ -399,6 +411,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "lr_scheduler.decay_ratio": None,
         "lr_scheduler.decay_type": "linear",
         "lr_scheduler.min_lr_factor": 0.0,
+        "lr_scheduler.total_steps": None,
         "activation_checkpoint": "selective",
         "debug.seed": None,
     }
@@ -532,6 +545,9 @@ def losses(plan: Plan) -> list[Loss]:
         if schedule.warmup_steps and schedule.warmup_start_lr > 0:
             why = "torchtitan's warm-up starts at lr / warmup_steps"
             found.append(Loss(f"warmup_start_lr {schedule.warmup_start_lr:g}", why, "it starts there"))
+        total, steps = schedule.total_steps, training.train_steps
+        if total is not None and (steps is None or total < steps):
+            found.append(Loss(f"total_steps {total}", _FALLS_ON, f"train_steps {total} or less"))
         if schedule.type == "inverse_sqrt":
             why = "torchtitan has no such schedule: the rate stays after the warm-up"
             found.append(Loss("lr_scheduler inverse_sqrt", why, "another type"))

@@ -229,6 +229,8 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
     optimizer = asdict(spec.training.optimizer) | {"betas": list(spec.training.optimizer.betas)}
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
+    if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
+        del training["lr_scheduler"]["total_steps"]
     if not spec.training.linear_cross_entropy:
         del training["linear_cross_entropy"]
     return training

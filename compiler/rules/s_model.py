@@ -251,8 +251,9 @@ def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
 # The learning-rate schedule.
 
 _SCHEDULE = ("training", "lr_scheduler")
-_MIN, _START, _WARMUP, _TYPE, _DECAY, _SHAPE = (
-    (*_SCHEDULE, name) for name in ("min_lr", "warmup_start_lr", "warmup_steps", "type", "decay_steps", "decay_type")
+_MIN, _START, _WARMUP, _TYPE, _DECAY, _SHAPE, _TOTAL = (
+    (*_SCHEDULE, name)
+    for name in ("min_lr", "warmup_start_lr", "warmup_steps", "type", "decay_steps", "decay_type", "total_steps")
 )
 _LR = ("training", "optimizer", "lr")
 _STEPS = ("training", "train_steps")
@@ -292,25 +293,27 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
 @rule(
     "S006",
     "the schedule does not fit into the training steps",
-    """linear and cosine fall from the end of the warm-up to the last training step, wsd in the last decay_steps of
-    them: train_steps is given, and warmup_steps + decay_steps ≤ train_steps, where linear and cosine need one step to
-    fall. decay_steps and decay_type are wsd's alone.""",
+    """linear and cosine fall from the end of the warm-up to the end of the schedule, wsd in its last decay_steps. The
+    schedule ends after total_steps, or, without it, after train_steps: one of them is given, and warmup_steps +
+    decay_steps are at most that, where linear and cosine need one step to fall. decay_steps and decay_type are wsd's
+    alone; constant and inverse_sqrt have no total_steps.""",
     wrong={"training": {"lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
     right={"training": {"train_steps": 1000, "lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
     sources=("Megatron-Core optimizer_param_scheduler.py", "DeepSpeed runtime/lr_schedules.py"),
 )
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
-    """Fires when train_steps is missing for a falling rate, or the warm-up is not over before the end."""
-    schedule, steps = spec.lr_scheduler, spec.get(*_STEPS)
+    """Fires when the end is missing of a rate that falls, or the warm-up is not over before it."""
+    schedule = spec.lr_scheduler
     if schedule is None:
         return
-    yield from _decay(spec, schedule, steps)
+    steps, end = schedule.end(spec.get(*_STEPS)), _STEPS if schedule.total_steps is None else _TOTAL
+    yield from _decay(spec, schedule, steps, end)
     constant = Fix("set type to constant", Safety.CHANGES_NUMERICS, (Edit(_TYPE, "constant"),))
     if steps is None and schedule.type not in ("constant", "inverse_sqrt"):
         yield Finding(
             f"lr_scheduler {schedule.type} falls until the last training step, but train_steps is not given",
             _TYPE,
-            help="add train_steps under training",
+            help="add train_steps under training, or total_steps under lr_scheduler",
             fixes=(constant,),
         )
     elif steps is not None and schedule.warmup_steps >= steps:
@@ -318,24 +321,27 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
         removal = Fix("remove lr_scheduler", Safety.CHANGES_NUMERICS, (Edit(_SCHEDULE, remove=True),))
         change = Fix(f"set warmup_steps to {shorter}", Safety.CHANGES_NUMERICS, (Edit(_WARMUP, shorter),))
         yield Finding(
-            f"warmup_steps {schedule.warmup_steps} ≥ train_steps {steps}: the warm-up does not end",
+            f"warmup_steps {schedule.warmup_steps} ≥ {end[-1]} {steps}: the warm-up does not end",
             _WARMUP,
             help=f"use less than {steps}",
             fixes=(change, removal) if shorter < steps else (removal,),
-            related=also(spec, _STEPS),
+            related=also(spec, end),
         )
 
 
-def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None) -> Iterator[Finding]:
+def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tuple[str, ...]) -> Iterator[Finding]:
+    falls = schedule.type not in ("constant", "inverse_sqrt")
+    unread = [(path, "wsd's", "wsd") for path in (_DECAY, _SHAPE) if schedule.type != "wsd"]
+    unread += [] if falls else [(_TOTAL, "that of linear, cosine and wsd", "one of them")]
+    for path, owner, instead in unread:
+        if spec.given(*path):
+            yield Finding(
+                f"{path[-1]} has no effect on the schedule {schedule.type}: it is {owner}",
+                path,
+                help=f"remove it, or set type to {instead}",
+                fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
+            )
     if schedule.type != "wsd":
-        for path in (_DECAY, _SHAPE):
-            if spec.given(*path):
-                yield Finding(
-                    f"{path[-1]} has no effect on the schedule {schedule.type}: it is wsd's",
-                    path,
-                    help="remove it, or set type to wsd",
-                    fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
-                )
         return
     if schedule.decay_steps is None:
         yield Finding(
@@ -346,11 +352,11 @@ def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None) -> Iterat
     elif steps is not None and schedule.warmup_steps < steps < schedule.warmup_steps + schedule.decay_steps:
         most = steps - schedule.warmup_steps
         yield Finding(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > train_steps {steps}",
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {end[-1]} {steps}",
             _DECAY,
             help=f"use a decay_steps of {most} or less",
             fixes=(Fix(f"set decay_steps to {most}", Safety.CHANGES_NUMERICS, (Edit(_DECAY, most),)),),
-            related=also(spec, _STEPS),
+            related=also(spec, end),
         )
 
 

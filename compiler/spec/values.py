@@ -159,9 +159,10 @@ class Optimizer:
 class LrScheduler:
     """The learning rate rises from `warmup_start_lr` to the optimizer's lr over `warmup_steps`; then it follows `type`.
 
-    `type` is "constant"; "linear" or "cosine": from lr to `min_lr` at the end of the last training step;
-    "inverse_sqrt": lr · √(warmup_steps / steps done), at least `min_lr`; or "wsd": lr, and in the last `decay_steps`
-    to `min_lr` as `decay_type` says. `learning_rate` gives the rate of each step.
+    `type` is "constant"; "linear" or "cosine": from lr to `min_lr` at the end of step `total_steps`;
+    "inverse_sqrt": lr · √(warmup_steps / steps done), at least `min_lr`; or "wsd": lr, and in the last `decay_steps` of
+    `total_steps` to `min_lr` as `decay_type` says. A `total_steps` of None is that of the training. `learning_rate`
+    gives the rate of each step.
     """
 
     type: str
@@ -170,6 +171,11 @@ class LrScheduler:
     warmup_start_lr: float
     decay_steps: int | None = None
     decay_type: str | None = None
+    total_steps: int | None = None
+
+    def end(self, train_steps: int | None) -> int | None:
+        """The step at whose end a rate that falls has arrived at `min_lr`, in a training of so many steps."""
+        return train_steps if self.total_steps is None else self.total_steps
 
 
 MICRO_BATCH, GLOBAL_BATCH = "micro_batch", "global_batch"
@@ -313,7 +319,7 @@ class Spec:
 
 
 def learning_rate(training: Training, step: int) -> float:
-    """The rate of an optimizer step, counted from 1; after `train_steps` it stays at `min_lr` where it falls to it."""
+    """The rate of an optimizer step, counted from 1; after the schedule it stays at `min_lr` where it falls to it."""
     schedule, highest = training.lr_scheduler, training.optimizer.lr
     if schedule is None:
         return highest
@@ -324,11 +330,12 @@ def learning_rate(training: Training, step: int) -> float:
         return highest
     if schedule.type == "inverse_sqrt":
         return max(lowest, highest * math.sqrt(max(1, warmup) / max(1, done)))
-    assert training.train_steps is not None, "a rule wants train_steps for a rate that falls"
-    fall, shape = training.train_steps - warmup, schedule.type
+    end = schedule.end(training.train_steps)
+    assert end is not None, "a rule wants an end for a rate that falls"
+    fall, shape = end - warmup, schedule.type
     if schedule.decay_steps is not None and schedule.decay_type is not None:
         fall, shape = schedule.decay_steps, schedule.decay_type
-    progress = min(1.0, max(0.0, (done - training.train_steps + fall) / fall))
+    progress = min(1.0, max(0.0, (done - end + fall) / fall))
     return lowest + (highest - lowest) * _LEFT[shape](progress)
 
 

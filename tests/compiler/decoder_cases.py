@@ -175,6 +175,9 @@ def trainings(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
         if kind == "wsd":
             falls = st.sampled_from(["linear", "cosine", "sqrt", "exponential"])
             found["lr_scheduler"] |= {"decay_steps": draw(st.integers(1, 50)), "decay_type": draw(falls)}
+        if kind in ("linear", "cosine", "wsd"):
+            end = draw(st.sampled_from([None, 101, 320]))
+            found["lr_scheduler"] |= {} if end is None else {"total_steps": end}
     return found
 
 

@@ -33,46 +33,26 @@ WSD = {
     "sqrt": [5.97508e-4, 4.3079e-4, 3.02863e-4, 1.95016e-4, 1e-4, 1e-4],
     "exponential": [7.66991e-4, 5.64145e-4, 3.87557e-4, 2.33829e-4, 1e-4, 1e-4],
 }
-FURTHER = {
-    **{f"wsd {fall}": ("wsd", {"decay_steps": 5, "decay_type": fall}, [*FROM_0, *TOP, *WSD[fall]]) for fall in WSD},
-    "cosine from 0": ("cosine", {}, [*FROM_0, *MEGATRON["cosine"][5:]]),
-    "linear, no warm-up": (
-        "linear",
-        {"warmup_steps": 0},
-        [1e-3, 9.25e-4, 8.5e-4, 7.75e-4, 7e-4, 6.25e-4, 5.5e-4, 4.75e-4, 4e-4, 3.25e-4, 2.5e-4, 1.75e-4, 1e-4, 1e-4],
-    ),
-    "inverse_sqrt": (
-        "inverse_sqrt",
-        {},
-        [*FROM_0, 8.94427e-4, 8.16497e-4, 7.55929e-4, 7.07107e-4, 6.66667e-4, 6.32456e-4, 6.03023e-4, 5.7735e-4],
-    ),
-    "inverse_sqrt, no warm-up": (
-        "inverse_sqrt",
-        {"warmup_steps": 0},
-        [1e-3, 1e-3, 7.07107e-4, 5.7735e-4, 5e-4, 4.47214e-4, 4.08248e-4, 3.77964e-4, 3.53553e-4, 3.33333e-4],
-    ),
-}
-"""The same of Megatron-LM at d98e8a6 with --lr-warmup-init 0: type, what a spec says of it, rates."""
-
-
-FROM_0, TOP = [0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3], [1e-3] * 3
-WSD = {
-    "linear": [8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4, 1e-4, 1e-4],
-    "cosine": [9.14058e-4, 6.89058e-4, 4.10942e-4, 1.85942e-4, 1e-4, 1e-4],
-    "sqrt": [5.97508e-4, 4.3079e-4, 3.02863e-4, 1.95016e-4, 1e-4, 1e-4],
-    "exponential": [7.66991e-4, 5.64145e-4, 3.87557e-4, 2.33829e-4, 1e-4, 1e-4],
-}
 NO_RISE = [1e-3, 9.25e-4, 8.5e-4, 7.75e-4, 7e-4, 6.25e-4, 5.5e-4, 4.75e-4, 4e-4, 3.25e-4, 2.5e-4, 1.75e-4, 1e-4, 1e-4]
 ROOTS = [8.94427e-4, 8.16497e-4, 7.55929e-4, 7.07107e-4, 6.66667e-4, 6.32456e-4, 6.03023e-4, 5.7735e-4]
 ROOTS_AT_ONCE = [1e-3, 1e-3, 7.07107e-4, 5.7735e-4, 5e-4, 4.47214e-4, 4.08248e-4, 3.77964e-4, 3.53553e-4, 3.33333e-4]
+COSINE_TO_20 = [9.91353e-4, 9.65746e-4, 9.24161e-4, 8.68198e-4, 8.00007e-4, 7.22208e-4, 6.37791e-4, 5.5e-4, 4.62209e-4]
 FURTHER: dict[str, tuple[dict[str, Any], list[float]]] = {
     **{fall: ({"type": "wsd", "decay_steps": 5, "decay_type": fall}, [*FROM_0, *TOP, *WSD[fall]]) for fall in WSD},
     "cosine from 0": ({"type": "cosine"}, [*FROM_0, *MEGATRON["cosine"][5:]]),
     "linear at once": ({"type": "linear", "warmup_steps": 0}, NO_RISE),
     "inverse_sqrt": ({"type": "inverse_sqrt"}, [*FROM_0, *ROOTS]),
     "inverse_sqrt at once": ({"type": "inverse_sqrt", "warmup_steps": 0}, ROOTS_AT_ONCE),
+    "linear, done before the end": ({"type": "linear", "total_steps": 9}, [*FROM_0, *WSD["linear"], *[1e-4] * 3]),
+    "cosine, done before the end": ({"type": "cosine", "total_steps": 9}, [*FROM_0, *WSD["cosine"], *[1e-4] * 3]),
+    "cosine, cut short": ({"type": "cosine", "total_steps": 20}, [*FROM_0, *COSINE_TO_20]),
+    "wsd, done before the end": (
+        {"type": "wsd", "decay_steps": 3, "decay_type": "linear", "total_steps": 9},
+        [*FROM_0, 1e-3, 1e-3, 7e-4, 4e-4, *[1e-4] * 5],
+    ),
 }
-"""The same of Megatron-LM at d98e8a6 with --lr-warmup-init 0: what a spec says, and the rates."""
+"""The same of Megatron-LM at d98e8a6 with --lr-warmup-init 0, and where total_steps is given of Megatron-Core 0.16.1
+with --lr-decay-iters: what a spec says, and the rates."""
 
 
 def further(name: str) -> tuple[dict[str, Any], list[float]]:

@@ -148,7 +148,7 @@ def test_a_pipeline_cuts_the_batch_of_a_rank(tmp_path: Path, monkeypatch: pytest
 def test_torchtitans_own_classes_build_the_file_and_have_the_defaults_of_the_importer(tmp_path: Path) -> None:
     file = tmp_path / "torchtitan_config.py"
     training = {"sequence_length": 512, "train_steps": 50, "lr_scheduler": {"type": "wsd", "warmup_steps": 5}}
-    training["lr_scheduler"] |= {"min_lr": 3e-5, "decay_steps": 20, "decay_type": "sqrt"}
+    training["lr_scheduler"] |= {"min_lr": 3e-5, "decay_steps": 20, "decay_type": "sqrt", "total_steps": 80}
     training["activation_checkpointing"] = "full"
     file.write_text(written(tmp_path, parallelism={"tp": 2, "cp": 2}, training=training), encoding="utf-8")
     command = [sys.executable, str(ROOT / ".ci" / "generate" / "torchtitan_fields.py"), str(file)]

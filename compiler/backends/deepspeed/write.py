@@ -72,6 +72,9 @@ def losses(plan: Plan) -> list[Loss]:
         )
     if (schedule := plan.spec.training.lr_scheduler) is None:
         return found
+    if schedule.total_steps is not None:
+        why = f"a DeepSpeed file says the steps of its schedule, {schedule.total_steps}, and not those of the training"
+        found.append(Loss("train_steps", why, "parcompile.runtime gives each step the plan's rate"))
     first = "0" if schedule.type == "cosine" else "the first rate"
     why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late"
     if schedule.type == "cosine":
@@ -124,7 +127,7 @@ def _scheduler(spec: Spec) -> dict[str, Any]:
         settings = {"warmup_min_lr": lowest, "warmup_max_lr": lr, **warmup}
         kind = "WarmupDecayLR" if falls else "WarmupLR"
     if schedule.type in ("linear", "cosine"):
-        settings["total_num_steps"] = spec.training.train_steps
+        settings["total_num_steps"] = schedule.end(spec.training.train_steps)
     return {"scheduler": {"type": kind, "params": settings}}
 
 

@@ -165,6 +165,8 @@ def _write_schedule(spec: Spec) -> Arguments:
         "lr_warmup_init": schedule.warmup_start_lr,
         "min_lr": schedule.min_lr,
     }
+    if schedule.total_steps is not None:
+        found["lr_decay_iters"] = schedule.total_steps
     if schedule.decay_type is not None:
         found["lr_wsd_decay_iters"] = schedule.decay_steps
         found["lr_wsd_decay_style"] = _FALLS.get(schedule.decay_type, schedule.decay_type)
@@ -237,10 +239,10 @@ def _schedule(source: Source) -> dict[str, Any] | str:
         return f"a spec has no schedule {style}: constant, linear, cosine, inverse_sqrt and wsd"
     if warmup is None or warmup % 1:
         return f"a spec's schedule has a whole number of warm-up steps, not {warmup or 0:g}"
-    if style != "constant" and total is None:
-        return "a spec's schedule ends with the training steps, which the file does not say"
-    if style != "constant" and end != total:
-        return f"a spec's schedule ends with the training steps ({total}), not after {end}"
+    if style != "constant" and end is None:
+        return "a spec's schedule ends with a step, and the file says neither --train-iters nor --lr-decay-iters"
+    if kind == "inverse_sqrt" and end is not None and (total is None or end < total):
+        return f"a spec's inverse_sqrt does not drop to --min-lr after {end} of {total} steps"
     if lr is not None and start > lr:
         return f"the warm-up falls: {start:g} > {lr:g}"
     # Of a rate that never falls, --min-lr has no effect.
@@ -248,6 +250,8 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     found = {"type": kind, "warmup_steps": int(warmup), "min_lr": lowest}
     if start != lowest:
         found["warmup_start_lr"] = float(start)
+    if kind in ("linear", "cosine", "wsd") and end != total:
+        found["total_steps"] = end
     if kind == "wsd":
         decay, shape = steps(source, "wsd"), value("lr_wsd_decay_style")
         if not decay:

@@ -121,13 +121,11 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     if style not in ("constant", "linear", "cosine", "inverse-square-root"):
         source.lose(_SCHEDULE[0], "of these schedules constant, linear, cosine and inverse_sqrt are read", changes=True)
         draft.ask(_RATES, f"{_SCHEDULE[0]} is {style!r}")
-    elif steps is None and (warmup is None or style in ("linear", "cosine")):
+    elif steps is None and (warmup is None or (end is None and style in ("linear", "cosine"))):
         draft.ask(("training", "train_steps"), "the schedule is a share of all steps")
     elif lr is not None:
         if most is not None and number(most, _SCHEDULE[5]) != lr:
             source.lose(_SCHEDULE[5], f"a spec's schedule rises to the rate of the optimizer, {lr:g}", changes=True)
-        if end is not None and end != steps:
-            source.lose(_SCHEDULE[2], f"a spec's schedule ends with the training steps ({steps})", changes=True)
         rises = min(1000, (steps or 0) // 10) if warmup is None else integer(warmup, _SCHEDULE[1], least=0)
         found: dict[str, Any] = {
             "type": str(style).replace("inverse-square-root", "inverse_sqrt"),
@@ -136,6 +134,13 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         found["min_lr"] = lr / 100 if least is None else number(least, _SCHEDULE[4])
         if rises:
             found["warmup_start_lr"] = lr / 10 if start is None else number(start, _SCHEDULE[3])
+        if end is not None and end != steps:
+            end = integer(end, _SCHEDULE[2], least=1)
+            if style in ("linear", "cosine"):
+                found["total_steps"] = end
+            elif style != "constant" and (steps is None or end < steps):
+                said = f"a spec's {found['type']} does not drop to the lowest rate after {end} steps"
+                source.lose(_SCHEDULE[2], said, changes=True)
         for key, value in found.items():
             draft.set((*_RATES, key), value, said=True)
 

@@ -137,8 +137,11 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
         ("traffic", "traffic"),
         ("schedule", "ring"),
         ("timeline", "step"),
+        ("rates", "rates"),
     ):
         if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
+            continue
+        if name == "rates" and subject.plan.spec.training.lr_scheduler is None:
             continue
         wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
         drawn += [wide, narrow]

@@ -10,7 +10,7 @@ from typing import Any
 from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import cuts, grid, memory, ring, timeline, traffic
+from . import cuts, grid, memory, rates, ring, timeline, traffic
 from .shapes import SMALL, WIDE, Box, Line, Picture, Sketch, Subject, Text, ticks
 
 _HEIGHT = 260.0
@@ -110,6 +110,7 @@ KINDS = {
     "traffic": PictureKind(traffic.draw, traffic.lines),
     "schedule": PictureKind(ring.draw, ring.lines),
     "timeline": PictureKind(timeline.draw, timeline.lines),
+    "rates": PictureKind(rates.draw, rates.lines),
 }
 
 
@@ -148,6 +149,7 @@ TABLES: dict[str, Callable[[Subject], list[tuple[str, ...]]]] = {
     "traffic": traffic.rows,
     "timeline": timeline.rows,
     "schedule": ring.rows,
+    "rates": rates.rows,
 }
 """Pictures that are tables as well."""
 

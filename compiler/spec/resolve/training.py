@@ -159,6 +159,7 @@ class TrainingValues(ParallelismValues):
             return None
         kind, lowest = self.get(*path, "type"), float(self.get(*path, "min_lr"))
         start, shape = (*path, "warmup_start_lr"), str(self.get(*path, "decay_type"))
+        ends = kind not in ("constant", "inverse_sqrt")
         falls = kind == "wsd" and self.given(*path, "decay_steps")
         return LrScheduler(
             type=kind,
@@ -167,6 +168,7 @@ class TrainingValues(ParallelismValues):
             warmup_start_lr=float(self.get(*start)) if self.given(*start) else lowest,
             decay_steps=int(self.get(*path, "decay_steps")) if falls else None,
             decay_type=shape if falls else None,
+            total_steps=int(self.get(*path, "total_steps")) if ends and self.given(*path, "total_steps") else None,
         )
 
     @property

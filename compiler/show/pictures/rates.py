@@ -1,0 +1,96 @@
+"""The learning rate of each step: how it rises, where it stays and how it falls."""
+
+from __future__ import annotations
+
+import itertools
+
+from parcompile.spec import learning_rate
+from parcompile.spec.values import Training
+
+from .shapes import SMALL, Line, Picture, Sketch, Subject, Text
+
+_HEIGHT = 180.0
+_LEFT, _RIGHT, _BELOW = 64.0, 12.0, 34.0
+_POINTS = 240
+_SHORTEST = 10
+"""Steps that are drawn of a training which does not say how many it has."""
+
+
+def _last(training: Training) -> int:
+    """The last step that is drawn: the end of the training or of the schedule."""
+    schedule = training.lr_scheduler
+    warmup, total = (0, None) if schedule is None else (schedule.warmup_steps, schedule.total_steps)
+    return max(training.train_steps or 0, total or 0) or max(_SHORTEST, 4 * warmup)
+
+
+def _steps(training: Training, most: int) -> list[int]:
+    """About so many steps, in order, with the first, the last and those between which the rate is a straight line."""
+    last, schedule = _last(training), training.lr_scheduler
+    found = {1, last, *(1 + index * (last - 1) // most for index in range(most))}
+    if schedule is not None:
+        end = schedule.end(training.train_steps)
+        corners = [
+            schedule.warmup_steps + 1,
+            *([] if end is None else [end, end + 1, end - (schedule.decay_steps or 0)]),
+        ]
+        found |= {step for step in corners if 1 <= step <= last}
+    return sorted(found)
+
+
+def draw(subject: Subject, width: float) -> Picture:
+    """Steps to the right, the rate upwards; a dashed line where the training ends before the schedule."""
+    training = subject.plan.spec.training
+    last, highest = _last(training), training.optimizer.lr
+    sketch = Sketch(width)
+    top, room = sketch.y + 8, width - _LEFT - _RIGHT
+
+    def place(step: int) -> tuple[float, float]:
+        share = (step - 1) / max(1, last - 1)
+        return _LEFT + share * room, top + _HEIGHT * (1 - learning_rate(training, step) / highest)
+
+    for share in (0.0, 0.5, 1.0):
+        y = top + _HEIGHT * (1 - share)
+        sketch.add(Line(_LEFT, y, width - _RIGHT, y, "line"))
+        sketch.add(Text(_LEFT - 6, y + 4, f"{share * highest:g}", SMALL, "soft", "end"))
+    points = [place(step) for step in _steps(training, _POINTS)]
+    for (x1, y1), (x2, y2) in itertools.pairwise(points):
+        sketch.add(Line(x1, y1, x2, y2, "dp", 2))
+    ends = training.train_steps
+    if ends is not None and ends < last:
+        x, _ = place(ends)
+        sketch.add(Line(x, top, x, top + _HEIGHT, "bad", 2.0, dashed=True))
+    for step, anchor in ((1, "start"), (last, "end")):
+        sketch.add(Text(place(step)[0], top + _HEIGHT + 18, f"step {step:,}", SMALL, "soft", anchor))
+    sketch.y = top + _HEIGHT + _BELOW
+    described = "; ".join(f"step {step}: {rate}" for step, rate in rows(subject)[1:])
+    return sketch.picture("Learning rate", verdict(training), described)
+
+
+def verdict(training: Training) -> str:
+    """The schedule in one sentence."""
+    schedule, lr = training.lr_scheduler, training.optimizer.lr
+    if schedule is None:
+        return f"The rate is {lr:g} in every step"
+    end = schedule.end(training.train_steps)
+    falls = schedule.decay_type or schedule.type
+    said = f"{schedule.warmup_steps:,} steps of warm-up to {lr:g}, then {schedule.type}"
+    if schedule.decay_steps is not None:
+        said += f" with a fall ({falls}) in the last {schedule.decay_steps:,} steps"
+    if schedule.type in ("linear", "cosine", "wsd") and end is not None:
+        said += f", down to {schedule.min_lr:g} after step {end:,}"
+        if training.train_steps is not None and training.train_steps != end:
+            said += f"; the training ends after step {training.train_steps:,}"
+    return said
+
+
+def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- plain anyway
+    """For a terminal: the rates of a few steps."""
+    head, *shown = rows(subject)
+    wide = max(len(step) for step, _ in (head, *shown))
+    return [f"{step:>{wide}}  {rate}" for step, rate in (head, *shown)]
+
+
+def rows(subject: Subject) -> list[tuple[str, ...]]:
+    """As a table: the rates of a few steps."""
+    training = subject.plan.spec.training
+    return [("step", "rate"), *((f"{step:,}", f"{learning_rate(training, step):.6g}") for step in _steps(training, 6))]
