@@ -141,11 +141,11 @@ def test_mutants_are_valid_or_told_what_is_wrong(case: Case) -> None:
     text = case.file.read_text(encoding="utf-8")
     seen: set[str] = set()
     for mutant in mutants(text):
-        # The specs share much: half of their mutants, always the same, are thousands still.
-        if mutant.text not in seen and zlib.crc32(mutant.text.encode()) % 2:
+        # The specs share much: a third of their mutants, always the same, are thousands still.
+        if mutant.text not in seen and zlib.crc32(mutant.text.encode()) % 3 == 0:
             seen.add(mutant.text)
             assert_sound(mutant, case.file.parent)
-    assert len(seen) > 50
+    assert len(seen) > 30
 
 
 # Sections of several specs in one: what no single change of one of them reaches.
