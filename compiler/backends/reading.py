@@ -22,6 +22,8 @@ from .artefacts import Loss
 
 # Another tool's options as they are read into a spec, and what became of each of them.
 
+DECAY_AS_UPSTREAM = "the runtime's `decay_groups` leaves them out too"
+"""How the runtime leaves biases and norms out of weight decay."""
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
 
@@ -122,6 +124,15 @@ class Source:
     def lose(self, name: str, reason: str, *, changes: bool = False) -> None:
         """Says why an option has no place in the spec; its value is not carried, which may change training."""
         self._settle(name, Outcome.LOST, reason, changes)
+
+    def remark(self, name: str, said: str) -> None:
+        """Carries an option and says what a user should know of it."""
+        self._settle(name, Outcome.CARRIED, said, changes=True)
+
+    def remark_decay(self, name: str, tool: str) -> None:
+        """Says of a weight decay that the tool leaves biases and norms out, which a plan decays."""
+        if self.given.get(name):
+            self.remark(name, f"{tool} decays no biases and norms, a plan all parameters: {DECAY_AS_UPSTREAM}")
 
     def ignore(self, name: str, reason: str) -> None:
         """Says why an option changes nothing."""

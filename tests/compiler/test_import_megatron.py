@@ -85,6 +85,17 @@ def test_where_megatrons_default_differs_from_ours_it_is_written_out() -> None:
     assert result.plan.spec.training.precision.value == "fp32"
 
 
+@pytest.mark.parametrize(("decay", "said"), [("0.1", True), ("0.0", False)])
+def test_a_decay_that_leaves_norms_out_is_said(decay: str, said: bool) -> None:
+    (found,) = [
+        one
+        for one in carried(f"{MODEL} {LLAMA} --lr 1e-4 --weight-decay {decay}").accounts
+        if one.option == "weight_decay"
+    ]
+    assert found.outcome is Outcome.CARRIED
+    assert ("Megatron-LM decays no biases and norms" in found.detail) is found.changes is said
+
+
 def test_what_megatron_leaves_to_its_tokenizer_is_asked_for() -> None:
     result = carried(MODEL.replace("--vocab-size 1000", "") + f" {LLAMA} --lr 1e-4")
     assert [".".join(one.path) for one in result.questions] == ["model.vocab_size"]

@@ -94,7 +94,16 @@ def test_the_machine_of_a_plan_has_the_schema_of_its_file() -> None:
 @pytest.mark.parametrize("name", ["plan", "process_groups", "lock", "target_report", "megatron_args"])
 def test_schemas_are_closed_and_described_at_every_level(name) -> None:
     root, only_of_some = json.loads(schema.text(name)), {"backends", "offload_optimizer", "host_memory"}
-    only_of_some |= {"linear_cross_entropy", "optimizer", "momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr"} | {"total_steps"}
+    only_of_some |= {
+        "linear_cross_entropy",
+        "optimizer",
+        "momentum",
+        "nesterov",
+        "ns_steps",
+        "ns_dtype",
+        "adjust_lr",
+        "total_steps",
+    }
     Draft202012Validator.check_schema(root)
     assert root["$id"] == f"{schema.BASE}{name}.schema.json"
 

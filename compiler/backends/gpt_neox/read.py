@@ -225,6 +225,7 @@ def _optimizer(source: Source, draft: Draft) -> None:
     inner = "optimizer.params.weight_decay"
     source.ignore(inner, "the top-level weight_decay replaces it")
     draft.carry(source, "weight_decay", (*_OPTIMIZER, "weight_decay"), number)
+    source.remark_decay("weight_decay", "gpt-neox")
 
 
 def _schedule(source: Source, draft: Draft) -> None:

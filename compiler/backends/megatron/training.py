@@ -7,6 +7,7 @@ from typing import Any
 
 from parcompile.backends.artefacts import Loss
 from parcompile.backends.reading import (
+    DECAY_AS_UPSTREAM,
     Arguments,
     Bundle,
     Draft,
@@ -120,6 +121,8 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
         _read_muon(source, draft)
     for name, key in keys.items():
         found = draft.carry(source, name, (*_OPTIMIZER, key), number)
+        if name == "weight_decay":
+            source.remark_decay(name, "Megatron-LM")
         if name == "lr" and found is None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
 
@@ -143,6 +146,8 @@ def _read_muon(source: Source, draft: Draft) -> None:
 
 def _optimizer_losses(spec: Spec) -> Iterator[Loss]:
     optimizer = spec.training.optimizer
+    if optimizer.weight_decay:
+        yield Loss("biases and norms", "Megatron-LM does not decay them", DECAY_AS_UPSTREAM)
     if optimizer.type == "adam" and optimizer.weight_decay:
         yield Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
     if optimizer.type == "adagrad":

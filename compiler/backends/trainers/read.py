@@ -159,7 +159,7 @@ def read_model(option: str, source: Source, draft: Draft) -> None:
     elif (alike := preset_alike(name)) is not None:
         draft.set(("model", "preset"), alike.name, said=True)
         said = f"{name} is read as the preset {alike.name}: where its config.json differs, name that file with --model"
-        source.reasons[option] = Account(option, Outcome.CARRIED, said, changes=True)
+        source.remark(option, said)
     else:
         draft.ask(("model",), f"{name} is no preset: download its config.json")
     source.used[option] = {("model",)}
@@ -223,6 +223,8 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
         refuse_optimizer(source, draft, name, kind, whole=False)
     draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), number)
     draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
+    if own is None:
+        source.remark_decay(tool.own("weight_decay"), "the Trainer")
     if found in _ARGUMENTS:
         if found == "adagrad":
             draft.set((*_OPTIMIZER, "eps"), facts.OPTIMIZERS[found]["eps"], said=False)
