@@ -19,6 +19,7 @@ from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.pipeline import Checked
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
+from parcompile.text import SourceError
 
 from .checked_files import Mending, Run, checked_files, expanded
 from .main import SPEC_HAS_ERRORS, USAGE
@@ -130,6 +131,8 @@ def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
     if why_unread is not None:
         return f"{file} cannot be read: {why_unread}"
     if kind == UNKNOWN:
+        kind = _kind_of_recipe(file)
+    if kind == UNKNOWN:
         return f"{file} is not recognised as a spec, nor as a configuration of another tool; --kind says what it is"
     if kind == MODEL:
         return f"{file} is the configuration of a model, not a spec: `parcompile init {file}` writes a spec for it"
@@ -137,6 +140,16 @@ def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
     if called:
         return f"{file} is of kind {kind}, which `check` does not take: {called}"
     return f"{file} is of kind {kind}, which is neither a spec nor a configuration that parcompile reads"
+
+
+def _kind_of_recipe(file: str) -> str:
+    """The kind of a Python or TOML file that an importer takes."""
+    from parcompile.backends.recipes import recipe
+
+    with contextlib.suppress(SourceError):
+        found = recipe(file)
+        return UNKNOWN if found is None else found[1]
+    return UNKNOWN
 
 
 def _what_to_call(file: str, kind: str) -> str:

@@ -131,6 +131,21 @@ def test_a_file_alone_that_is_not_checked_is_told_why(run: Any, text: bytes, why
     assert err.startswith(f"Error: {why}")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.toml", "[training]\nsteps = 10\n", "run.toml is of kind torchtitan, which `check` does not take"),
+        ("run.py", "print(1)\n", "run.py is not recognised as a spec"),
+        ("run.toml", "not toml", "run.toml is not recognised as a spec"),
+    ],
+)
+def test_recipes_that_import_takes_are_told_so(run: Any, name: str, text: str, said: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+    code, _, err = run("check", name)
+    assert code == 2
+    assert said in err
+
+
 def test_the_file_that_was_checked_in_the_place_of_another_is_named(run: Any) -> None:
     write("ds.json", {"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_clipping": 1.0})
     write("axolotl.yml", {"base_model": "x", "deepspeed": "ds.json"})
