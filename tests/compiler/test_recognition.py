@@ -131,19 +131,17 @@ def test_a_file_alone_that_is_not_checked_is_told_why(run: Any, text: bytes, why
     assert err.startswith(f"Error: {why}")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("run.toml", "[training]\nsteps = 10\n", "run.toml is of kind torchtitan, which `check` does not take"),
-        ("run.py", "print(1)\n", "run.py is not recognised as a spec"),
-        ("run.toml", "not toml", "run.toml is not recognised as a spec"),
-    ],
-)
-def test_recipes_that_import_takes_are_told_so(run: Any, name: str, text: str, said: str) -> None:
-    Path(name).write_text(text, encoding="utf-8")
-    code, _, err = run("check", name)
+def test_a_recipe_in_python_that_import_takes_is_told_so(run: Any) -> None:
+    write(
+        "spec.json",
+        {**SPEC, "model": {"preset": "llama-3.2-1b"}, "training": {"sequence_length": 64, "precision": "bf16"}},
+    )
+    assert run("compile", "spec.json", "--target", "torchtitan", "-o", "plan")[0] == 0
+    code, _, err = run("check", "plan/torchtitan_config.py")
     assert code == 2
-    assert said in err
+    assert "is of kind torchtitan, which `check` does not take: `parcompile import plan/torchtitan_config.py`" in err
+    Path("run.py").write_text("print(1)\n", encoding="utf-8")
+    assert "run.py is not recognised as a spec" in run("check", "run.py")[2]
 
 
 def test_the_file_that_was_checked_in_the_place_of_another_is_named(run: Any) -> None:
