@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Diagnostic, Path
+from parcompile.user_files import shipped
 
 from .document import Document, Place, Result, SourceText
 from .json_parser import MAX_DEPTH
@@ -35,52 +36,7 @@ _STARTED = (
 )
 
 # (part of the library's problem, code, message, advice), the first that fits is used.
-_KNOWN: tuple[tuple[str, str, str, str | None], ...] = (
-    ("cannot start any token", "J020", "{character} cannot start a value in YAML", 'put the text in quotes: "…"'),
-    (
-        "mapping values are not allowed",
-        "J020",
-        "this colon does not end a key",
-        "quote text that holds `: `; check this line's indentation and the line above",
-    ),
-    ("could not find expected ':'", "J020", "a key without a colon", "write `key: value`"),
-    (
-        "expected <block end>",
-        "J020",
-        "this line is indented differently from its neighbours",
-        "indent entries of one mapping alike",
-    ),
-    (
-        "did not find expected key",
-        "J020",
-        "expected a key here",
-        "indent entries of one mapping alike; write `key: value`",
-    ),
-    ("did not find expected '-' indicator", "J020", "expected `- ` here", "indent the entries of one list alike"),
-    ("expected ',' or", "J020", "expected , or a closing bracket", None),
-    ("did not find expected ',' or", "J020", "expected , or a closing bracket", None),
-    ("unexpected end of stream", "J005", "this string is never closed", "close the quotes"),
-    (
-        "found unknown escape",
-        "J006",
-        "an escape that YAML does not know",
-        r"write \\ for a backslash, or use single quotes",
-    ),
-    ("undefined alias", "J023", "an alias to something that is not defined above it", None),
-    ("undefined tag", "J023", "a tag that is not known here", "remove the tag: values are plain data"),
-    (
-        "block sequence entries are not allowed",
-        "J020",
-        "a list entry cannot stand here",
-        "start the list on a line of its own",
-    ),
-    ("expected the node content", "J020", "a value is missing here", None),
-    ("found duplicate anchor", "J023", "this anchor is defined twice", None),
-    ("multiple documents", "J024", "a second document starts here; a file may hold only one", None),
-    ("special characters are not allowed", "J005", "a control character that YAML does not allow", None),
-    ("control characters are not allowed", "J005", "a control character that YAML does not allow", None),
-    ("maximum nesting", "J008", "too many levels inside each other", "nest less"),
-)
+_KNOWN: Sequence[tuple[str, str, str, str | None]] = shipped("parcompile.text", "yaml_problems.json")
 
 
 def explain(source: SourceText, error: yaml.YAMLError) -> Diagnostic:

@@ -9,53 +9,14 @@ from typing import Any
 
 from parcompile.plan import Plan
 from parcompile.runtime.model.shrinking import shrunk
+from parcompile.user_files import shipped
 
 from .ranks.cells import FAMILIES
 
 Path = tuple[str, ...]
 
-_CELLS_OWN = "a cell has its own"
-_TRAINS_ELSE = "it changes what is trained, and one process does not"
-_WRITES = "it changes no number"
-_LEFT_OUT: Mapping[str, str] = {
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _CELLS_OWN),
-    "optimizer": "every cell steps AdamW with a large eps",
-    "scheduler": "every cell has one learning rate",
-    "elasticity": _CELLS_OWN,
-    **dict.fromkeys(
-        (
-            "progressive_layer_drop",
-            "curriculum_learning",
-            "data_efficiency",
-            "compression_training",
-            "quantize_training",
-            "weight_quantization",
-            "hybrid_engine",
-        ),
-        _TRAINS_ELSE,
-    ),
-    **dict.fromkeys(
-        (
-            "steps_per_print",
-            "wall_clock_breakdown",
-            "memory_breakdown",
-            "dump_state",
-            "log_level",
-            "flops_profiler",
-            "comms_logger",
-            "tensorboard",
-            "csv_monitor",
-            "wandb",
-            "comet",
-            "timers",
-            "checkpoint",
-            "datastates_ckpt",
-            "autotuning",
-            "nebula",
-        ),
-        _WRITES,
-    ),
-}
+_LEFT_OUT: Mapping[str, str] = shipped("parcompile.runtime.prove", "left_out.json")
+_CELLS_OWN, _TRAINS_ELSE = _LEFT_OUT["elasticity"], _LEFT_OUT["hybrid_engine"]
 _MAPPINGS = ("zero_optimization", "bf16", "bfloat16", "fp16", "amp", "tensor_parallel")
 _PARALLEL = (("tp", ("tensor_parallel", "autotp_size")), ("cp", ("sequence_parallel_size",)))
 

@@ -3,92 +3,24 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from parcompile.layout.groups import Axis
+from parcompile.user_files import shipped
 from parcompile.version import how_to_install
 
 from .shapes import LARGE, NORMAL, Area, Box, Cells, Line, Picture, Shape, Text, broken
 
 SHADES = 16
 
-LIGHT = {
-    "surface": "#ffffff",
-    "ink": "#16202b",
-    "soft": "#55606d",
-    "line": "#d3dae2",
-    "track": "#e9edf2",
-    "bad": "#b3261e",
-    "good": "#0b7a4b",
-    "warn": "#8a5300",
-    Axis.TP: "#0072b2",
-    Axis.CP: "#d55e00",
-    Axis.DP: "#009070",
-    Axis.PP: "#a5559a",
-    Axis.EP: "#8c7000",
-    "weights": "#08457e",
-    "gradients": "#2a7bbd",
-    "master": "#5fa8dc",
-    "optimizer": "#9dcbee",
-    "bucket": "#c9d7e4",
-    "activations": "#d55e00",
-    "logits": "#f0a04b",
-    "step": "#b98a4e",
-    "buffers": "#f6cf8f",
-    "framework": "#9aa3ad",
-    "computation": "#4a5f75",
-    "launches": "#8b9bad",
-    "forward": "#93a9bf",
-    "backward": "#4a5f75",
-    "bubble": "#dfe4ea",
-    "hidden": "#c3ccd6",
-    "full": "#d55e00",
-    "half": "#f2a86f",
-}
+_COLOURS = shipped("parcompile.show.pictures", "colours.json")
+LIGHT: Mapping[str, str] = _COLOURS["light"]
 
-DARK = {
-    "surface": "#12171e",
-    "ink": "#e8edf3",
-    "soft": "#a3afbc",
-    "line": "#33404e",
-    "track": "#222b36",
-    "bad": "#ff8a80",
-    "good": "#5fd3a1",
-    "warn": "#f3b95f",
-    Axis.TP: "#56b4e9",
-    Axis.CP: "#ff9248",
-    Axis.DP: "#2fc79f",
-    Axis.PP: "#d98fce",
-    Axis.EP: "#e0c341",
-    "weights": "#2f7fc4",
-    "gradients": "#58a5e0",
-    "master": "#86c2ee",
-    "optimizer": "#b5dbf7",
-    "bucket": "#5a6b7d",
-    "activations": "#ef7d28",
-    "logits": "#f7b267",
-    "step": "#cf9a52",
-    "buffers": "#a87c3e",
-    "framework": "#76818d",
-    "computation": "#8fa6bd",
-    "launches": "#5f7388",
-    "forward": "#a9bdd1",
-    "backward": "#6d859e",
-    "bubble": "#2a3441",
-    "hidden": "#4b5866",
-    "full": "#ff9248",
-    "half": "#9c5a2c",
-}
+DARK: Mapping[str, str] = _COLOURS["dark"]
 
-_RAMPS = {
-    Axis.TP: (("#dcecf7", "#0072b2", "#002f4d"), ("#123a55", "#3f9fd8", "#c9e8fb")),
-    Axis.CP: (("#fde6d3", "#d55e00", "#5c2800"), ("#4d2a12", "#e97a2c", "#ffd9b8")),
-    Axis.DP: (("#d3f0e7", "#009070", "#003d2f"), ("#0d4034", "#1fae8a", "#bff3e1")),
-    Axis.PP: (("#f4e1f1", "#a5559a", "#47193f"), ("#45233f", "#bd72b2", "#f5d4ef")),
-    Axis.EP: (("#f5edc8", "#a08000", "#4a3b00"), ("#433911", "#b89a22", "#f7e9a3")),
-}
+_RAMPS: Mapping[str, Sequence[Sequence[str]]] = _COLOURS["ramps"]
 """Of each axis the lightest, the middle and the darkest shade in light, and the other way round in dark."""
 
 
@@ -109,7 +41,7 @@ def colour(role: str, *, dark: bool = False) -> str:
     if role in scheme:
         return scheme[role]
     axis, _, place = role.rpartition("-")
-    low, middle, high = _RAMPS[Axis(axis)][dark]
+    low, middle, high = _RAMPS[axis][dark]
     share = int(place) / (SHADES - 1) * 2
     return _mixed(low, middle, share) if share <= 1 else _mixed(middle, high, share - 1)
 
