@@ -230,42 +230,40 @@ def locate(folder: Path, name: str) -> Path:
     return pending / name if waits else folder / name
 
 
-def read_set(
-    folder: Path, names: Collection[str], limit: int = MAX_BYTES, anchor: str = "plan.json"
-) -> dict[str, bytes | None]:
+def read_set(folder: Path, names: Collection[str]) -> dict[str, bytes | None]:
     """Files of one generation of a set by their names; None for those that it lacks.
 
     Raises:
         OSError: one cannot be read, or writers never rest.
     """
     for turn in range(_TRIES):
-        before = _generation(folder, anchor)
-        found = {name: _read_one(folder, name, limit) for name in names}
-        if before == _generation(folder, anchor):
+        before = _generation(folder)
+        found = {name: _read_one(folder, name) for name in names}
+        if before == _generation(folder):
             return found
         time.sleep(0.001 * min(turn, 50))
     raise OSError(errno.EAGAIN, "its files change all the time", str(folder))
 
 
-def _read_one(folder: Path, name: str, limit: int) -> bytes | None:
+def _read_one(folder: Path, name: str) -> bytes | None:
     for _ in range(_TRIES):
         place = locate(folder, name)
         try:
-            return read_bytes(place, limit)
+            return read_bytes(place, MAX_BYTES)
         except FileNotFoundError:
             if locate(folder, name) == place:
                 return None
     raise OSError(errno.EAGAIN, "it moves all the time", str(folder / name))
 
 
-def _generation(folder: Path, anchor: str) -> tuple[int, int] | None:
+def _generation(folder: Path) -> tuple[int, int] | None:
     """Which file stands for the set: a rename keeps both numbers, and a new file has others."""
     for _ in range(_TRIES):
-        place = locate(folder, anchor)
+        place = locate(folder, "plan.json")
         try:
             status = place.stat()
         except OSError:
-            if locate(folder, anchor) == place:
+            if locate(folder, "plan.json") == place:
                 return None
         else:
             return status.st_ino, status.st_mtime_ns

@@ -18,7 +18,7 @@ from pathlib import Path
 from published_points import LLAMA_3, Point, points
 from published_runs import is_possible, read_megatron, read_nanotron
 
-from parcompile.cost.calibration import INFINIBAND, MEGATRON_KERNELS, Judgement, fit_memory, fit_time, judge
+from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import TIME, CoefficientSet, Fit, coefficient_sets
 from parcompile.cost.measurements import Measurement
 from parcompile.cost.step import step_terms, step_time, values_of
@@ -105,6 +105,19 @@ def read(folder: Path) -> dict[str, list[Measurement]]:
     found = {name: read_nanotron(folder / name) for name in (NANOTRON, LARGER)}
     found[MEGATRON] = read_megatron(folder / MEGATRON)
     return {name: [one for one in rows if is_possible(one)] for name, rows in found.items()}
+
+
+INFINIBAND: Mapping[str, float] = {"network_link": 0.8, "network_ports": 1.0, "network_scale": 0.0}
+"""Prior for networks with a rail for each rank, whose rings do not slow down with the number of nodes."""
+
+MEGATRON_KERNELS: Mapping[str, float] = {
+    "matmul": 0.78,
+    "launch_seconds": 1.5e-3,
+    "elementwise": 2.0,
+    "overlap": 0.0,
+    "narrow": 40.0,
+}
+"""Prior for fused kernels and gradients that are reduced after the backward pass."""
 
 
 def fit_all(runs: Mapping[str, Sequence[Measurement]]) -> dict[str, CoefficientSet]:

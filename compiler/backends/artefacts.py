@@ -62,7 +62,7 @@ def _encodable(text: str) -> bool:
 # Who wrote an artefact: the lines that stand at the head of files which are not JSON.
 
 
-def header(plan: Plan, about: str, *, comment: str = "#") -> list[str]:
+def header(plan: Plan, about: str) -> list[str]:
     """Comment lines with the plan's identity.
 
     The name is written as a JSON string: quotes and control characters of it are escaped, so it cannot end the comment.
@@ -73,12 +73,12 @@ def header(plan: Plan, about: str, *, comment: str = "#") -> list[str]:
         f"plan {name}, {plan.world_size} ranks",
         f"parcompile {plan.compiler_version}, spec {plan.spec_hash}",
     ]
-    return [f"{comment} {line}" for line in lines]
+    return [f"# {line}" for line in lines]
 
 
-def slug(name: str, *, limit: int = 50) -> str:
+def slug(name: str) -> str:
     """The name as a DNS label: lower-case letters, digits and single hyphens, as Kubernetes and Slurm take them."""
-    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:limit].rstrip("-")
+    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].rstrip("-")
     return text or "unnamed"
 
 

@@ -22,9 +22,8 @@ from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
 
 from .checked_files import Mending, Run, checked_files, expanded
-from .main import SPEC_HAS_ERRORS, USAGE
+from .main import SPEC_HAS_ERRORS, USAGE, say
 from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
-from .saying import say
 
 if TYPE_CHECKING:
     from parcompile.lint.deepspeed.usage import UsageOptions

@@ -17,9 +17,8 @@ from parcompile.plan.sections import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
-from .main import SPEC_HAS_ERRORS
+from .main import SPEC_HAS_ERRORS, say
 from .options import chosen_targets, no_estimate_option, target_option
-from .saying import say
 
 
 @click.command("compile")

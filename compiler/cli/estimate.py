@@ -34,9 +34,8 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from .main import SPEC_HAS_ERRORS
+from .main import SPEC_HAS_ERRORS, say
 from .options import positive_number
-from .saying import say
 
 MOST_CELLS = 4096
 

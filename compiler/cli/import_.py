@@ -20,9 +20,8 @@ from parcompile.text import SourceError
 from parcompile.user_files import parse_json
 
 from .init import chosen_model
-from .main import SPEC_HAS_ERRORS
+from .main import SPEC_HAS_ERRORS, say
 from .options import accelerator_option, sequence_length_option
-from .saying import say
 
 _OPTIONS: dict[SpecPath, str] = {
     ("model",): "--model",

@@ -14,6 +14,7 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.cli.compile import command as compile_command
+from parcompile.cli.main import say
 from parcompile.cli.options import (
     accelerator_name,
     accelerator_option,
@@ -21,7 +22,6 @@ from parcompile.cli.options import (
     sequence_length_option,
     token_count,
 )
-from parcompile.cli.saying import say
 from parcompile.cli.search import progress_bar
 from parcompile.diagnostics.diagnostic import closest
 from parcompile.diagnostics.reporters.dispatch import Style, hanging

@@ -15,8 +15,6 @@ import click
 from parcompile.entry_points import PluginError, end
 from parcompile.version import __version__
 
-from .saying import say
-
 _COMMANDS = (
     "accelerators",
     "advisories",
@@ -59,6 +57,13 @@ _TOGETHER = {
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
 """Exit codes."""
+
+
+def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints text to standard output or error. JSON stays the same JSON: what is not printable becomes its escape."""
+    from parcompile.diagnostics.reporters.dispatch import printable, writable  # not for --version alone
+
+    click.echo(writable(sys.stderr if err else sys.stdout, printable(text)), err=err, nl=nl)
 
 
 class _Commands(click.Group):

@@ -18,8 +18,8 @@ from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
 from .init import chosen_model, offer_lines, offered, spec_text
+from .main import say
 from .options import accelerator_option, sequence_length_option
-from .saying import say
 
 _EXISTING = click.Path(exists=True, path_type=Path)
 

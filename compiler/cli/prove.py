@@ -16,8 +16,8 @@ from parcompile.text import Document, SourceError, read_file
 from parcompile.user_files import parse_json
 from parcompile.version import how_to_install
 
+from .main import say
 from .options import positive_number
-from .saying import say
 
 if TYPE_CHECKING:
     from parcompile.runtime.prove import Certificate, Engine

@@ -23,7 +23,7 @@ from parcompile.machines.accelerator import Accelerator, accelerators
 from parcompile.schema.validation import draft07
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
-from .saying import say
+from .main import say
 
 
 @click.command("accelerators")

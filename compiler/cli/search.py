@@ -25,7 +25,7 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
 from .estimate import checked_spec, refuse, refuse_longer
-from .saying import say
+from .main import say
 
 
 @click.command("search")

@@ -16,8 +16,8 @@ from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.plan.sections import rank_groups
 from parcompile.show.markdown import as_markdown
 
+from .main import say
 from .options import read_plan
-from .saying import say
 
 
 @click.command("diff")

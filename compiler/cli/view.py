@@ -17,8 +17,8 @@ from parcompile.show.pictures.front import KINDS, as_markdown, as_text, picture
 from parcompile.show.pictures.shapes import WIDE, Subject
 from parcompile.show.pictures.svg import PngError, png, svg
 
+from .main import say
 from .options import read_plan
-from .saying import say
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
 FORMATS = ("text", "html", "svg", "png", "md")

@@ -47,18 +47,6 @@ TIE = 1.08
 """Layouts whose predictions differ by less than the mean error of a prediction cannot be told apart: the simpler one is
 chosen."""
 
-INFINIBAND: Mapping[str, float] = {"network_link": 0.8, "network_ports": 1.0, "network_scale": 0.0}
-"""Prior for networks with a rail for each rank, whose rings do not slow down with the number of nodes."""
-
-MEGATRON_KERNELS: Mapping[str, float] = {
-    "matmul": 0.78,
-    "launch_seconds": 1.5e-3,
-    "elementwise": 2.0,
-    "overlap": 0.0,
-    "narrow": 40.0,
-}
-"""Prior for fused kernels and gradients that are reduced after the backward pass."""
-
 Group = tuple[str, int]
 
 

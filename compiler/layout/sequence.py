@@ -85,21 +85,6 @@ class Block:
         return Fraction(whole) if self.mask is Mask.FULL else Fraction(whole, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class RingStep:
-    """One step of the ring: the keys and values of rank `source` are at hand; `blocks` may be empty.
-
-    `send_to` and `receive_from` are the neighbours with which keys and values are exchanged *during* this step, for the
-    next one; both are None in the last step. All ranks are indices within the context-parallel group.
-    """
-
-    step: int
-    source: int
-    send_to: int | None
-    receive_from: int | None
-    blocks: tuple[Block, ...]
-
-
 def chunk_ids(layout: CpLayout, cp: int, rank: int) -> tuple[int, ...]:
     """The chunks of the sequence that `rank` holds, ascending; there are `chunks_per_rank · cp` chunks in all."""
     _check_rank(cp, rank)
@@ -135,24 +120,6 @@ def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> 
         else:
             joined.append(range(start, stop))
     return tuple(joined)
-
-
-def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> tuple[RingStep, ...]:
-    """What `rank` computes and exchanges in each of the `cp` steps of the ring.
-
-    Step 0 is the rank's own keys and values (the diagonal), so `cp - 1` exchanges are made.
-    """
-    _check_rank(cp, rank)
-    return tuple(
-        RingStep(
-            step=step,
-            source=(rank - step) % cp,
-            send_to=(rank + 1) % cp if step < cp - 1 else None,
-            receive_from=(rank - 1) % cp if step < cp - 1 else None,
-            blocks=blocks_between(layout, cp, rank, (rank - step) % cp, causal=causal),
-        )
-        for step in range(cp)
-    )
 
 
 class KeySource(str, enum.Enum):

@@ -148,16 +148,6 @@ def spans(layers: Layers) -> list[list[int]]:
     return [[start, stop] for start, stop in zip(starts, [*stops, layers[-1] + 1] if layers else [], strict=True)]
 
 
-def column(size: int, units: int | None = None) -> Split:
-    """Cut along the output rows of a [out, in] weight."""
-    return Split(0, (Part(size, units or size),))
-
-
-def row(size: int, units: int | None = None) -> Split:
-    """Cut along the input columns of a [out, in] weight."""
-    return Split(1, (Part(size, units or size),))
-
-
 def vocabulary(size: int) -> Split:
     """Cut along the padded vocabulary."""
     return Split(0, (Part(size, size),), pads_vocabulary=True)

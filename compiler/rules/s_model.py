@@ -198,7 +198,6 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 
 # A user module: its rules fit its parameters, and tp divides what they cut.
 
-_TP = ("parallelism", "tp")
 _ROWS = {
     "embed.weight": [1024, 64],
     "layers.*.attention.wq.weight": [64, 64],

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,6 @@ from parcompile.runtime.router_losses import RouterLosses, without_router_losses
 # How an engine goes through the micro-batches of its steps: `engine.train_batch` and `engine.eval_batch`.
 
 
-class Loop(Protocol):
-    """The micro-batches of a step on one rank. Steps run within `together`."""
-
-    def together(self) -> AbstractContextManager[None]:
-        """Within it all ranks go through steps together."""
-
-    def train(self, batches: Iterator[Batch]) -> list[Tensor]:
-        """One optimizer step; this rank's parts of the losses of the micro-batches that ended on it."""
-
-    def evaluate(self, batches: Iterator[Batch], count: int) -> list[Tensor]:
-        """Forward passes of so many micro-batches; its parts of the losses of those that ended on it."""
-
-
 class AccumulatingLoop:
     """One micro-batch after the other through the whole model."""
 
@@ -46,11 +33,11 @@ class AccumulatingLoop:
         self._engine = engine
 
     def together(self) -> AbstractContextManager[None]:
-        """As in `Loop`."""
+        """Within it all ranks go through steps together."""
         return contextlib.nullcontext()
 
     def train(self, batches: Iterator[Batch]) -> list[Tensor]:
-        """As in `Loop`."""
+        """One optimizer step; this rank's parts of the losses of the micro-batches that ended on it."""
         losses = []
         for _ in range(self._engine.gradient_accumulation_steps()):
             loss = _loss(self._engine(**next(batches)))
@@ -60,7 +47,7 @@ class AccumulatingLoop:
         return losses
 
     def evaluate(self, batches: Iterator[Batch], count: int) -> list[Tensor]:
-        """As in `Loop`."""
+        """Forward passes of so many micro-batches; its parts of the losses of those that ended on it."""
         with torch.no_grad():
             return [own_part(_loss(self._engine(**next(batches)))) for _ in range(count)]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from parcompile.layout.sequence import Block, CpLayout, blocks_between
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 
@@ -75,3 +77,35 @@ def enumerated(order: tuple[str, ...], sizes: dict[str, int], axes: tuple[str, .
 def orders(axes: tuple[str, ...] = AXES) -> list[tuple[str, ...]]:
     """Every order of the axes."""
     return list(itertools.permutations(axes))
+
+
+@dataclass(frozen=True, slots=True)
+class RingStep:
+    """One step of the ring: the keys and values of rank `source` are at hand; `blocks` may be empty.
+
+    `send_to` and `receive_from` are the neighbours with which keys and values are exchanged *during* this step, for the
+    next one; both are None in the last step. All ranks are indices within the context-parallel group.
+    """
+
+    step: int
+    source: int
+    send_to: int | None
+    receive_from: int | None
+    blocks: tuple[Block, ...]
+
+
+def ring_schedule(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> tuple[RingStep, ...]:
+    """What `rank` computes and exchanges in each of the `cp` steps of the ring.
+
+    Step 0 is the rank's own keys and values (the diagonal), so `cp - 1` exchanges are made.
+    """
+    return tuple(
+        RingStep(
+            step=step,
+            source=(rank - step) % cp,
+            send_to=(rank + 1) % cp if step < cp - 1 else None,
+            receive_from=(rank - 1) % cp if step < cp - 1 else None,
+            blocks=blocks_between(layout, cp, rank, (rank - step) % cp, causal=causal),
+        )
+        for step in range(cp)
+    )

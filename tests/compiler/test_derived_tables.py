@@ -11,7 +11,7 @@ import pytest
 from parcompile.model.presets import Preset, presets
 from parcompile.model.tables import TableError, complete, counts_of, covered, left_out, parameters, table_of
 from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
-from parcompile.model.tables.parameters import cut_dim, in_layers
+from parcompile.model.tables.parameters import in_layers
 
 LLAMA = {
     "vocab_size": 61,
@@ -44,17 +44,13 @@ def test_the_file_is_small_and_holds_a_row_on_each_line() -> None:
     assert sum(line.startswith('    {"name":') for line in text.splitlines()) == rows
 
 
-def test_every_expression_is_in_the_language_and_every_cut_in_transformers_plans() -> None:
+def test_every_expression_is_in_the_language() -> None:
     for name in covered():
         table = table_of(name)
         assert table is not None
         texts = [*table.derived.values(), *table.stacks.values(), *(row.when for row in table.rows)]
         for text in [*texts, *(size for row in table.rows for size in row.shape)]:
             compiled(text)
-        for row in table.rows:
-            if row.tp is not None:
-                dim = cut_dim(row.tp, row.name, len(row.shape))
-                assert dim is None or dim < len(row.shape)
 
 
 def test_a_configuration_is_completed_as_its_class_does() -> None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from layout_cases import SMALL_MODEL
+from layout_cases import SMALL_MODEL, ring_schedule
 
 from parcompile.layout.sequence import (
     ContextParallel,
@@ -14,7 +14,6 @@ from parcompile.layout.sequence import (
     CpLayout,
     KeySource,
     Mask,
-    ring_schedule,
     source_blocks,
     token_ranges,
     work,
@@ -22,7 +21,7 @@ from parcompile.layout.sequence import (
 from parcompile.layout.shards import SplitError, part_ranges, tensor_layout
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.table import Parameter, Part, column, row
+from parcompile.model.table import Parameter, Part, Split
 
 
 def layouts(heads: int, kv_heads: int, width: int, tp: int, hidden: int = 1024) -> dict[str, tuple[int, ...]]:
@@ -57,7 +56,7 @@ class TestWeights:
             layouts(16, 4, 4096, 3)
 
     def test_a_square_weight_is_cut_into_contiguous_halves(self) -> None:
-        for split, dim in ((column(1024), 0), (row(1024), 1)):
+        for split, dim in ((Split(0, (Part(1024, 1024),)), 0), (Split(1, (Part(1024, 1024),)), 1)):
             layout = tensor_layout(Parameter("w", (1024, 1024), split), 2)
             assert layout.dim == dim
             assert layout.ranges == (((0, 512),), ((512, 1024),))
@@ -69,7 +68,7 @@ class TestWeights:
     )
     def test_slices_hold_the_elements_of_the_seeds(self, shape, dim, expected) -> None:
         full = np.arange(1, 9).reshape(shape)
-        split = column(4) if dim == 0 else row(4)
+        split = Split(dim, (Part(4, 4),))
         layout = tensor_layout(Parameter("w", shape, split), 2)
         for rank, values in enumerate(expected):
             ((start, stop),) = layout.ranges[rank]

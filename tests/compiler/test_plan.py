@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from layout_cases import compile_tree, spec_tree
+from layout_cases import compile_tree, ring_schedule, spec_tree
 from referencing import Registry
 
 from parcompile import schema
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import artefacts, write
-from parcompile.layout.sequence import ring_schedule
 from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections

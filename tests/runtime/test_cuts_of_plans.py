@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from drawn_configurations import draw
 from families import FAMILIES, tiny_config
+from plan_styles import cut_dim
 
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.table import Parameter
 from parcompile.model.tables import Derived, parameters, table_of
-from parcompile.model.tables.parameters import cut_dim
 
 LAYER = "model.layers.{layer}"
 DRAWN = 2

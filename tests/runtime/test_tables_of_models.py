@@ -12,12 +12,12 @@ import pytest
 import torch
 from drawn_configurations import draw
 from families import FAMILIES, tiny_config
+from plan_styles import COLUMNS, ROWS, WHOLE, cut_dim
 
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.tables import covered, left_out, parameters, table_of
 from parcompile.model.tables.completing import OLDER_KINDS
-from parcompile.model.tables.parameters import COLUMNS, ROWS, WHOLE, cut_dim
 
 GENERATOR = Path(__file__).parents[2] / ".ci" / "generate" / "model_tables"
 SAMPLE = tuple(covered()[::6])
@@ -117,6 +117,16 @@ def test_every_style_of_transformers_plans_is_known() -> None:
 
     ours = COLUMNS | ROWS | WHOLE | {"embedding_rowwise", "embedding_colwise", "grouped_gemm"}
     assert set(ALL_PARALLEL_STYLES.keys()) == ours
+
+
+def test_every_cut_of_the_tables_is_one_of_these_styles() -> None:
+    for name in covered():
+        table = table_of(name)
+        assert table is not None
+        for row in table.rows:
+            if row.tp is not None:
+                dim = cut_dim(row.tp, row.name, len(row.shape))
+                assert dim is None or dim < len(row.shape)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])

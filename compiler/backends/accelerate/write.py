@@ -111,9 +111,6 @@ def losses(plan: Plan) -> list[Loss]:
     return found
 
 
-FOLDER = "accelerate"
-
-
 def files_with_deepspeed(plan: Plan) -> dict[str, Any]:
     """accelerate_deepspeed.yaml, and the DeepSpeed configuration that it names."""
     spec = plan.spec

@@ -107,8 +107,6 @@ _TUNING = "DeepSpeed's autotuning"
 _PRECISION: SpecPath = ("training", "precision")
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
-_WHOLE = frozenset({"attention_config", "pipe_parallel_size"})
-"""Keys whose value is read as it stands."""
 _PLAIN: Mapping[str, SpecPath] = {
     "make_vocab_size_divisible_by": ("parallelism", "make_vocab_size_divisible_by"),
     "model_parallel_size": ("parallelism", "tp"),

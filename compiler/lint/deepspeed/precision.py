@@ -194,7 +194,6 @@ def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
 # A DeepSpeed configuration on its own: how gradients are scaled, summed and clipped.
 
 _PREDIVIDE, _PRESCALE, _SCATTER = "gradient_predivide_factor", "prescale_gradients", (ZERO, "reduce_scatter")
-_HALF_DONE = ("fp32", "fp16", "bf16")
 
 
 @file_rule(

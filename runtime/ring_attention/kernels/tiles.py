@@ -35,12 +35,6 @@ class Tile:
     keys: slice
     band: Band = FULL
 
-    @property
-    def is_simple(self) -> bool:
-        """Every query sees every key, or it is a causal square: what every kernel can compute."""
-        rows, columns = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
-        return self.band == FULL or (self.band == CAUSAL and rows == columns)
-
     def trimmed(self) -> Tile | None:
         """Without rows and columns in which nothing is seen and bounds that cut nothing; None if nothing is left."""
         rows, columns = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
