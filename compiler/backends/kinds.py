@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from parcompile import entry_points
+from parcompile.user_files import shipped
 
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
@@ -61,74 +61,18 @@ _KEY = re.compile(r"""^[\s{,-]*["']?([A-Za-z_][\w-]*)["']?\s*:""", re.M)
 _NOTHING = Recognition(UNKNOWN, Certainty.UNKNOWN)
 
 _SPEC_SECTIONS = ("model", "cluster", "parallelism", "training", "zero", "deepspeed")
-_DEEPSPEED_ALONE = frozenset(
-    {
-        "zero_optimization",
-        "zero_optimisation",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "train_micro_batch_size_per_gpu",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "communication_data_type",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "flops_profiler",
-        "compression_training",
-        "data_efficiency",
-        "hybrid_engine",
-        "autotuning",
-        "sparse_attention",
-        "progressive_layer_drop",
-        "curriculum_learning",
-        "comms_logger",
-        "aio",
-    }
-)
+_STORED = shipped("parcompile.backends", "kinds.json")
+_DEEPSPEED_ALONE = frozenset(_STORED["deepspeed"])
 """Keys that stand in DeepSpeed configurations and in no other tool's, as a rule with a section under them."""
-_DEEPSPEED_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "fp16": frozenset({"enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "auto_cast"}),
-        "bf16": frozenset({"enabled"}),
-        "bfloat16": frozenset({"enabled"}),
-        "amp": frozenset({"enabled"}),
-        "optimizer": frozenset({"params"}),
-        "scheduler": frozenset({"params"}),
-        "activation_checkpointing": frozenset({"partition_activations", "cpu_checkpointing", "number_checkpoints"}),
-        "tensor_parallel": frozenset({"autotp_size", "tp_size"}),
-        "expert_parallel": frozenset({"autoep_size", "enabled"}),
-        "elasticity": frozenset({"enabled", "max_train_batch_size"}),
-        "checkpoint": frozenset({"tag_validation", "load_universal", "use_node_local_storage"}),
-    }
-)
+_DEEPSPEED_SECTIONS: Mapping[str, frozenset[str]] = {
+    key: frozenset(known) for key, known in _STORED["deepspeed_sections"].items()
+}
 """Keys that other tools have too, told apart by what stands in them."""
 _DEEPSPEED_SMALL = frozenset({"train_batch_size", "gradient_accumulation_steps", "gradient_clipping"}) | frozenset(
     _DEEPSPEED_SECTIONS
 )
 """Keys that make a DeepSpeed configuration where two stand together and nothing else does."""
-_NEOX = frozenset(
-    {
-        "pipe_parallel_size",
-        "model_parallel_size",
-        "no_weight_tying",
-        "scaled_upper_triang_masked_softmax_fusion",
-        "bias_gelu_fusion",
-        "checkpoint_factor",
-        "init_method",
-        "output_layer_init_method",
-        "pos_emb",
-        "attention_config",
-        "gpt_j_residual",
-        "partition_activations",
-        "synchronize_each_layer",
-        "keep_last_n_checkpoints",
-        "vocab_file",
-        "merge_file",
-        "data_impl",
-        "launcher",
-        "hostfile",
-    }
-)
+_NEOX = frozenset(_STORED["gpt_neox"])
 NEOX_KEYS = frozenset({"pipe_parallel_size", "model_parallel_size"})
 """Keys that only whole gpt-neox files have; it writes them with hyphens or underscores, and DeepSpeed's beside them."""
 
@@ -196,17 +140,9 @@ def _deepspeed_signs(tree: Mapping[str, Any]) -> int:
     return alone + within
 
 
-_PARALLELISM_KEYS = frozenset(
-    {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"}
-)
+_PARALLELISM_KEYS = frozenset(_STORED["parallelism_config"])
 """Fields of accelerate's `ParallelismConfig`."""
-_DISTRIBUTED_KEYS = frozenset(
-    {
-        *("tp_size", "tp_plan", "enable_sequence_parallel", "enable_expert_parallel", "fsdp_size", "fsdp_plan"),
-        *("dp_replicate_size", "fsdp_cpu_offload", "fsdp_mixed_precision", "pp_size", "ep_size", "ep_plan"),
-        "ep_implementation",
-    }
-)
+_DISTRIBUTED_KEYS = frozenset(_STORED["distributed_config"])
 """Fields of transformers' `DistributedConfig`."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
 from parcompile.diagnostics.diagnostic import closest
+from parcompile.user_files import shipped
 
 from .synonyms import bare, is_exact, known_key, known_value, near_key
 from .values import (
@@ -221,35 +222,10 @@ def not_allowed(violation: Violation, findings: Findings, view: SchemaView | Non
     choice(violation.path, violation.instance, allowed, [violation.schema], findings)
 
 
-_FLAT = "ZeRO gives an optimizer flat shards, and it computes"
-_REFUSED_OPTIMIZERS = {
-    "8bit": "moments of 8 bits have scales of blocks, which no checkpoint here keeps",
-    "4bit": "moments of 4 bits have scales of blocks, which no checkpoint here keeps",
-    "1bit": "it compresses gradients, and cannot be combined with ZeRO",
-    "onebit": "it compresses gradients, and cannot be combined with ZeRO",
-    "zeroone": "it compresses gradients, and cannot be combined with ZeRO",
-    "musgd": "its rates follow the widths of μP",
-    "muadam": "its rates follow the widths of μP",
-    "adafactor": f"{_FLAT} with the rows and columns of each weight",
-    "lamb": f"{_FLAT} with the norm of each weight",
-    "lars": f"{_FLAT} with the norm of each weight",
-    "shampoo": f"{_FLAT} with the rows and columns of each weight",
-    "soap": f"{_FLAT} with the rows and columns of each weight",
-    "galore": f"{_FLAT} with the singular vectors of each weight",
-    "apollo": f"{_FLAT} with the channels of each weight",
-    "lomo": "it updates weights in the backward pass, before gradients are reduced and clipped",
-    "adaptivemuon": "it has a second moment of orthogonalised updates",
-    "schedulefree": "it evaluates and saves other weights than those that it trains",
-    "lion": "torch has no Lion, and DeepSpeed's runs on GPUs alone",
-    "sophia": "torch has no Sophia, which needs a second backward pass",
-    "lbfgs": "it computes the loss several times in a step",
-}
-"""Parts of the bare names of optimizers that other tools have, and why a spec does not; the first that fits counts."""
-
-
 def refused_optimizer(kind: str) -> str | None:
-    """Why a spec does not have an optimizer of another tool; None where nothing is known of it."""
-    return next((why for part, why in _REFUSED_OPTIMIZERS.items() if part in bare(kind)), None)
+    """Why a spec does not have an optimizer of another tool, by the first known part of its bare name; or None."""
+    refused: Mapping[str, str] = shipped("parcompile.schema", "refused_optimizers.json")
+    return next((why for part, why in refused.items() if part in bare(kind)), None)
 
 
 MANY = 24
