@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.user_files import shipped
+
 WAITING = {
     "aten._local_scalar_dense",
     "aten.is_nonzero",
@@ -79,36 +81,7 @@ class KnownWait:
     why: str
 
 
-KNOWN_WAITS = (
-    KnownWait(
-        "deepspeed/runtime/zero/stage_1_and_2.py",
-        "overflow",
-        "DeepSpeed: whether gradients overflowed",
-        "once a step",
-        "its optimizer decides on the host whether to take the step",
-    ),
-    KnownWait(
-        "deepspeed/runtime/utils.py",
-        "isfinite(norm)",
-        "DeepSpeed: whether the gradient norm is finite",
-        "twice a step",
-        "the same",
-    ),
-    KnownWait(
-        "deepspeed/runtime/utils.py",
-        "torch.tensor(-1.0",
-        "DeepSpeed: the number that stands for a norm that is not finite",
-        "once a step",
-        "it is copied to the GPU from pages that may move",
-    ),
-    KnownWait(
-        "runtime/expert_parallel/routing.py",
-        ".cpu()",
-        "experts over ranks: how many tokens each rank sends",
-        "once a layer with experts",
-        "all-to-all is told sizes on the host",
-    ),
-)
+KNOWN_WAITS = tuple(KnownWait(**stored) for stored in shipped("parcompile.runtime.preflight", "waits.json"))
 
 
 def known(wait: str) -> KnownWait | None:
