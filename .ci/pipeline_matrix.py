@@ -1,7 +1,7 @@
 """Trains drawn pipelines, or ZeRO stages, on live ranks and in one process, and prints how far apart they are.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--first 0]
-        [--count 100] [--ranks 8] [--draws pipelines|stages|offload|linear_loss]
+        [--count 100] [--ranks 8] [--draws pipelines|stages|offload|linear_loss|tiled_mlp]
 
 The exit code is 1 when a loss, a gradient norm or a parameter is further from one process than 1e-5 (relative) and than
 a change of the last bits of the weights explains (`tests/runtime/closeness.py`).
@@ -12,8 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+
+FURTHER: dict[str, dict[str, Any]] = {
+    "offload": {"on_host": True},
+    "linear_loss": {"switch": "linear_cross_entropy"},
+    "tiled_mlp": {"switch": "tiled_mlp"},
+}
+"""What plans of the stages have beside."""
 
 
 def main() -> int:
@@ -26,10 +34,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=8, help="of the largest plan")
-    parser.add_argument("--draws", choices=("pipelines", "stages", "offload", "linear_loss"), default="pipelines")
+    parser.add_argument("--draws", choices=("pipelines", "stages", *FURTHER), default="pipelines")
     options = parser.parse_args()
     drawn = import_module("drawn_pipelines" if options.draws == "pipelines" else "drawn_stages")
-    further = {"offload": {"on_host": True}, "linear_loss": {"linear_loss": True}}.get(options.draws, {})
+    further = FURTHER.get(options.draws, {})
     print("| plan | loss | norm | parameters |\n|---|---|---|---|")
     failed = 0
     for number in range(options.first, options.first + options.count):

@@ -52,7 +52,7 @@ def test_each_step_to_fit_a_larger_model_has_the_estimate_that_is_shown(
         run = CliRunner().invoke(cli, ["estimate", "spec.json"])
         assert run.stdout.splitlines()[0] == shown, change
         seen += 1
-    assert seen == 9
+    assert seen == 11
 
 
 def exit_code(line: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -115,13 +115,14 @@ def sequence_loss(spec: Spec, target: str) -> list[Loss]:
 
 
 def memory_losses(spec: Spec, why: str) -> list[Loss]:
-    """Losses when a target is not told to keep the optimizer on the host, for `why`, and logits out of memory."""
+    """Losses when a target is not told to keep the optimizer on the host, for `why`, and logits or MLPs in parts."""
     instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
     found = [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
-    if spec.training.linear_cross_entropy:
-        why = "the target's files have no such key"
-        instead = "logits are whole, which takes more memory: the numbers of a step are the same"
-        found.append(Loss("training.linear_cross_entropy", why, instead))
+    for key, whole in (("linear_cross_entropy", "logits"), ("tiled_mlp", "MLPs")):
+        if getattr(spec.training, key):
+            why = "the target's files have no such key"
+            instead = f"{whole} are whole, which takes more memory: the numbers of a step are the same"
+            found.append(Loss(f"training.{key}", why, instead))
     return found
 
 

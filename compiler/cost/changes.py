@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.layout.groups import divisors
+from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Family
 
@@ -60,6 +61,7 @@ Value = int | str | bool | list[str]
 
 NAMES = (
     "linear_cross_entropy",
+    "tiled_mlp",
     "activation_checkpointing",
     "micro_batch_size",
     "sequence_parallel",
@@ -180,6 +182,8 @@ def _values(work: Workload, name: str) -> list[Value]:
         return [] if work.recompute == "full" else ["full"]
     if name == "linear_cross_entropy":
         return [] if work.linear_loss or work.shape.user_module is not None else [True]
+    if name == "tiled_mlp":
+        return [] if work.tiled_mlp or not dense_mlps(work.shape) else [True]
     if name == "sequence_parallel":
         return [] if work.sequence_parallel else [True]
     if name == "micro_batch_size":

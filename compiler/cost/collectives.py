@@ -58,14 +58,14 @@ from parcompile.layout.shards import (
     takes_muon,
 )
 from parcompile.model.blocks import Exchange
-from parcompile.model.derived_rows import parameter_table
+from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.family import Experts, Family
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, within
 from parcompile.model.user_module import LAYER, UserModule
 
-from .activations import BLOCKS
+from .activations import BLOCKS, GATED_RESIDUALS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
 from .memory import gathered_numels, keeps_both_gradients
@@ -233,6 +233,12 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     )
     again = passed + wide if work.recomputes_layers else 0
     backward = passed + stage.has_head
+    tiles, tiled = work.mlp_tiles, len(within(dense_mlps(work.shape), stage.layers)) if work.mlp_tiles > 1 else 0
+    for operation in ("all-gather", "reduce-scatter") if work.sequence_parallel else ("all-reduce",):
+        # Each tile is computed again in backward, in place of the recomputation of its layer unless that needs it.
+        passes = 4 if work.recomputes_layers and needs_mlp_output(work.shape) else 3
+        send(Axis.TP, operation, tiles * tiled * passes * times, activation / tiles, tp)
+        send(Axis.TP, operation, -tiled * (1 + runs) * times, activation, tp)
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
     # and so is what a mixture of streams multiplies it by.
     normed = experts is not None and (experts.is_normed or _BEHIND_MLP.intersection(work.shape.norms.names))
@@ -292,6 +298,12 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     split = [one for one in parameter_table(work.shape).layer if one.split is not None and _sums(one, work.shape)]
     sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
     send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
+
+
+def needs_mlp_output(shape: ModelShape) -> bool:
+    """Whether backward needs what a dense MLP gives: something behind it does more than add it."""
+    behind = _BEHIND_MLP.intersection(shape.norms.names) or shape.residual.streams or shape.layer_inputs is not None
+    return bool(behind) or shape.model_type in GATED_RESIDUALS or bool(shape.norms.gate)
 
 
 def _of_experts(work: Workload, experts: Experts | None, passes: int) -> Iterator[tuple[Exchange, int]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.family import types_with
+from parcompile.model.families import FAMILIES
+from parcompile.model.family import Family, Norm, types_with
 from parcompile.model.shape import mean_over_layers
 
-from .activations import ROW_COPIES
+from .activations import ROW_COPIES, LayerBytes
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
 from .workload import Workload
@@ -119,6 +122,8 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
     h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
     if not routed or moe is None:
+        if work.mlp_tiles > 1:
+            return tile_bytes(work)
         width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     h = work.shape.expert_features
@@ -143,6 +148,33 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
         # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
         running, back = running + input_bytes(work), back + input_bytes(work)
     return max(of_weight + came - own, running, back)
+
+
+def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
+    """What a layer keeps for each token whose dense MLP runs in tiles: of that its input, of a rank's own tokens."""
+    if work.mlp_tiles == 1:
+        return dense
+    share = work.tp if work.sequence_parallel else 1
+    taken = dense.gathered / work.shape.blocks_per_layer
+    return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=dense.stream + taken / share)
+
+
+def tile_bytes(work: Workload) -> float:
+    """What a layer has in flight while its tiled MLP runs backward, or the norm in front of it: the larger of the two.
+
+    The gradient of the MLP's input; of a tile all that an MLP keeps and its gradients; the gradients of weights, whose
+    sums are in fp32. An RMSNorm of transformers computes five tensors in fp32, when the MLP's input is gone.
+    """
+    share, h = work.tp if work.sequence_parallel else 1, work.shape.hidden_size
+    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    numel = h * width * (3 if work.shape.mlp.gated else 2)
+    tokens = work.split_tokens / work.mlp_tiles
+    kept = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
+    of_tile = work.element_bytes * tokens * (2 * h + (kept + 2) * width)
+    taken = work.split_tokens / share * h
+    family = FAMILIES.get(work.shape.model_type, Family())
+    of_norm = 5 * 4 - work.element_bytes if family.norm is Norm.WEIGHT and not work.shape.norms.bias else 0
+    return max(taken * of_norm, work.element_bytes * taken + of_tile + (4 + work.element_bytes) * numel)
 
 
 def input_bytes(work: Workload) -> float:

@@ -33,6 +33,7 @@ from .layer_passes import (
     loss_chunk_bytes,
     router_bytes,
     row_copies,
+    tiled_bytes,
 )
 from .memory import (
     LARGEST_BUCKET,
@@ -103,9 +104,11 @@ class _Held:
         )
         busiest = work.busiest_shape
         dense, sparse = (keeps(busiest, routed=one) for one in (False, work.shape.moe is not None))
+        dense = tiled_bytes(work, dense)
         routed = routed_layers(work.shape, stage) > 0
         kinds = [one for own, one in busiest.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
-        each, usual = (keeps(one, routed=routed) for one in kinds), sparse if routed else dense
+        usual = sparse if routed else dense
+        each = (keeps(one, routed=routed) if routed else tiled_bytes(work, keeps(one, routed=False)) for one in kinds)
         return cls(
             work,
             stage,

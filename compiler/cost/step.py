@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import MASTER_BYTES
 from parcompile.machines.accelerator import find_accelerator
-from parcompile.model.derived_rows import parameter_table
+from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time, time_values
-from .collectives import hidden_bytes, matrix_bytes, matrix_flops
+from .collectives import hidden_bytes, matrix_bytes, matrix_flops, needs_mlp_output
 from .context_time import ContextCost, context_cost, state_seconds, window_seconds
 from .flops import (
     attention_flops_per_token,
@@ -182,6 +182,10 @@ def _uniform_terms(work: Workload) -> StepTerms:
     if sparse < 1:
         per_token += (1 - sparse) * mixed_matmul_parameters(shape)
     flops = 6 * per_token * tokens * again
+    # Each tile is computed again in backward: in place of the recomputation of its layer, unless that needs it too.
+    tiled = len(dense_mlps(shape)) / shape.num_hidden_layers if work.mlp_tiles > 1 else 0.0
+    more = tiled * (1.0 if needs_mlp_output(shape) or not work.recomputes_layers else 0.0)
+    flops += 2 * more * (3 if shape.mlp.gated else 2) * shape.hidden_size * shape.intermediate_size * tokens
     attending = len(shape.attention_layers) / shape.num_hidden_layers
     attention = 3 * attending * attention_flops_per_token(shape, work.attended_length) * tokens * attention_again
     attention *= _plain_factor(work)
@@ -191,7 +195,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
         attention += 3 * share * one.flops_per_token(carried=work.cp > 1) * tokens * again
     # Every tp rank computes all of it, forward only.
     attention += work.tp * forward_flops_per_token(shape, work.sequence_length) * tokens
-    passed = again * _passed(shape, kept)
+    passed = again * _passed(shape, kept) + more / 3 * kept.mlp
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
@@ -214,8 +218,10 @@ def _uniform_terms(work: Workload) -> StepTerms:
         reduced -= work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
     rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
-    tp_bytes = crossings * 2 * (work.tp - 1) / work.tp * work.split_tokens * shape.hidden_size * work.element_bytes
-    tp_calls = crossings * (2 if work.sequence_parallel else 1)
+    tp_bytes = (crossings + more) * 2 * (work.tp - 1) / work.tp
+    tp_bytes *= work.split_tokens * shape.hidden_size * work.element_bytes
+    calls = crossings - tiled * collectives / 2 + (tiled * collectives / 2 + more) * work.mlp_tiles
+    tp_calls = round(calls * (2 if work.sequence_parallel else 1))
     if work.ep > 1 and work.expert_slices > 1:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
         tp_bytes += (work.expert_slices - 1) * rows

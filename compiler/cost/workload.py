@@ -20,13 +20,14 @@ from parcompile.layout.shards import (
     ShardedGroups,
     TensorLayout,
     loss_chunk_tokens,
+    mlp_tile_length,
     padded_vocab_size,
     sharded_groups,
     takes_muon,
     tensor_layout,
 )
 from parcompile.machines.accelerator import Accelerator, find_accelerator
-from parcompile.model.derived_rows import parameter_table
+from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 
@@ -110,6 +111,8 @@ class Workload:
     router_z_loss: bool = False
     linear_loss: bool = False
     """Logits exist for a chunk of tokens at a time."""
+    tiled_mlp: bool = False
+    """What lies between the projections of dense MLPs exists for a tile of tokens at a time."""
     expert_imbalance: float | None = None
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
     document_length: int | None = None
@@ -243,6 +246,15 @@ class Workload:
         length = -(-(self.sequence_length // self.cp) // share)
         together = loss_chunk_tokens(self.padded_vocabulary // self.tp) // (self.micro_batch * share)
         return -(-length // max(1, together))
+
+    @property
+    def mlp_tiles(self) -> int:
+        """Tiles of tokens in which the dense MLPs of a micro-batch run; 1: whole, and not computed again."""
+        if not self.tiled_mlp or not dense_mlps(self.shape):
+            return 1
+        share = self.tp if self.sequence_parallel else 1
+        length = -(-(self.sequence_length // self.cp) // share)
+        return -(-length // mlp_tile_length(self.shape.hidden_size, self.micro_batch, share))
 
     @property
     def context(self) -> ContextParallel:

@@ -48,6 +48,18 @@ def loss_chunk_tokens(columns: int) -> int:
     return max(1, LOSS_CHUNK_ELEMENTS // columns)
 
 
+MLP_TILE_TOKENS = 1.0
+"""Tokens of a tile of an MLP, for each of its input features (ALST, arXiv 2506.13996, section 3.1)."""
+
+
+def mlp_tile_length(features: int, rows: int, share: int) -> int:
+    """Tokens of each row that a rank gives to a tile with training.tiled_mlp, of an MLP with so many input features.
+
+    `share` ranks give as many of theirs to the same tile.
+    """
+    return max(1, int(MLP_TILE_TOKENS * features) // (rows * share))
+
+
 COUNT_BYTES = 8
 """Before rows travel, ranks tell each other how many go to each expert: a number of so many bytes."""
 

@@ -260,6 +260,20 @@ def _features(mlps: Mapping[str, Parameter]) -> Iterable[list[int]]:
     return found.values()
 
 
+@functools.lru_cache(maxsize=256)
+def dense_mlps(shape: ModelShape) -> tuple[int, ...]:
+    """The layers with a module that is a dense MLP, and no experts; none where the layer itself holds its linears."""
+    family = FAMILIES.get(shape.model_type)
+    if family is None or not family.mlp or family.layers_per_module > 1 or shape.user_module is not None:
+        return ()
+    if shape.stack.blocks is not None or shape.stack.runs is not None:
+        return ()
+    inside = f".{{layer}}.{family.mlp}."
+    rows = (one for one in derived_rows(shape).layer if one.split is not None and inside in one.name)
+    layers = {layer for row in rows for layer in row.layers or ()}
+    return tuple(layer for layer in sorted(layers) if shape.dense(range(layer, layer + 1)))
+
+
 def norms_queries(model_type: str, family: Family) -> bool:
     """Whether models of a type may norm their queries and keys."""
     table = table_of(model_type)

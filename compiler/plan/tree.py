@@ -231,8 +231,9 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
-    if not spec.training.linear_cross_entropy:
-        del training["linear_cross_entropy"]
+    for name in ("linear_cross_entropy", "tiled_mlp"):
+        if not training[name]:
+            del training[name]
     return training
 
 

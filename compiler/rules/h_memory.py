@@ -15,6 +15,7 @@ from parcompile.diagnostics.diagnostic import closest
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
 from parcompile.machines.accelerator import PresetError, accelerators, is_preset_file
+from parcompile.model.derived_rows import dense_mlps
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
@@ -34,6 +35,7 @@ _STEPS = ("training", "gradient_accumulation_steps")
 _PLACES: dict[str, tuple[str, str]] = {
     "activation_checkpointing": ("training", "activation_checkpointing"),
     "linear_cross_entropy": ("training", "linear_cross_entropy"),
+    "tiled_mlp": ("training", "tiled_mlp"),
     "micro_batch_size": ("training", "micro_batch_size"),
     "sequence_parallel": ("parallelism", "sequence_parallel"),
     "tp": ("parallelism", "tp"),
@@ -100,17 +102,40 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
 def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
     """Fires where the peak is lower without it."""
     work = workload(spec)
-    if not work.linear_loss:
-        return
-    taken, without = (_footprint(one).peak.total_bytes for one in (work, replace(work, linear_loss=False)))
-    if without < taken:
-        place = ("training", "linear_cross_entropy")
+    if work.linear_loss:
+        yield from _costs_memory("linear_cross_entropy", work, replace(work, linear_loss=False))
+
+
+@rule(
+    "H008",
+    "a tiled MLP that saves no memory",
+    """With tiled_mlp an MLP is computed in tiles of about hidden_size tokens of a rank's micro-batch, and again in
+    backward, where the gradients of its weights add up in fp32. With one tile it is computed as without the key; with a
+    few, the sums take more than the tiles save.""",
+    wrong={"training": {"sequence_length": 1024, "tiled_mlp": True}},
+    right={"training": {"sequence_length": 1024}},
+    severity=Severity.INFO,
+    sources=("arXiv 2506.13996, section 3.1",),
+    targets=(ESTIMATE,),
+)
+def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
+    """Fires where the peak is not lower with it."""
+    work = workload(spec)
+    if work.tiled_mlp and dense_mlps(work.shape):
+        yield from _costs_memory("tiled_mlp", work, replace(work, tiled_mlp=False), useless=work.mlp_tiles == 1)
+
+
+def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool = False) -> Iterator[Finding]:
+    """Fires where a switch of `training` makes the peak of a rank higher than it is without, or is `useless`."""
+    taken, without = (_footprint(one).peak.total_bytes for one in (work, other))
+    if without < taken or useless:
+        place = ("training", name)
         yield Finding(
-            f"linear_cross_entropy: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of "
+            f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of "
             f"{format_bytes(taken)} with it and of {format_bytes(without)} without",
             place,
             help="leave it out: it saves memory for longer sequences",
-            fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+            fixes=(Fix(f"set {name} to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
         )
 
 

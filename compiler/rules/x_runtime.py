@@ -12,7 +12,7 @@ from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places, repeated_ranges
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
-from parcompile.model.derived_rows import parameter_table
+from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import FAMILIES, added_families
 from parcompile.model.family import Family
 from parcompile.model.layers import KeysAndValues
@@ -240,6 +240,35 @@ def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
             help="set it to false",
             fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
         )
+
+
+@rule(
+    "X012",
+    "tiles of an MLP that no layer has",
+    """With tiled_mlp the runtime computes the dense MLP of a layer in tiles of tokens. It needs a module that is this
+    MLP and nothing else. Layers with experts stay as they are: their experts take rows of tokens already, and their
+    shared expert stands in one block with these. Nor are linears tiled that stand in the layer itself, as OPT has them,
+    blocks of hybrid models that are one layer each, stacks that run several times, and the modules of users.""",
+    wrong={"model": MODULE, "training": {"tiled_mlp": True}},
+    right={"training": {"tiled_mlp": True}},
+)
+def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
+    """Fires for tiled_mlp where no layer has a dense MLP in a module of its own."""
+    place, shape = ("training", "tiled_mlp"), spec.shape
+    if not spec.tiled_mlp or dense_mlps(shape):
+        return
+    if shape.user_module is not None:
+        why = "a user module: parcompile.runtime tiles the MLPs of Hugging Face models only"
+    elif shape.moe is not None and not shape.dense(range(shape.num_hidden_layers)):
+        why = f"{shape.model_type}: each of its {shape.num_hidden_layers} layers has experts, which are not tiled"
+    else:
+        why = f"{shape.model_type}: its layers have no dense MLP in a module of its own"
+    yield Finding(
+        f"tiled_mlp with {why}",
+        place,
+        help="set it to false",
+        fixes=(Fix("set tiled_mlp to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+    )
 
 
 @rule(

@@ -368,8 +368,8 @@ _NAMES = {"stage": "zero.stage", "activation_checkpointing": "recomputation"}
 def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
-    # Only the runtime recomputes some stages and not others.
-    names = [name for name in NAMES if space.executable or name != "linear_cross_entropy"]
+    # Only the runtime recomputes some stages and not others, and computes in chunks and tiles.
+    names = [name for name in NAMES if space.executable or name not in ("linear_cross_entropy", "tiled_mlp")]
     for change in changes_that_fit(smallest.work, names, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:

@@ -33,6 +33,7 @@ SECTIONS: Mapping[str, str] = {
     "sequence_length": "training",
     "activation_checkpointing": "training",
     "linear_cross_entropy": "training",
+    "tiled_mlp": "training",
     "gradient_accumulation_dtype": "training",
     "gradient_accumulation_steps": "training",
     "nodes": "cluster",

@@ -221,6 +221,8 @@ class Training:
     router: Router | None = None
     linear_cross_entropy: bool = False
     """The head's product and the loss run in chunks of tokens."""
+    tiled_mlp: bool = False
+    """Dense MLPs run in tiles of tokens, which are computed again in backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +389,7 @@ def workload_of(spec: Spec) -> Workload:
         micro_batch_group=axes.microbatch_group_size_per_virtual_pipeline_stage,
         router_scope=router_scope(spec),
         linear_loss=training.linear_cross_entropy,
+        tiled_mlp=training.tiled_mlp,
         router_z_loss=bool(router and router.z_loss),
         stage_layers=spec.stages,
         state_bytes=training.optimizer.state_bytes,

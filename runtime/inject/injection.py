@@ -47,6 +47,7 @@ from .mechanisms import (
 from .positions import share_positions
 from .regions import Region, region_of
 from .ring_place import RingPlace
+from .tiles import tile_mlps
 from .user_module import inject_user_module, prepare_user_module
 
 _CONV1D = "Conv1D"
@@ -139,6 +140,8 @@ class _Injection:
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if deferred and not isinstance(head, Elsewhere):
             defer_logits(head, words)
+        if self.spec.training.tiled_mlp:
+            tile_mlps(self.placed)
         if (losses := losses_of(self.model, self.mesh.plan)) is not None:
             loss = RouterLosses(loss, self.model, self.mesh, losses)
         self.model.loss_function = loss

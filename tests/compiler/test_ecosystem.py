@@ -282,21 +282,22 @@ def test_arguments_of_the_trainer_ask_for_an_optimizer_that_a_spec_has_not(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("text", "key", "name"),
     [
-        (AXOLOTL, "cut_cross_entropy"),
-        (AXOLOTL, "liger_fused_linear_cross_entropy"),
-        (LLAMA_FACTORY, "enable_liger_kernel"),
-        (LLAMA_FACTORY, "use_liger_kernel"),
+        (AXOLOTL, "cut_cross_entropy", "linear_cross_entropy"),
+        (AXOLOTL, "liger_fused_linear_cross_entropy", "linear_cross_entropy"),
+        (LLAMA_FACTORY, "enable_liger_kernel", "linear_cross_entropy"),
+        (LLAMA_FACTORY, "use_liger_kernel", "linear_cross_entropy"),
+        (AXOLOTL, "tiled_mlp", "tiled_mlp"),
     ],
 )
-def test_a_switch_that_leaves_the_logits_to_the_loss_is_carried(text: str, key: str, tmp_path: Path) -> None:
+def test_a_switch_for_logits_or_mlps_in_parts_is_carried(text: str, key: str, name: str, tmp_path: Path) -> None:
     answers = CLUSTER if text is AXOLOTL else {**CLUSTER, ("training", "train_steps"): 1000}
     write(tmp_path / "zero.json", json.dumps(ZERO))
     for value in (True, False):
         said = text + f"{key}: {str(value).lower()}\n"
         result = imported(write(tmp_path / "run.yaml", said), answers)
-        assert result.spec["training"].get("linear_cross_entropy", False) is value
+        assert result.spec["training"].get(name, False) is value
         assert outcome(result)[key] is (Outcome.CARRIED if value else Outcome.LOST)
     if "liger_kernel" in key:
         said = text + f"{key}: true\nliger_kernel_config: {{fused_linear_cross_entropy: false}}\n"

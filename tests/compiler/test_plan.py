@@ -95,6 +95,7 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
     root, only_of_some = json.loads(schema.text(name)), {"backends", "offload_optimizer", "host_memory"}
     only_of_some |= {
         "linear_cross_entropy",
+        "tiled_mlp",
         "optimizer",
         "momentum",
         "nesterov",

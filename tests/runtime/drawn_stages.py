@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,15 @@ from ranks import run_ranks
 from training_runs import compared, dp_of, make_plan, train_in_one_process, train_with_engine
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.hf_config import shape_from_config
 from parcompile.plan import Plan
 
 STEPS = 3
 DRAWN = tuple(family for family in RUNTIME_FAMILIES if family not in ("phimoe", "gemma3n_text"))
 """Of the tiny models of the other two, one process alone draws noise in routers, and has no finite gradient."""
+TILED = tuple(family for family in DRAWN if dense_mlps(shape_from_config(tiny_config(family))))
+"""Those that have a dense MLP in a module of its own."""
 KEYS: dict[str, tuple[Any, ...]] = {
     "stage3_param_persistence_threshold": (0, 200, 100_000),
     "stage3_prefetch_bucket_size": (0, 2_000, 50_000_000),
@@ -58,12 +63,13 @@ PIPELINES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def draw(number: int, most_ranks: int, *, on_host: bool = False, linear_loss: bool = False) -> tuple[Plan, str]:
+def draw(number: int, most_ranks: int, *, on_host: bool = False, switch: str = "") -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns."""
-    choose, family = random.Random(number), DRAWN[number % len(DRAWN)]
+    drawn = TILED if switch == "tiled_mlp" else DRAWN
+    choose, family = random.Random(number), drawn[number % len(drawn)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
-        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or linear_loss))
+        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or switch != ""))
         stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
@@ -73,8 +79,8 @@ def draw(number: int, most_ranks: int, *, on_host: bool = False, linear_loss: bo
             "micro_batch_size": 4 // dp // micro_batches,
             "activation_checkpointing": choose.choice(["none", "selective", "full"]),
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
-            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or linear_loss else {}),
-            **({"linear_cross_entropy": True} if linear_loss else {}),
+            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or switch else {}),
+            **({switch: True} if switch else {}),
         }
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
         extra: dict[str, Any] = {"zero": {"stage": stage}}
@@ -101,8 +107,7 @@ def _text(family: str, world: int, parallelism: dict[str, Any], training: dict[s
 
 def compare(plan: Plan) -> list[Margin]:
     """How far losses, norms and parameters of the ranks are from those of one process."""
-    linear = plan.spec.training.linear_cross_entropy
-    ranks = run_ranks(plan.world_size, train_in_chunks if linear else train_with_engine, plan, True, STEPS)
+    ranks = run_ranks(plan.world_size, train_in_parts, plan, True, STEPS)
     return compared(plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=STEPS, seed=seed))
 
 
@@ -110,7 +115,16 @@ CHUNK_ELEMENTS = 120
 """Logits of a chunk: tiny models, too, compute theirs in several."""
 
 
-def train_in_chunks(rank: int, plan: Plan, masked: bool, steps: int) -> dict[str, Any]:
-    """`train_with_engine`, with chunks of a few tokens where the loss is a linear cross-entropy."""
-    with mock.patch("parcompile.layout.shards.LOSS_CHUNK_ELEMENTS", CHUNK_ELEMENTS):
+TILE_TOKENS = 0.1
+"""Tokens of a tile of an MLP, for each of its input features."""
+
+
+def train_in_parts(rank: int, plan: Plan, masked: bool, steps: int) -> dict[str, Any]:
+    """`train_with_engine`, with chunks and tiles of a few tokens for a linear cross-entropy and a tiled MLP."""
+    with (
+        mock.patch("parcompile.layout.shards.LOSS_CHUNK_ELEMENTS", CHUNK_ELEMENTS)
+        if plan.spec.training.linear_cross_entropy
+        else nullcontext(),
+        mock.patch("parcompile.layout.shards.MLP_TILE_TOKENS", TILE_TOKENS),
+    ):
         return train_with_engine(rank, plan, masked, steps)

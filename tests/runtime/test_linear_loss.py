@@ -56,7 +56,7 @@ def test_every_kind_of_head_trains_as_one_process() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", [0, 4, 6, 9])
 def test_drawn_stages_and_axes_train_as_one_process(number: int) -> None:
-    plan, _ = draw(number, 4, linear_loss=True)
+    plan, _ = draw(number, 4, switch="linear_cross_entropy")
     judge(compare(plan))
 
 

@@ -58,8 +58,11 @@ def losses(plan: Plan) -> list[Loss]:
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
         found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
-    if plan.spec.training.linear_cross_entropy:
-        found.append(Loss("training.linear_cross_entropy", "DeepSpeed has no key for it", "parcompile.runtime does it"))
+    found += [
+        Loss(f"training.{key}", "DeepSpeed has no key for it", "parcompile.runtime does it")
+        for key in ("linear_cross_entropy", "tiled_mlp")
+        if getattr(plan.spec.training, key)
+    ]
     if (optimizer := plan.spec.training.optimizer).is_muon:
         why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
         why += "; its momentum is always Nesterov's" * (not optimizer.nesterov)

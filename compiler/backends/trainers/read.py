@@ -119,6 +119,10 @@ LINEAR_LOSS = ("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "
 norms and MLPs, too, and leave this to `liger_kernel_config`."""
 
 
+TILED_MLP = "tiled_mlp"
+"""Axolotl's switch (its schema, `utils/schemas/config.py`), which computes MLPs in tiles of tokens."""
+
+
 def reader(tool: Tool) -> Callable[[Source, Draft], None]:
     """What reads the options of a tool."""
 
@@ -185,6 +189,9 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
         if source.given.get(name) is True and (fuses or "liger_kernel" not in name):
             draft.set(("training", "linear_cross_entropy"), True, said=True)
             source.used[name] = {("training", "linear_cross_entropy")}
+    if source.given.get(TILED_MLP) is True:
+        draft.set(("training", "tiled_mlp"), True, said=True)
+        source.used[TILED_MLP] = {("training", "tiled_mlp")}
     recompute = tool.own("gradient_checkpointing")
     value = source.given.get(recompute)
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):

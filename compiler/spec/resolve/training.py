@@ -143,8 +143,15 @@ class TrainingValues(ParallelismValues):
     @property
     def linear_cross_entropy(self) -> bool:
         """Whether the head's product and the loss run in chunks; plans of specs that do not say so do not name it."""
-        path = ("training", "linear_cross_entropy")
-        return self.given(*path) and bool(self.get(*path))
+        return self._is_switched_on("linear_cross_entropy")
+
+    @property
+    def tiled_mlp(self) -> bool:
+        """Whether dense MLPs run in tiles; plans of specs that do not say so do not name it."""
+        return self._is_switched_on("tiled_mlp")
+
+    def _is_switched_on(self, name: str) -> bool:
+        return self.given("training", name) and bool(self.get("training", name))
 
     @property
     def lr(self) -> float:
@@ -228,6 +235,7 @@ class TrainingValues(ParallelismValues):
             seed=int(self.get("training", "seed")),
             router=self.router,
             linear_cross_entropy=self.linear_cross_entropy,
+            tiled_mlp=self.tiled_mlp,
         )
 
 
