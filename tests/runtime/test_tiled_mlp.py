@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from adapter_runs import assert_same, train
+from adapter_runs import train_plain as train_plain_adapted
 from closeness import judge
 from drawn_stages import TILE_TOKENS, compare, draw
 from families import tiny_config
@@ -116,3 +119,19 @@ def test_preflight_finds_the_messages_and_the_memory_of_the_plan(
     about_mlps = {"sent over tp", "activations of a micro-batch"}
     assert about_mlps <= {one.subject for one in report.findings}
     assert [one for one in report.differing if one.subject in about_mlps] == []
+
+
+ALL: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def adapters_in_tiles(rank: int, plan: Plan, folder: str) -> list[dict[str, Any]]:
+    with mock.patch(TILES, TILE_TOKENS):
+        return train(rank, plan, ALL, folder, False, False)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adapters_train_as_in_one_process(stage: int, tmp_path: Path) -> None:
+    parallelism, training = {**SP, "cp": 2}, {"tiled_mlp": True, "activation_checkpointing": "full"}
+    plan = make_plan(4, parallelism, training=training, extra={"zero": {"stage": stage}})
+    assert_same(run_ranks(4, adapters_in_tiles, plan, str(tmp_path)), train_plain_adapted(plan, ALL), 2)
