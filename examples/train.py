@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from deepspeed.utils import logger
 from tqdm import tqdm
 
 from parcompile.plan import load_plan
-from parcompile.runtime import RunError, Stopped, StopSignals, initialize, report_errors
+from parcompile.runtime import RunError, StepMeter, Stopped, StopSignals, initialize, report_errors
 from parcompile.runtime.checkpoint import load, save
 from parcompile.runtime.run_log import RunLog
 
@@ -65,15 +64,12 @@ def train(options: argparse.Namespace) -> None:
     # A log file gets a line now and then, a terminal a moving bar.
     interval = 0.5 if sys.stderr.isatty() else 10.0
     progress = tqdm(total=steps, initial=first_step, unit="step", disable=not speaker, mininterval=interval)
-    tokens = training.global_batch_size * training.sequence_length
-    batches = iter(loader)
-    with RunLog(output, first_step, writes=speaker) as log:
+    batches, meter = iter(loader), StepMeter(engine)
+    with RunLog(output, first_step, writes=speaker, plan=plan) as log:
         for step in range(first_step + 1, steps + 1):
-            started = time.perf_counter()
-            loss = float(engine.train_batch(batches))
-            norm, seconds = float(engine.get_global_grad_norm()), time.perf_counter() - started
-            log.add(step=step, loss=loss, gradient_norm=norm, tokens_per_s=tokens / seconds, seconds=seconds)
-            said = f"loss {loss:.3f}, gradient norm {norm:.2f}, {tokens / seconds:,.0f} tokens/s"
+            row = meter.train_batch(batches)
+            log.add(step, **row)
+            said = f"loss {row['loss']:.3f}, norm {row['gradient_norm']:.2f}, {row['tokens_per_s']:,.0f} tokens/s"
             progress.set_postfix_str(said, refresh=False)
             progress.update()
             stops = stop.due(step)

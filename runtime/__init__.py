@@ -12,7 +12,8 @@ from parcompile.runtime.model.pretrained import build_model
 
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
-from .engine.loop import evaluate
+from .engine.loop import evaluate, evaluate_domains
+from .engine.metering import StepMeter
 from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
@@ -32,6 +33,7 @@ __all__ = [
     "PlanError",
     "PlanLoader",
     "RunError",
+    "StepMeter",
     "StopSignals",
     "Stopped",
     "adapter_state",
@@ -39,6 +41,7 @@ __all__ = [
     "decay_groups",
     "describe",
     "evaluate",
+    "evaluate_domains",
     "initialize",
     "join",
     "leave",

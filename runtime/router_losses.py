@@ -110,6 +110,11 @@ class RouterLosses:
         """[L, E] while micro-batches are looked at: how often each expert was chosen."""
         self._step: Tensor | None = None
         """The same of the whole step, when they have been."""
+        self.loads = torch.zeros(len(routers), self._experts, device=mesh.device)
+        """[L, E]: how often training has chosen each expert on this rank; who reads it sets it to zero."""
+        names = {module: name for name, module in model.named_modules()}
+        self.layers = [layer_of(names[router]) for router, _ in routers]
+        """Of each router its layer."""
         model.register_forward_pre_hook(lambda *_: self._logits.clear())
         self._routers = len(routers)
         for number, (router, index) in enumerate(routers):
@@ -181,6 +186,8 @@ class RouterLosses:
         if self._ahead is not None:
             self._ahead[numbers] += counts.sum(1)
             return counts.new_zeros(self.handed_size)
+        if torch.is_grad_enabled():
+            self.loads[numbers] += counts.sum(1)
         sums = torch.einsum("lbse,bs->lbe", scores, weights)
         if self._together and not self._losses.z_loss:
             return torch.cat([sums.new_zeros(1), sums.sum((0, 1)), counts.sum((0, 1))])
@@ -274,6 +281,11 @@ def _has_routers(mesh: Mesh) -> bool:
         shape.moe is not None and shape.routed(stage.layers) > shape.moe.looked_up(stage.layers)
         for stage in Holding(mesh.plan, mesh.index("pp")).stages
     )
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that a module of this name is in; layers keep theirs in the stages of a pipeline."""
+    return int(next((part for part in name.split(".") if part.isdecimal()), 0))
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

@@ -1,19 +1,30 @@
-"""What a run tells of its steps: a line for each, metrics.jsonl, the loss curve, TensorBoard, and Weights & Biases."""
+"""What a run tells of its steps: metrics.jsonl, run.json, the loss curve, TensorBoard, Weights & Biases, Prometheus.
+
+Each figure that `RunLog.add` gets goes to all of them, under the same name.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from parcompile.atomic import write_file
+from parcompile.doctor.metrics import FORMAT, METRICS, RUN, read_metrics
+from parcompile.plan import Plan
+from parcompile.user_files import parse_json, read_text
 
 from .errors import RunError
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 360, 60, 40
+PROMETHEUS_SECONDS = 1.0
+"""The file for Prometheus, which is read every few seconds, is not written more often."""
 
 
 class RunLog:
@@ -26,9 +37,12 @@ class RunLog:
         tensorboard: write event files to `folder`/tensorboard.
         wandb: the project of Weights & Biases that gets the metrics.
         config: of the run, for Weights & Biases.
+        prometheus: a file in Prometheus's text format with the last value of each figure, as the textfile collector of
+            its node exporter reads it: its name has to end in .prom.
+        plan: of the run, which `parcompile report` compares it with; run.json names it.
 
     Raises:
-        RunError: a package is missing.
+        RunError: a package is missing, a file of an earlier run is damaged, or `prometheus` has another ending.
     """
 
     def __init__(
@@ -40,14 +54,24 @@ class RunLog:
         tensorboard: bool = False,
         wandb: str | None = None,
         config: Mapping[str, Any] | None = None,
+        prometheus: str | Path | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self.file, self.writes = Path(folder) / "metrics.jsonl", writes
+        self.file, self.writes = Path(folder) / METRICS, writes
         self._board = self._run = None
+        self._prometheus = None if prometheus is None else Path(prometheus)
+        self._last: dict[str, float] = {}
+        self._written = -math.inf
+        if self._prometheus is not None and self._prometheus.suffix != ".prom":
+            said = f"{self._prometheus}: Prometheus's textfile collector reads files that end in .prom"
+            raise RunError(f"{said}: write {self._prometheus.with_suffix('.prom')}", everywhere=True)
         if not writes:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self.rows() if row["step"] <= first_step]
         write_file(self.file, "".join(map(_line, kept)))
+        if plan is not None:
+            _name_plan(self.file.with_name(RUN), first_step, plan)
         if tensorboard:
             self._board = _board(self.file.with_name("tensorboard"), first_step)
         if wandb is not None:
@@ -68,6 +92,19 @@ class RunLog:
                 self._board.add_scalar(name, value, step)
         if self._run is not None:
             self._run.log(values, step=step)
+        if self._prometheus is not None:
+            self._last |= {"step": step, **values}
+            if time.monotonic() - self._written > PROMETHEUS_SECONDS:
+                self._write_prometheus()
+
+    def _write_prometheus(self) -> None:
+        assert self._prometheus is not None
+        try:
+            self._prometheus.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self._prometheus, prometheus_text(self._last))
+        except OSError as error:  # a run goes on without a dashboard
+            warnings.warn(f"{self._prometheus} cannot be written: {error.strerror}", stacklevel=3)
+        self._written = time.monotonic()
 
     def __enter__(self) -> RunLog:
         return self
@@ -79,6 +116,8 @@ class RunLog:
             return
         curve = loss_curve([(row["step"], row["loss"]) for row in self.rows() if "loss" in row])
         write_file(self.file.with_name("loss.svg"), curve)
+        if self._prometheus is not None and self._last:
+            self._write_prometheus()
         if self._board is not None:
             self._board.close()
         if self._run is not None:
@@ -91,17 +130,38 @@ def read_rows(file: Path) -> list[dict[str, float]]:
     Raises:
         RunError: another line is no row of metrics.
     """
-    lines = enumerate(file.read_bytes().split(b"\n")[:-1], 1)
-    return [_row(line, f"{file}:{number}") for number, line in lines]
+    rows, damaged = read_metrics(file.read_bytes().decode("utf-8", "replace"))
+    for number, text in damaged:
+        raise RunError(f"{file}:{number} is no row of metrics with a step: {text!r}; remove the line")
+    return rows
 
 
-def _row(line: bytes, where: str) -> dict[str, float]:
-    try:
-        row = {name: math.nan if value is None else float(value) for name, value in json.loads(line).items()}
-        return {**row, "step": int(row["step"])}
-    except (ValueError, TypeError, AttributeError, KeyError):
-        text = line[:60].decode(errors="replace")
-        raise RunError(f"{where} is no row of metrics with a step: {text!r}; remove the line") from None
+def _name_plan(file: Path, first_step: int, plan: Plan) -> None:
+    """Writes the plan behind those that ran before this step."""
+    before: list[dict[str, Any]] = []
+    if first_step and file.exists():
+        try:
+            before = [one for one in parse_json(read_text(file))["plans"] if one["after_step"] < first_step]
+        except (OSError, ValueError, TypeError, KeyError):
+            raise RunError(f"{file} does not name the plans of a run: remove it, or name another folder") from None
+    if not before or before[-1]["plan"] != plan.plan_hash:
+        before.append({"after_step": first_step, "plan": plan.plan_hash, "world_size": plan.world_size})
+    write_file(file, json.dumps({"format": FORMAT, "plans": before}) + "\n")
+
+
+def prometheus_text(values: Mapping[str, float]) -> str:
+    """Figures in Prometheus's text format; what stands behind a slash in a name is the label `part`.
+
+    Source: https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+    groups: dict[str, list[str]] = {}
+    for key, value in values.items():
+        base, _, part = key.partition("/")
+        name = "parcompile_" + re.sub(r"[^a-zA-Z0-9_]", "_", base)
+        part = part.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        said = repr(float(value)) if math.isfinite(value) else "NaN" if math.isnan(value) else f"{value:+}".title()
+        groups.setdefault(name, []).append(f'{name}{{part="{part}"}} {said}' if part else f"{name} {said}")
+    return "".join(f"# TYPE {name} gauge\n" + "".join(f"{line}\n" for line in lines) for name, lines in groups.items())
 
 
 def loss_curve(points: list[tuple[float, float]]) -> str:

@@ -84,7 +84,7 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     tree["training"].update(sequence_length=32, global_batch_size=2, micro_batch_size=2)
     (tmp_path / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
     assert parcompile("spec.json", "-o", "plan", folder=tmp_path).returncode == 0
-    (snippet,) = blocks("python", page("training"))
+    snippet = "\n".join(blocks("python", page("training")))
     done = subprocess.run(
         [sys.executable, "-c", snippet],
         cwd=tmp_path,
@@ -96,6 +96,15 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^step (\d): loss \d", done.stdout, re.MULTILINE) == ["1", "2", "3"]
+    # Each figure that the page names is in a row, but for those of several ranks, GPUs, fp16 and routers.
+    rows = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [(row["step"], "eval_loss/news" in row) for row in rows] == [(4, True), (5, False), (6, True), (7, False)]
+    table = page("training").partition("| figure |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([a-z_]+)[`/]", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
+    written = {name.partition("/")[0] for row in rows for name in row} - {"step"}
+    elsewhere = {"mfu", "skipped_steps", "slowest_rank", "slowest_seconds", "fastest_seconds", "router_load"}
+    assert named == written | elsewhere
+    assert "parcompile_eval_loss{" in (tmp_path / "output" / "run.prom").read_text("utf-8")
 
 
 def test_the_readme_says_first_what_has_not_run() -> None:

@@ -468,10 +468,7 @@ def timing_of(
     shared: ContextCost | None = None,
 ) -> Timing:
     """What follows from a predicted step; `terms` and `shared` are what it came from, where they are at hand."""
-    machine, fitted = work.machine, fit or default_time(work.accelerator)
-    # Utilisation is that of the hardware's peak, which was not measured; nobody publishes it for a rank on a CPU.
-    known = machine if machine.measured is None or work.accelerator == "cpu" else find_accelerator(work.accelerator)
-    peak = known.matmul_flops_per_s(work.element_bytes)
+    fitted = fit or default_time(work.accelerator)
     low, _, high = fitted.spread["all"]
     farther = TRANSFER_OF_TIME ** max(0.0, fitted.factors_beyond(parameter_table(work.shape).numel) - 1)
     clear = step.seconds if fit else _clear_seconds(work, step, terms, shared)
@@ -484,6 +481,16 @@ def timing_of(
             (step.seconds - step.host) * high * farther + most,
         ),
         tokens_per_second_per_gpu=rate,
-        utilisation=rate * model_flops_per_token(work.shape, work.attended_length) / peak,
+        utilisation=utilisation(work, rate),
         fitted_sizes=fitted.sizes,
     )
+
+
+def utilisation(work: Workload, rate: float) -> float:
+    """MFU by `flops.CONVENTION` at so many tokens per second of a rank.
+
+    It is that of the hardware's peak, which was not measured; nobody publishes it for a rank on a CPU.
+    """
+    machine = work.machine
+    known = machine if machine.measured is None or work.accelerator == "cpu" else find_accelerator(work.accelerator)
+    return rate * model_flops_per_token(work.shape, work.attended_length) / known.matmul_flops_per_s(work.element_bytes)

@@ -16,6 +16,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from . import hang, logs
 from .logs import PHASES, Fact, read_log
+from .metrics import WINDOW, usual
 from .reading import Evidence, Verdict, some
 from .records import Message, Rank
 
@@ -31,8 +32,6 @@ STRAGGLER = 0.1
 """The share of a step for which all others wait for one rank."""
 EXPOSED = 0.6
 """The share of a step that a rank waits for messages."""
-WINDOW, SPIKE = 16, 8.0
-"""A loss or norm leaves what so many steps before it show by so many times their spread."""
 _RECORD = (
     "runs of a plan write records/ beside it: send SIGUSR1 to every rank, or wait for the time-out, and read them",
     "other engines: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE=DIR/trace_",
@@ -325,12 +324,10 @@ def _spike(found: Evidence) -> Verdict | None:
     """The first step whose loss or norm leaves what the steps before it show, and stays there."""
     for name in ("loss", "gradient_norm"):
         rows = [(int(row["step"]), row[name]) for row in found.metrics if name in row]
-        for place in range(WINDOW, len(rows) - 2):
-            before = [value for _, value in rows[place - WINDOW : place]]
-            middle = statistics.median(before)
-            spread = statistics.median(abs(value - middle) for value in before)
-            (step, value), after = rows[place], [later for _, later in rows[place : place + 3]]
-            if min(after) - middle > SPIKE * spread + 0.2 * abs(middle):
+        values = [value for _, value in rows]
+        for place, (middle, bound) in enumerate(usual(values[:-2]), WINDOW):
+            step, value = rows[place]
+            if min(values[place : place + 3]) > bound:
                 said = f"step {step}: {name.replace('_', ' ')} {value:.4g}; it was about {middle:.4g}, and stays higher"
                 advice = ["go on from a checkpoint before it, with a smaller learning rate or without that batch"]
                 evidence = [f"{found.metrics_file}: step {step}: {name} {value:.6g}"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
-import math
 import os
 import re
 import time
@@ -216,23 +214,6 @@ def read_stack(text: str) -> list[str]:
             name, where, file, number, function = frame.groups()
             frames.append(f"{where} {name}" if where else f"{file}:{number} {function}")
     return frames[::-1]
-
-
-def read_metrics(text: str) -> list[dict[str, float]]:
-    """Rows of a metrics file, one JSON object in each line; what is null is no number. Other lines are left out."""
-    rows = []
-    for line in text.splitlines():
-        try:
-            one = json.loads(line)
-            row = {
-                name: math.nan if value is None else float(value)
-                for name, value in one.items()
-                if value is None or isinstance(value, int | float)
-            }
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError):  # noqa: PERF203
-            continue
-    return rows
 
 
 def read_gpu_table(text: str, source: str) -> list[Fact]:

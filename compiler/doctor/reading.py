@@ -11,7 +11,8 @@ from typing import Any
 
 from parcompile.user_files import read_start
 
-from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_metrics, read_stack
+from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_stack
+from .metrics import read_metrics
 from .records import DamagedError, Rank, read_dump, read_records, read_ring
 
 KINDS = {
@@ -169,7 +170,7 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
         if known is None or known.seconds is None or _last(one) > _last(known):
             found.ranks[one.rank] = one
     elif path.suffix == ".jsonl":
-        found.metrics, found.metrics_file = read_metrics(text) or found.metrics, name
+        found.metrics, found.metrics_file = read_metrics(text)[0] or found.metrics, name
     elif stack := read_stack(text):
         number = re.search(r"(\d+)\D*$", path.name)
         if number is None:

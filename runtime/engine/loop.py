@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -159,7 +160,48 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
         engine: from `initialize`.
         dataset: samples, as for `PlanLoader`.
         batches: how many batches of the plan's `eval_global_batch_size` sequences to look at; None: the whole data set.
+
+    Raises:
+        RunError: no token of them is predicted.
     """
+    loss, tokens = _loss_and_tokens(engine, dataset, batches)
+    if not tokens:
+        raise RunError(f"no token of the {len(dataset)} samples to evaluate is predicted", everywhere=True)
+    return loss / tokens
+
+
+def evaluate_domains(engine: Any, datasets: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """The losses and perplexities of held-out data as figures of a row of metrics, the same on every rank.
+
+    `eval_loss` is the mean of all tokens, nats per token, and `eval_perplexity` its exponential. Of several data sets
+    each has its own: `eval_loss/NAME`, `eval_perplexity/NAME`.
+
+    Args:
+        engine: from `initialize`.
+        datasets: samples as for `PlanLoader`, by name.
+
+    Raises:
+        RunError: no token of a data set is predicted, or there is none.
+    """
+    sums = {name: _loss_and_tokens(engine, dataset) for name, dataset in datasets.items()}
+    empty = [name for name, (_, tokens) in sums.items() if not tokens]
+    if empty or not sums:
+        said = f"no token of {', '.join(empty)} is predicted" if empty else "there is no data set"
+        raise RunError(f"{said}: nothing to evaluate", everywhere=True)
+    loss, tokens = (sum(each) for each in zip(*sums.values(), strict=True))
+    means = {"": loss / tokens}
+    if len(sums) > 1:
+        means |= {f"/{name}": part / count for name, (part, count) in sums.items()}
+    row = {f"eval_loss{name}": mean for name, mean in means.items()}
+    return row | {f"eval_perplexity{name}": _exponential(mean) for name, mean in means.items()}
+
+
+def _exponential(mean: float) -> float:
+    return math.exp(mean) if mean < 700 else mean + math.inf  # a float goes up to exp(709); NaN stays NaN
+
+
+def _loss_and_tokens(engine: Any, dataset: Sequence[Any], batches: int | None = None) -> tuple[float, float]:
+    """The sum of the losses of predicted tokens, and how many they are."""
     mesh, training = engine.mesh, engine.mesh.plan.spec.training
     micro, dp = training.eval_micro_batch_size, mesh.size("dp")
     count = len(dataset) if batches is None else min(len(dataset), batches * training.eval_global_batch_size)
@@ -186,7 +228,8 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
         dist.all_reduce(total, group=mesh.group("dp-cp"))
         if mesh.size("pp") > 1:
             dist.broadcast(total, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
-    return float(total[0] / total[1].clamp(min=1))
+    loss, tokens = total.tolist()
+    return loss, tokens
 
 
 # What is done to an engine's model outside of the engine: evaluation is right there, a backward pass is not.

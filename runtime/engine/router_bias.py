@@ -23,8 +23,10 @@ from parcompile.model.blocks.experts import CORRECTION_BIASES
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import is_repeated
+from parcompile.runtime.router_losses import layer_of
 
-_KEPT = "parcompile_router_biases"
+KEPT = "parcompile_router_biases"
+"""The attribute of a model that holds its `RouterBiases`."""
 
 
 class RouterBiases:
@@ -53,6 +55,10 @@ class RouterBiases:
         # DeepSpeed casts the model to the type of the weights, in which a small rate is lost.
         self._before = [_of(model, name).detach().float().clone() for name in self._names]
         self._loads = [torch.zeros(bias.numel(), dtype=torch.long, device=mesh.device) for bias in self._before]
+        self.loads = [one.double() for one in self._loads]
+        """How often training has chosen each expert on this rank; who reads them sets them to zero."""
+        self.layers = list(map(layer_of, self._names))
+        """Of each bias its layer."""
         for (_, experts), load in zip(found, self._loads, strict=True):
             experts.register_forward_pre_hook(_counting(load))
 
@@ -74,6 +80,8 @@ class RouterBiases:
     def _move(self) -> None:
         if not self._loads:
             return
+        for seen, load in zip(self.loads, self._loads, strict=True):
+            seen += load
         loads = torch.cat(self._loads)
         dist.all_reduce(loads, group=self._mesh.group("dp-cp"))
         if (group := self._mesh.parallel_group("tp")) is not None:
@@ -95,13 +103,13 @@ def keep_biases(model: nn.Module, mesh: Mesh) -> None:
     """
     router = mesh.plan.spec.training.router
     rate = None if router is None else router.bias_update_rate
-    if rate is not None and getattr(model, _KEPT, None) is None:
-        setattr(model, _KEPT, RouterBiases(model, mesh, rate))
+    if rate is not None and getattr(model, KEPT, None) is None:
+        setattr(model, KEPT, RouterBiases(model, mesh, rate))
 
 
 def attach_biases(engine: Any) -> None:
     """Lets the steps of an engine move the biases of its model, if they are to be."""
-    biases: RouterBiases | None = getattr(engine.module, _KEPT, None)
+    biases: RouterBiases | None = getattr(engine.module, KEPT, None)
     if biases is not None:
         biases.attach(engine)
 

@@ -96,6 +96,8 @@ class Records:
         self._groups: dict[str, list[int] | None] = {}
         self._counts: dict[Any, int] = {}
         self._blocked, self._phases = 0.0, dict[str, float]()
+        self.waiting_seconds = 0.0
+        """In all that the host has waited for messages."""
         self._entered = self._began = time.perf_counter()
         self._events: list[str] = []
         self._sums: list[tuple[Place, Tensor]] = []
@@ -174,6 +176,7 @@ class Records:
     def waited(self, seconds: float) -> None:
         """So long the host has waited for a message."""
         self._blocked += seconds
+        self.waiting_seconds += seconds
 
     def enter(self, phase: str) -> None:
         """From here on this rank is in that phase of the step."""
@@ -185,6 +188,12 @@ class Records:
     def at(self, **where: Any) -> None:
         """From here on this rank is at that layer, micro-batch or step."""
         self.place = self.place._replace(**where)
+
+    def begin_step(self) -> None:
+        """A step begins here: what went on since the last one, such as an evaluation, is no part of it."""
+        self._began = self._entered = time.perf_counter()
+        self._blocked = 0.0
+        self._phases.clear()
 
     def end_step(self, step: int) -> None:
         """The optimizer step of that number is over."""

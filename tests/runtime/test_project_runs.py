@@ -16,6 +16,8 @@ import pytest
 from ranks import free_port
 from test_training_files import write_model
 
+from parcompile.runtime.run_log import read_rows
+
 pytestmark = pytest.mark.ranks
 
 GUIDE = Path(__file__).parents[2] / "docs" / "finetune.md"
@@ -58,9 +60,17 @@ def test_a_new_project_trains(tmp_path: Path, shell: Shell) -> None:
     shown = re.findall(r"^\$ (.*)$", (project / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert shown[:2] == ["parcompile check spec.json", "./run.sh --steps 20"]
     shell(shown[0], project)
-    found = losses(shell(shown[1], project))
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"held out {name} " * 50, encoding="utf-8")
+    more = f"--eval-data {tmp_path}/one.txt --eval-data {tmp_path}/two.txt --eval-every 8 --prometheus output/run.prom"
+    found = losses(shell(f"{shown[1]} {more}", project))
     assert [step for step, _ in found] == list(range(1, 21))
     assert found[-1][1] < 0.8 * found[0][1]
+    rows = read_rows(project / "output" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval_perplexity/two" in row] == [8, 16, 20]
+    assert rows[-1]["eval_loss"] < rows[7]["eval_loss"]
+    assert "parcompile_lr " in (project / "output" / "run.prom").read_text(encoding="utf-8")
+    assert (project / "output" / "run.json").is_file()
 
 
 def test_the_guide_fine_tunes_from_weights_to_generation(tmp_path: Path, shell: Shell) -> None:
@@ -104,6 +114,7 @@ def test_what_would_end_a_run_late_is_refused_before_it(tmp_path: Path, monkeypa
         ([], "checkpoints holds checkpoints of an earlier run: continue it with --resume"),
         (["--resume", "--export", "tuned"], "--export tuned is not empty: name a new folder"),
         (["--resume", "--weights", "none"], "there is no folder none with weights"),
+        (["--resume", "--eval-data", "a/x.txt", "--eval-data", "b/x.txt"], "--eval-data a/x.txt b/x.txt: figures"),
     ):
         monkeypatch.setattr(sys, "argv", ["train.py", *line])
         with pytest.raises(script["RunError"], match=said):

@@ -1,0 +1,142 @@
+"""What a step took and did, as a row of metrics: `StepMeter(engine).train_batch(batches)` in place of the engine's.
+
+Every rank knows its own time and memory. They are put together in one small message every `GATHER_EVERY` steps, whose
+result is read a step later: no step waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parcompile.cost.step import utilisation
+from parcompile.runtime.data import Batch
+from parcompile.runtime.liveness import records
+from parcompile.runtime.model.lora import without_peft
+from parcompile.runtime.profiling.recorder import peak_bytes
+from parcompile.runtime.router_losses import RouterLosses
+from parcompile.spec import Precision
+from parcompile.spec.values import workload_of
+
+from .router_bias import KEPT, RouterBiases
+
+GATHER_EVERY = 10
+PHASES = {"in the forward pass": "forward", "in the backward pass": "backward", "in the optimizer step": "optimizer"}
+_OWN, _PEAK = 0, 1
+
+
+class StepMeter:
+    """Trains step by step and measures each. Every rank has one, or none.
+
+    A row holds numbers by name, those of a layer, phase or parameter group behind a slash:
+
+    - `loss`, `gradient_norm` (before clipping), `lr` (and `lr/1`, … of further groups whose rate differs), as of the
+      step: the rate is that which it took, and a step that fp16's loss scale skipped has an infinite norm;
+    - `tokens` of the step, its `seconds`, `tokens_per_s` of all ranks, and `mfu` where the plan's accelerator has a
+      known peak and runs it;
+    - `phase_seconds/forward`, `/backward` and `/optimizer` of this rank, on CPUs and where records are kept: elsewhere
+      the host runs ahead of the device;
+    - `skipped_steps` so far, under fp16, and `nonfinite_steps` of this process, whose loss or norm was not finite
+      though nothing skipped them;
+    - after a gathering, of the steps before it: `memory_peak_bytes`, the most that a rank has held since it began, and
+      `memory_peak_rank`; on CPUs `slowest_rank`, `slowest_seconds` and `fastest_seconds`, the mean times of ranks in a
+      step without what they wait for each other; `router_load/LAYER`, the tokens of the fullest expert over the mean
+      of all, where the plan has losses or biases of routers: 1 is balanced.
+
+    Args:
+        engine: from `initialize`.
+        gather_every: steps between two gatherings; the first is after the second step.
+    """
+
+    def __init__(self, engine: Any, gather_every: int = GATHER_EVERY) -> None:
+        self._engine, self._mesh, self._every = engine, engine.mesh, gather_every
+        plan, training = engine.mesh.plan, engine.mesh.plan.spec.training
+        self._tokens = training.global_batch_size * training.sequence_length
+        self._on_cpu = self._mesh.device.type == "cpu"
+        work = workload_of(plan.spec)
+        self._work = None if self._on_cpu or work.accelerator == "cpu" or not work.names_machine else work
+        self._world_size = plan.world_size
+        self._steps, self._nonfinite, self._own, self._since = 0, 0, 0.0, 0
+        self._coming: tuple[Any, Tensor] | None = None
+        shape, model = plan.spec.model.shape, without_peft(engine.module)
+        counting = (getattr(model, "loss_function", None), getattr(engine.module, KEPT, None))
+        self._routers: list[Any] = [one for one in counting if isinstance(one, RouterLosses | RouterBiases)][-1:]
+        self._layers, self._experts = shape.num_hidden_layers, 0 if shape.moe is None else shape.moe.num_choices
+
+    def train_batch(self, batches: Iterator[Batch]) -> dict[str, float]:
+        """One step of `engine.train_batch`; its row, the same on all ranks but for times and phases.
+
+        Raises:
+            StopIteration: there are no more batches.
+            RunError: as the engine's.
+        """
+        engine = self._engine
+        rates = [float(rate) for rate in engine.get_lr()]
+        skipped, waited, started = engine.skipped_steps, records.waiting_seconds, time.perf_counter()
+        records.begin_step()
+        loss = float(engine.train_batch(batches))
+        seconds = time.perf_counter() - started
+        self._steps += 1
+        self._since += 1
+        self._own += seconds - (records.waiting_seconds - waited)
+        row = {"loss": loss}
+        norm, skips = engine.get_global_grad_norm(), engine.skipped_steps > skipped
+        if norm is not None:
+            # DeepSpeed writes -1 for a norm that is infinite or no number.
+            row["gradient_norm"] = math.inf if skips or float(norm) < 0 else float(norm)
+        self._nonfinite += not skips and not all(map(math.isfinite, row.values()))
+        row["lr"] = rates[0]
+        row |= {f"lr/{number}": rate for number, rate in enumerate(rates) if number and rate != rates[0]}
+        row |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_s": self._tokens / seconds}
+        if self._work is not None:
+            row["mfu"] = utilisation(self._work, row["tokens_per_s"] / self._world_size)
+        if self._on_cpu and records.steps:
+            phases = records.steps[-1][-1]
+            row |= {f"phase_seconds/{short}": phases[name] for name, short in PHASES.items() if name in phases}
+        if self._mesh.plan.spec.training.precision is Precision.FP16:
+            row["skipped_steps"] = engine.skipped_steps
+        row["nonfinite_steps"] = self._nonfinite
+        row |= self._gathered()
+        if self._steps == 2 or self._steps % self._every == 0:
+            self._gather()
+        return row
+
+    def _gather(self) -> None:
+        """Posts the message: each rank's time and peak, and how often the experts of each layer were chosen."""
+        sent = torch.zeros(2 * self._world_size + self._layers * self._experts, dtype=torch.float64)
+        of_ranks, of_layers = sent[: 2 * self._world_size], sent[2 * self._world_size :]
+        of_ranks.view(-1, 2)[self._mesh.rank] = torch.tensor(
+            [self._own / self._since, float(peak_bytes(self._mesh.device))], dtype=torch.float64
+        )
+        for one in self._routers:
+            for layer, load in zip(one.layers, one.loads, strict=True):
+                of_layers.view(self._layers, -1)[layer, : len(load)] += load.cpu()
+                load.zero_()
+        self._own, self._since = 0.0, 0
+        sent = sent.to(self._mesh.device)
+        self._coming = dist.all_reduce(sent, async_op=True), sent
+
+    def _gathered(self) -> dict[str, float]:
+        """What the message of the step before has brought."""
+        if self._coming is None:
+            return {}
+        (work, brought), self._coming = self._coming, None
+        if work is not None:
+            work.wait()
+        brought = brought.cpu()
+        of_ranks, of_layers = brought[: 2 * self._world_size], brought[2 * self._world_size :]
+        own, peaks = of_ranks.view(-1, 2).unbind(1)
+        row = {"memory_peak_bytes": float(peaks.max()), "memory_peak_rank": int(peaks.argmax())}
+        if self._on_cpu and self._world_size > 1:
+            row["slowest_rank"] = int(own.argmax())
+            row |= {"slowest_seconds": float(own.max()), "fastest_seconds": float(own.min())}
+        for layer, load in enumerate(of_layers.view(self._layers, -1) if self._experts else ()):
+            if load.any():
+                row[f"router_load/{layer}"] = float(load.max() / load.mean())
+        return row
