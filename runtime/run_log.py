@@ -18,11 +18,13 @@ from typing import Any
 from parcompile.atomic import write_file
 from parcompile.doctor.metrics import FORMAT, METRICS, RUN, read_metrics
 from parcompile.plan import Plan
+from parcompile.show.pictures.curves import draw
+from parcompile.show.pictures.shapes import WIDE
+from parcompile.show.pictures.svg import svg
 from parcompile.user_files import parse_json, read_text
 
 from .errors import RunError
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 360, 60, 40
 PROMETHEUS_SECONDS = 1.0
 """The file for Prometheus, which is read every few seconds, is not written more often."""
 
@@ -114,8 +116,10 @@ class RunLog:
     ) -> None:
         if not self.writes:
             return
-        curve = loss_curve([(row["step"], row["loss"]) for row in self.rows() if "loss" in row])
-        write_file(self.file.with_name("loss.svg"), curve)
+        points = [(row["step"], row["loss"]) for row in self.rows() if "loss" in row]
+        lines = {"loss": ("tp", points)}
+        curve = draw("Training loss", lines, WIDE, subtitle="nats per token, over steps", unit="{:.3f}".format)
+        write_file(self.file.with_name("loss.svg"), svg(curve))
         if self._prometheus is not None and self._last:
             self._write_prometheus()
         if self._board is not None:
@@ -162,34 +166,6 @@ def prometheus_text(values: Mapping[str, float]) -> str:
         said = repr(float(value)) if math.isfinite(value) else "NaN" if math.isnan(value) else f"{value:+}".title()
         groups.setdefault(name, []).append(f'{name}{{part="{part}"}} {said}' if part else f"{name} {said}")
     return "".join(f"# TYPE {name} gauge\n" + "".join(f"{line}\n" for line in lines) for name, lines in groups.items())
-
-
-def loss_curve(points: list[tuple[float, float]]) -> str:
-    """An SVG of (step, loss); what is not finite is left out."""
-    points = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    steps, losses = [step for step, _ in points] or [0], [loss for _, loss in points] or [0.0]
-    low, high, wide = min(losses), max(losses), max(steps) - min(steps) or 1
-    tall = high - low or 1
-
-    def place(step: float, loss: float) -> tuple[float, float]:
-        x = _LEFT + (step - min(steps)) / wide * (_WIDTH - _LEFT - 20)
-        return x, _HEIGHT - _BELOW - (loss - low) / tall * (_HEIGHT - _BELOW - 30)
-
-    marks = []
-    for part in range(5):
-        loss, step = low + tall * part / 4, min(steps) + wide * part / 4
-        (x, _), (_, y) = place(step, low), place(min(steps), loss)
-        marks.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - 20}" y2="{y:.1f}" stroke="#ccc"/>')
-        marks.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{loss:.3g}</text>')
-        marks.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BELOW + 18}" text-anchor="middle">{step:.0f}</text>')
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="12"><title>Training loss</title><rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>'
-        f'{"".join(marks)}<polyline points="{line}" fill="none" stroke="#3f51b5" stroke-width="2"/>'
-        f'<text x="{_WIDTH / 2:.0f}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>'
-        f'<text x="{_LEFT}" y="16">loss (nats per token)</text></svg>\n'
-    )
 
 
 def _line(row: Mapping[str, float]) -> str:

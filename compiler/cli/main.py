@@ -36,6 +36,7 @@ _COMMANDS = (
     "preflight",
     "profile",
     "prove",
+    "report",
     "schema",
     "search",
     "view",

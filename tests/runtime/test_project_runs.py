@@ -93,7 +93,7 @@ def test_the_guide_fine_tunes_from_weights_to_generation(tmp_path: Path, shell: 
     assert found[20][1] < 0.9 * found[0][1]
     assert "2 conversations or documents" in output
     assert len((folder / "output" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 40
-    assert "<polyline" in (folder / "output" / "loss.svg").read_text(encoding="utf-8")
+    assert '<line class="s-tp"' in (folder / "output" / "loss.svg").read_text(encoding="utf-8")
     assert (folder / "tuned" / "model.safetensors").read_bytes() == (
         folder / "exported" / "model.safetensors"
     ).read_bytes()

@@ -75,25 +75,61 @@ def page(
     links += [("launch", "Launch"), ("values", "Values")]
     axes = [axis for axis in (*DENSE_AXES, Axis.EP) if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
     choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
+    main = Template(_read("page.html")).substitute(
+        tiles=tiles(subject),
+        axes=choices,
+        last_rank=str(plan.world_size - 1),
+        pictures=pictures,
+        more=joined(more),
+        data=script_json(page_data(plan)),
+        script="\n".join(_read(name) for name in SCRIPTS),
+    )
+    return framed(
+        title=_title(subject),
+        kind="plan",
+        summary=summary_line(subject),
+        links=links,
+        main=Html(main),
+        drawn=drawn,
+        version=f"plan {plan.plan_hash}",
+    )
+
+
+def framed(
+    *,
+    title: str,
+    kind: str,
+    summary: str,
+    links: Sequence[tuple[str, str]],
+    main: Html,
+    drawn: Sequence[Picture],
+    version: str,
+) -> str:
+    """A whole page around its main part.
+
+    Args:
+        title: the headline.
+        kind: what the page is of, for the window's title.
+        summary: the sentence below the headline.
+        links: anchors of parts with their names.
+        main: the parts.
+        drawn: the pictures in them, for their colours.
+        version: what stands behind the version of this package.
+    """
     fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in drawn), strict=True))
     colours = {
         scheme: variables + rules(fills, strokes, dark=scheme == "dark")
         for scheme, variables in (("light", _variables(LIGHT)), ("dark", _variables(DARK)))
     }
     dark = f"@media screen and (prefers-color-scheme:dark){{{colours['dark']}}}"
-    return Template(_read("page.html")).substitute(
-        title=joined([_title(subject)]),
+    return Template(_read("frame.html")).substitute(
+        title=joined([title]),
+        kind=kind,
         style=colours["light"] + dark + _read("page.css"),
-        summary=joined([summary_line(subject)]),
+        summary=joined([summary]),
         links=joined(tag("a", name, href=f"#{anchor}") for anchor, name in links),
-        tiles=tiles(subject),
-        axes=choices,
-        last_rank=str(plan.world_size - 1),
-        pictures=pictures,
-        more=joined(more),
-        version=joined([f"parcompile {__version__}, plan {plan.plan_hash}"]),
-        data=script_json(page_data(plan)),
-        script="\n".join(_read(name) for name in SCRIPTS),
+        main=main,
+        version=joined([f"parcompile {__version__}, {version}"]),
     )
 
 
