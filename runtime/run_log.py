@@ -74,6 +74,8 @@ class RunLog:
         write_file(self.file, "".join(map(_line, kept)))
         if plan is not None:
             _name_plan(self.file.with_name(RUN), first_step, plan)
+        elif not kept:
+            self.file.with_name(RUN).unlink(missing_ok=True)  # that of an earlier run
         if tensorboard:
             self._board = _board(self.file.with_name("tensorboard"), first_step)
         if wandb is not None:

@@ -20,6 +20,8 @@ from parcompile.user_files import parse_json, read_bytes, read_text
 WARM_UP = 3
 """Steps of a process whose times do not count: memory is still being allocated, files are still being read."""
 FORMAT = 1
+_MOST = 1e300
+"""Figures above it are none: sums of them are no floats."""
 Row = Mapping[str, float]
 
 
@@ -64,7 +66,7 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise NoRunError(f"{file} cannot be read: {error.strerror}") from None
     if not rows:
-        lines = f": none of its {len(damaged)} lines is a JSON object with a step" if damaged else " yet"
+        lines = f": none of its lines ({len(damaged):,}) is a JSON object with a step" if damaged else " yet"
         raise NoRunError(f"{file} holds no step{lines}")
     return Run(file, sorted(rows, key=lambda row: row["step"]), damaged, _plans(file.with_name(RUN)))
 
@@ -99,18 +101,18 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
     rates = [value / size for value in _values(timed, "tokens_per_s")]
     found |= _measured("tokens_per_second" + "_per_gpu" * (subject is not None), rates)
     found |= _measured("mfu", _values(timed, "mfu"))
-    peaks = [row for row in rows if math.isfinite(row.get("memory_peak_bytes", math.nan))]
+    peaks = [row for row in rows if _known(row, "memory_peak_bytes")]
     if peaks:
         most = max(peaks, key=lambda row: row["memory_peak_bytes"])
         rank = most.get("memory_peak_rank")
         found["memory_peak_bytes"] = {
             "largest": most["memory_peak_bytes"],
-            "rank": None if rank is None else int(rank),
+            "rank": None if rank is None or not math.isfinite(rank) else int(rank),
         }
     if subject is not None:
         _predict(found, subject)
     for name in ("loss", "gradient_norm", "lr"):
-        points = [(int(row["step"]), row[name]) for row in run.rows if math.isfinite(row.get(name, math.nan))]
+        points = [(int(row["step"]), row[name]) for row in run.rows if _known(row, name)]
         if points:
             least, most_ = min(points, key=lambda one: one[1]), max(points, key=lambda one: one[1])
             found[name] = {"first": points[0][1], "last": points[-1][1]}
@@ -123,7 +125,11 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
     found["nonfinite_steps"] = wrong
     found |= _slowest(rows) | _loads(rows)
     held_out = [
-        {name: None if math.isnan(value) else value for name, value in row.items() if name == "step" or _is_held(name)}
+        {
+            name: value if math.isfinite(value) else None
+            for name, value in row.items()
+            if name == "step" or _is_held(name)
+        }
         for row in run.rows
         if "eval_loss" in row
     ]
@@ -134,8 +140,13 @@ def _is_held(name: str) -> bool:
     return name.startswith("eval_")
 
 
+def _known(row: Row, name: str) -> bool:
+    """Whether a row has a figure that can be computed with."""
+    return abs(row.get(name, math.nan)) < _MOST
+
+
 def _values(rows: Sequence[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return [row[name] for row in rows if _known(row, name)]
 
 
 def _measured(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def _predict(found: dict[str, Any], subject: Subject) -> None:
 
 def _spikes(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:
     """Steps whose loss or norm leaves what the steps before it show."""
-    points = [(int(row["step"]), row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    points = [(int(row["step"]), row[name]) for row in rows if _known(row, name)]
     bounds = usual([value for _, value in points])
     return [
         {"figure": name, "step": step, "value": value, "usual": middle}
@@ -177,7 +188,8 @@ def _spikes(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:
 
 def _slowest(rows: Sequence[Row]) -> dict[str, Any]:
     """The rank that was slowest most often, and by how much."""
-    told = [row for row in rows if {"slowest_rank", "slowest_seconds", "fastest_seconds"} <= row.keys()]
+    names = ("slowest_rank", "slowest_seconds", "fastest_seconds")
+    told = [row for row in rows if all(_known(row, name) for name in names)]
     if not told:
         return {}
     ((rank, times),) = Counter(int(row["slowest_rank"]) for row in told).most_common(1)
@@ -191,13 +203,16 @@ def _loads(rows: Sequence[Row]) -> dict[str, Any]:
     layers: dict[int, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name.startswith("router_load/") and math.isfinite(value):
-                layers.setdefault(int(name.partition("/")[2]), []).append(value)
+            figure, _, layer = name.partition("/")
+            if figure == "router_load" and layer.isdecimal() and _known(row, name):
+                layers.setdefault(int(layer), []).append(value)
     if not layers:
         return {}
     medians = {layer: statistics.median(values) for layer, values in layers.items()}
-    layer = max(medians, key=lambda one: medians[one])
-    return {"router_load": {"layer": layer, "largest": medians[layer], "median": statistics.median(medians.values())}}
+    fullest = max(medians, key=lambda one: medians[one])
+    return {
+        "router_load": {"layer": fullest, "largest": medians[fullest], "median": statistics.median(medians.values())}
+    }
 
 
 def text(run: Run, subject: Subject | None, note: str, style: Style) -> str:
@@ -217,7 +232,7 @@ def text(run: Run, subject: Subject | None, note: str, style: Style) -> str:
 def verdict(tree: Mapping[str, Any]) -> str:
     """One line: whether steps took what was predicted, and what came of the loss."""
     steps, loss = tree["steps"], tree.get("loss")
-    parts = [f"{steps['count']:,} steps"]
+    parts = [f"{steps['count']:,} step{'s' * (steps['count'] > 1)}"]
     word = "NOT COMPARED WITH A PLAN"
     if (taken := tree.get("step_seconds")) is not None:
         parts.append(f"{format_seconds(taken['median'])}/step")

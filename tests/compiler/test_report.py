@@ -176,7 +176,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_used(tmp_path: Path, plan: Plan
     [
         (None, "holds no metrics.jsonl: name the folder that a run wrote metrics.jsonl to (--output), or that file"),
         ("", "metrics.jsonl holds no step yet"),
-        ("nothing\n", "metrics.jsonl holds no step: none of its 1 lines is a JSON object with a step"),
+        ("nothing\n", "metrics.jsonl holds no step: none of its lines (1) is a JSON object with a step"),
     ],
 )
 def test_a_run_that_cannot_be_read_is_refused_in_a_sentence(
@@ -254,7 +254,7 @@ def test_the_page_draws_every_figure_and_fits_its_window(
 def test_a_page_of_a_run_without_figures_still_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n', encoding="utf-8")
     text = run_page(read_run(tmp_path), None, "not known")
-    assert "NOT COMPARED WITH A PLAN · 1 steps" in text
+    assert "NOT COMPARED WITH A PLAN · 1 step" in text
     assert 'id="loss"' not in text
 
 
@@ -278,3 +278,32 @@ def test_a_curve_is_broken_where_it_is_not_finite_and_keeps_its_peaks() -> None:
 def test_a_value_is_unusual_by_what_stands_before_it() -> None:
     values = [1.0, 2.0] * 8 + [5.0, 7.0]
     assert [value > bound for value, (_, bound) in zip(values[16:], usual(values), strict=True)] == [False, True]
+
+
+NAMES = ("loss", "lr", "seconds", "tokens_per_s", "mfu", "memory_peak_bytes", "memory_peak_rank", "slowest_rank")
+OTHERS = (
+    "slowest_seconds",
+    "fastest_seconds",
+    "router_load/1",
+    "router_load/x",
+    "eval_loss",
+    "eval_loss/a",
+    "skipped_steps",
+)
+
+
+@pytest.mark.parametrize("value", ["null", "Infinity", "-1e308", "1e308", "0", "true", "[]", '"x"'])
+def test_odd_values_end_in_figures_or_in_nothing(tmp_path: Path, plan: Plan, report: Report, value: str) -> None:
+    (tmp_path / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
+    rows = [
+        f'{{"step": {step}, ' + ", ".join(f'"{name}": {value}' for name in (*NAMES, *OTHERS)) + "}\n"
+        for step in range(9)
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(rows), encoding="utf-8")
+    code, said, err = report(file, "--plan", tmp_path / "plan.json", "--page", tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    assert "9 steps" in said
+    code, said, _ = report(file, "--format", "json")
+    json.loads(said, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert code == 0

@@ -179,6 +179,10 @@ def test_a_run_names_its_plans_from_the_steps_on_that_they_ran(tmp_path: Path) -
     (tmp_path / "run.json").write_text("{", encoding="utf-8")
     with pytest.raises(RunError, match=r"run\.json does not name the plans of a run"):
         RunLog(tmp_path, 5, plan=one)
+    RunLog(tmp_path, plan=one)  # a new run does not read it
+    assert json.loads((tmp_path / "run.json").read_text("utf-8"))["plans"] == [named]
+    RunLog(tmp_path)
+    assert not (tmp_path / "run.json").exists()
 
 
 # The loss on held-out data.
