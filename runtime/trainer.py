@@ -460,6 +460,7 @@ class _Planned(_InEngine):
     compute_loss_func: Any
     label_smoother: Any
     router_aux_loss_coef: float
+    _rows_share: float = 1.0
 
     def __init__(self, *given: Any, **named: Any) -> None:
         make: Any = super().__init__
@@ -474,13 +475,8 @@ class _Planned(_InEngine):
                     f"{name} is not for a plan, which has model, precision and optimizer: leave it out",
                     everywhere=True,
                 )
-        if (name := type(values.get("model")).__name__).endswith("Classification"):
-            raise RunError(
-                f"{name} is a classifier, such as trl's RewardTrainer trains: plans are of causal language models",
-                everywhere=True,
-            )
         _check_reference(values, "ref_model" in inspect.signature(make).parameters)
-        self.mesh = join(plan)
+        self.mesh, self._classifies = join(plan), bool(plan.spec.model.shape.head.labels)
         values["args"] = _planned_arguments(plan, values["args"])
         config = values.get("peft_config")
         model = prepare(plan, self.mesh, _adapted(plan, values.get("model"), config))
@@ -501,6 +497,12 @@ class _Planned(_InEngine):
             raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
         owner: Any = next(one for one in type(self).__mro__ if one is not _Planned and "compute_loss" in vars(one))
         self._own_loss = owner is not Trainer or bool(self.compute_loss_func or self.label_smoother)
+        if self._classifies and owner is Trainer:
+            raise RunError(
+                f"{type(self).__name__} has no loss of its own for a classifier, and the plan has none for its labels: "
+                "use a class with a compute_loss, such as trl's RewardTrainer",
+                everywhere=True,
+            )
         self._logits.whole = self._own_loss
         if getattr(self, "aux_loss_enabled", False):
             raise RunError(
@@ -577,12 +579,17 @@ class _Planned(_InEngine):
         def gather(tensor: Tensor) -> Tensor:
             own = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
             rows = [len(own)] * dp
+            # RewardTrainer gathers means of rows, of which the last batch may have others on each rank.
+            of_rows = self._classifies and not tensor.dim() and tensor.is_floating_point()
+            if of_rows:
+                own = own * self._rows_share
             if self._in_last_batch:  # of which ranks may have different shares
                 dist.all_gather_object(rows, 0 if self._repeats else len(own), group=group)
                 own = torch.cat([own, own.new_zeros(max(0, max(rows) - len(own)), *own.shape[1:])])[: max(rows)]
             found = [torch.empty_like(own) for _ in range(dp)]
             dist.all_gather(found, own, group=group)
-            return torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
+            kept = torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
+            return kept * len(kept) / dp if of_rows else kept
 
         return recursively_apply(gather, given, error_on_other_type=True)
 
@@ -675,7 +682,7 @@ class _Planned(_InEngine):
         self._logits.whole = self._own_loss or return_outputs
         if self._own_loss:
             options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            share = self._share(inputs, of_rows=num_items_in_batch is None)
+            share = self._rows_share = self._share(inputs, of_rows=num_items_in_batch is None)
             found = super().compute_loss(model, inputs, **options)  # type: ignore[misc]
             return (found[0] * share, *found[1:]) if return_outputs else found * share
         if num_items_in_batch is not None:
@@ -732,10 +739,11 @@ class _WholeLogits:
         self.whole, self._mesh, self._length = False, mesh, 0
         self._fused: Tensor | None = None
         self._planned = mesh.plan.spec.training.sequence_length
+        self._labels = mesh.plan.spec.model.shape.head.labels
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = with_positions(kwargs)
         # Under this name trl calls models, and wants values of single tokens in the place of logits.
         self._fused = kwargs.get("labels") if kwargs.pop("fused_lm_head", False) else None
@@ -756,7 +764,9 @@ class _WholeLogits:
         kwargs = {"input_ids": tokens, **kwargs}
         if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = torch.ones_like(tokens)
-        fill = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+        fill: dict[str, Any] = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+        if self._labels:
+            fill["input_ids"] = model.config.get_text_config().pad_token_id or 0
         for name, one in kwargs.items():
             if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == self._length:
                 kwargs[name] = F.pad(one, (0, missing), value=fill.get(name, 0))
@@ -767,7 +777,7 @@ class _WholeLogits:
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
         if self._fused is not None:
             return self._of_tokens(output, self._fused)
-        if not self.whole:
+        if not self.whole or self._labels:
             return None
         mesh = self._mesh
         logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))

@@ -23,8 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+)
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from parcompile.model.catalogue import model_types
 from parcompile.model.tables import table_of
@@ -198,7 +204,14 @@ def sizes() -> dict[str, Any]:
             if "even rotary dimension" in _error(name, values):
                 turned[name] = "qk_rope_head_dim" if "qk_rope_head_dim" in values else "head_dim"
                 break
-    return {"multiples": multiples, "turned": turned, "groups": groups}
+    return {"multiples": multiples, "turned": turned, "groups": groups, "classified": classified()}
+
+
+def classified() -> list[str]:
+    """Types whose classifier of sequences is a linear behind their model without a head, of the last token."""
+    types = (name for name in _causal() if model_types()[name].works)
+    known = ((name, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(CONFIG_MAPPING[name], None)) for name in types)
+    return [name for name, one in known if getattr(one, "forward", None) is GenericForSequenceClassification.forward]
 
 
 def _error(name: str, values: Mapping[str, Any]) -> str:

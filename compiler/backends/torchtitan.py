@@ -531,6 +531,9 @@ def losses(plan: Plan) -> list[Loss]:
                 fatal=True,
             )
         )
+    if shape.head.labels:
+        why = "torchtitan trains language models, and no classifiers"
+        found.append(Loss(f"num_labels {shape.head.labels}", why, "leave num_labels out", fatal=True))
     if parallelism.pp > 1 and shape.tie_word_embeddings:
         found.append(Loss("tied embeddings with pp", "torchtitan refuses them", "pp 1", fatal=True))
     if training.precision is Precision.FP16:

@@ -181,7 +181,7 @@ def _values(work: Workload, name: str) -> list[Value]:
     if name == "activation_checkpointing":
         return [] if work.recompute == "full" else ["full"]
     if name == "linear_cross_entropy":
-        return [] if work.linear_loss or work.shape.user_module is not None else [True]
+        return [] if work.linear_loss or work.shape.user_module is not None or work.shape.head.labels else [True]
     if name == "tiled_mlp":
         return [] if work.tiled_mlp or not dense_mlps(work.shape) else [True]
     if name == "sequence_parallel":

@@ -141,10 +141,10 @@ def moe_layers(shape: ModelShape) -> int:
 def matmul_parameters(shape: ModelShape) -> float:
     """Parameters of the whole model that multiply each token, head included; of layers that run again, again."""
     if shape.stack.blocks is not None:
-        return shape.vocab_size * shape.hidden_size + _matmul_parameters_of_blocks(shape)
+        return shape.head_size * shape.hidden_size + _matmul_parameters_of_blocks(shape)
     sparse = moe_layers(shape)
     layers = shape.num_hidden_layers - sparse if shape.stack.runs is None else shape.stack.runs.counted
-    total = layer_matmul_parameters(shape) * layers + shape.vocab_size * shape.hidden_size
+    total = layer_matmul_parameters(shape) * layers + shape.head_size * shape.hidden_size
     total += sum(one.end_parameters(shape.hidden_size) for one in shape.parts)
     total += head_parameters(shape)
     total += layer_matmul_parameters(shape, moe=True) * sparse if sparse else 0

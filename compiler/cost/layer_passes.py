@@ -44,7 +44,7 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
     """
     width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
-    weight = width * work.shape.hidden_size * work.padded_vocabulary / work.tp
+    weight = width * work.shape.hidden_size * work.head_columns
     waiting = weight if _is_tied(work, stage) else 0.0
     chunk = loss_chunk_bytes(work, logits)
     counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk

@@ -239,7 +239,7 @@ def _unlike(whole: Workload, every: Sequence[_Static]) -> Sequence[int]:
 def _terms(one: _Held, static: _Static) -> StageTerms:
     """The terms of a stage."""
     work, stage, tokens = one.work, one.stage, one.tokens
-    logits = tokens * work.padded_vocabulary / work.tp if stage.has_head else 0.0
+    logits = tokens * work.head_columns if stage.has_head else 0.0
     kept = _at_peak(one, logits)
     if one.eager:
         exchange = buffer_bytes(work, one.index)

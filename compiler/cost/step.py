@@ -205,7 +205,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
         # An MLP, and an attention that takes more features in than it gives: the mean of all layers.
         inside = 1 + (1 + shape.attention_inputs / shape.hidden_size) / 2
         crossings += round(inside * collectives / 2 * attending)
-    logits = work.padded_vocabulary / work.tp * tokens
+    logits = work.head_columns * tokens
     share = (work.shards - 1) / work.shards
     numels = [work.stage_parameters(stage) for stage in stages]
     numel, dealt = max((size, work.dealt_parameters(stage)) for size, stage in zip(numels, stages, strict=True))

@@ -296,6 +296,11 @@ class Workload:
         """Rows of the embedding over all tp ranks."""
         return padded_vocab_size(self.shape.vocab_size, self.tp, self.vocab_divisible_by)
 
+    @property
+    def head_columns(self) -> float:
+        """Numbers that the head gives on a tp rank for each token; 0 of a classifier, which looks at one of many."""
+        return self.padded_vocabulary / self.tp if self.shape.head_size else 0.0
+
     def size(self, axis: Axis) -> int:
         """Ranks along an axis."""
         return int(getattr(self, axis))

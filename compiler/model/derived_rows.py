@@ -21,6 +21,9 @@ from .table import FROZEN, STREAM, Cut, Layers, Parameter, ParameterTable, Part,
 from .tables import Repeated, TableError, repeated, table_of
 from .user_module import LAYER, InjectionRule, UserModule
 
+CLASSIFIER = "score.weight"
+"""The head of transformers' classifiers of sequences (`GenericForSequenceClassification`), whole on every rank."""
+
 
 def parameter_table(shape: ModelShape) -> ParameterTable:
     """The parameters of a model of this shape."""
@@ -40,6 +43,9 @@ def _rows(shape: ModelShape, values: tuple[tuple[str, Hashable], ...]) -> Parame
     found = _stacked(shape, values, family)
     places = [number for number, one in enumerate(found) if one.layers is not None]
     early, late = found[: places[0]], found[places[-1] + 1 :]
+    if shape.head.labels:
+        late = [one for one in late if one.name.rpartition(".")[0] != family.head]
+        late.append(Parameter(CLASSIFIER, (shape.head.labels, shape.hidden_size)))
     # What gives all layers their inputs belongs to the first stage, wherever it is registered.
     of_inputs = (*_OF_INPUTS, *(name for one in shape.parts for name in one.inputs))
     inputs = [one for one in late if one.name.removeprefix(f"{family.base}.").startswith(of_inputs)]
@@ -222,7 +228,9 @@ def facts_of(shape: ModelShape) -> dict[str, Any]:
     return {
         "biases": biases,
         "mlp": replace(shape.mlp, gated=all(sum(sizes) != 2 * min(sizes) for sizes in _features(mlps))),
-        "tie_word_embeddings": all(one.name != f"{family.head}.weight" for one in table.after),
+        "head": replace(
+            shape.head, tied=not shape.head.labels and all(one.name != f"{family.head}.weight" for one in table.after)
+        ),
         "norms": of_norms,
         "heads": replace(shape.heads, qk_norm=bool(of_queries)),
     }

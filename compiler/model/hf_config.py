@@ -16,9 +16,9 @@ from .catalogue import CAPPED_LOGITS, CAPPED_SCORES, DROPPED_SCORES, LOGIT_CAP, 
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, kept_numbers, types_with
-from .key_types import LISTS_OF_KINDS, fields_of, listed_otherwise, mistyped, whole_heads
+from .key_types import LISTS_OF_KINDS, classified, fields_of, listed_otherwise, mistyped, whole_heads
 from .layers import LayerAttention, LayerBlocks, LayerPeriod, LayersError, LayerShape, Projections, kinds_of_layers
-from .shape import Caps, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
+from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, TableError, alias_of, class_default, in_layers, reads, stated, table_of
 from .user_module import InjectionProblem, UserModule
@@ -239,7 +239,7 @@ def _described(config: Config) -> ModelShape:
         intermediate_size=_width(read, family, name, hidden, config),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=_positions(read, family, config),
-        tie_word_embeddings=False,
+        head=Head(labels=_labels(config)),
         positions=Positions(not (family.positions or family.fixed_positions), family.is_on(family.alibi, config)),
         mlp=Mlp(activation_numbers=kept_numbers(name, config)),
         heads=Heads(
@@ -266,6 +266,30 @@ def _described(config: Config) -> ModelShape:
         shape = _of_kinds(shape, family, config)
     shape = replace(shape, stated=_stated(table, family, config, shape))
     return replace(shape, **facts_of(shape))
+
+
+_CLASSIFIER = "ForSequenceClassification"
+"""How names of classes end that give labels of whole sequences."""
+_LABELS = 2
+"""Of a file that names none, as transformers reads it."""
+
+
+def _labels(config: Config) -> int:
+    """The labels of a classifier; 0 of a language model."""
+    if (stated := config.get("num_labels")) is None:
+        if not any(str(one).endswith(_CLASSIFIER) for one in config.get("architectures") or ()):
+            return 0
+        stated = len(config.get("id2label") or range(_LABELS))
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
+        raise ModelConfigError(f"num_labels is {stated!r}: it has to be a whole number of 1 or more", "num_labels")
+    if (name := str(config["model_type"])) not in classified():
+        raise ModelConfigError(
+            f"num_labels {stated}: transformers' {name} has no classifier of sequences that is built as those of other "
+            "types (GenericForSequenceClassification)",
+            "num_labels",
+            f"leave it out, or choose another model_type: {', '.join(classified())}",
+        )
+    return stated
 
 
 def _list_all_layers(config: Config, layers: int) -> None:
@@ -354,7 +378,7 @@ def _user_module_shape(config: Config) -> ModelShape:
         intermediate_size=read.size("intermediate_size"),
         vocab_size=vocabulary,
         max_position_embeddings=read.size("max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        head=Head(bool(config.get("tie_word_embeddings", False))),
         user_module=module,
     )
 

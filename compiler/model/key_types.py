@@ -157,6 +157,12 @@ def stored_groups(model_type: object) -> Mapping[str, Any]:
     return found
 
 
+def classified() -> Sequence[str]:
+    """Types with a classifier of sequences that is a linear behind the model, of the last token."""
+    found: Sequence[str] = _stored()["classified"]
+    return found
+
+
 def whole_heads(model_type: str) -> bool:
     """Whether a class takes no hidden_size but a multiple of num_attention_heads, beside any head_dim."""
     return model_type in _stored()["multiples"]

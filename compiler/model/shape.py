@@ -60,6 +60,16 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """What comes behind the last norm: words, or labels of whole sequences."""
+
+    tied: bool = False
+    """The embedding is the weight of words."""
+    labels: int = 0
+    """Those of a classifier, which has no words; 0: the model is a language model."""
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """The dense MLP of a layer."""
 
@@ -143,7 +153,7 @@ class ModelShape:
     vocab_size: int
     max_position_embeddings: int
     """0: a state has no positions, and no end."""
-    tie_word_embeddings: bool
+    head: Head = Head()
     positions: Positions = Positions()
     mlp: Mlp = Mlp()
     biases: Biases = Biases()
@@ -172,6 +182,16 @@ class ModelShape:
         # Tables of what follows from a shape are asked a million times in a search; few shapes are in one.
         sizes = (self.hidden_size, self.num_hidden_layers, self.num_attention_heads, self.intermediate_size)
         return hash((self.model_type, *sizes, self.vocab_size, self.attention.sliding_window, len(self.kinds)))
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding is the weight of the head too."""
+        return self.head.tied
+
+    @property
+    def head_size(self) -> int:
+        """Numbers that the head gives for each token; 0 of a classifier, which looks at one token of a sequence."""
+        return 0 if self.head.labels else self.vocab_size
 
     @property
     def attends(self) -> bool:

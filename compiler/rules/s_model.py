@@ -32,7 +32,7 @@ _TINY = {
 
 _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
-    "tie_word_embeddings initializer_range"
+    "tie_word_embeddings initializer_range num_labels"
 )
 _FILE = '"model": {"hf_config": "config.json"}'
 _KEYS = by_type("keys")

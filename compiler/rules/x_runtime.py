@@ -201,10 +201,10 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
 
 @rule(
     "X005",
-    "pipeline stages of a user module",
+    "pipeline stages of a user module or a classifier",
     """A stage runs the forward of a Hugging Face model with its own layers alone, between an embedding and a head
     that other stages hold. The rules of a user module do not say in which order it calls its layers, and with which
-    inputs.""",
+    inputs. The loss of a classifier (num_labels) is a trainer's, which sees the last stage alone.""",
     wrong={"model": MODULE, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
     right={"model": MODULE, "parallelism": {"tp": 2}},
     severity=Severity.WARNING,
@@ -212,11 +212,12 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     run_by=(OTHER_TOOL,),
 )
 def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[Finding]:
-    """Fires for pp > 1 with a user module."""
-    pp = spec.axis(Axis.PP)
-    if pp > 1 and spec.shape.user_module is not None:
+    """Fires for pp > 1 with a user module or a classifier."""
+    pp, labels = spec.axis(Axis.PP), spec.shape.head.labels
+    if pp > 1 and (labels or spec.shape.user_module is not None):
+        whose = f"a classifier (num_labels {labels})" if labels else "a user module"
         yield Finding(
-            f"pp {pp} with a user module: parcompile.runtime splits Hugging Face models into stages only",
+            f"pp {pp} with {whose}: parcompile.runtime splits Hugging Face's language models into stages only",
             ("parallelism", "pp"),
             help="use tp, cp and dp",
         )
@@ -224,18 +225,19 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 
 @rule(
     "X011",
-    "the loss of a user module takes its logits",
+    "the loss of a user module or a classifier takes its logits",
     """With linear_cross_entropy the head leaves its product to the loss. The runtime knows the head of a Hugging Face
-    model; the forward of a user module calls its own.""",
+    language model; the forward of a user module calls its own, and a classifier (num_labels) has no words.""",
     wrong={"model": MODULE, "training": {"linear_cross_entropy": True}},
     right={"model": MODULE},
 )
 def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
-    """Fires for linear_cross_entropy with a user module."""
-    place = ("training", "linear_cross_entropy")
-    if spec.shape.user_module is not None and spec.linear_cross_entropy:
+    """Fires for linear_cross_entropy with a user module or a classifier."""
+    place, labels = ("training", "linear_cross_entropy"), spec.shape.head.labels
+    if spec.linear_cross_entropy and (labels or spec.shape.user_module is not None):
+        whose = f"a classifier (num_labels {labels})" if labels else "a user module"
         yield Finding(
-            "linear_cross_entropy with a user module: parcompile.runtime leaves logits out of Hugging Face models only",
+            f"linear_cross_entropy with {whose}: parcompile.runtime leaves out the logits of language models only",
             place,
             help="set it to false",
             fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),

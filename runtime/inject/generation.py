@@ -109,8 +109,15 @@ def name_arguments(model: nn.Module) -> None:
 
 def take_inputs(model: nn.Module, mesh: Mesh, *, first: bool = False) -> None:
     """Makes every call of a model ready for its layers; `first`: before the hooks that it has."""
+    labels = mesh.plan.spec.model.shape.head.labels
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if labels and any(kwargs.get(name) is not None for name in ("labels", "shift_labels")):
+            raise RunError(
+                f"a classifier (num_labels {labels}) was called with labels: a plan has no loss of its own for them. "
+                "Compute the loss from its logits, as a trainer with its own compute_loss does (trl's RewardTrainer)",
+                everywhere=True,
+            )
         if args and "input_ids" not in kwargs:
             args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
         return args, ready_inputs(kwargs, mesh)

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.collectives import copy_to_group, pad_to_multiple, reduce_from_group
 from parcompile.runtime.deepspeed_patches.norm import count_in_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import place_in_shard
 from parcompile.runtime.deepspeed_patches.sharded_weights import local_shape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slice
 from parcompile.runtime.pipeline import Elsewhere
+from parcompile.runtime.ring_attention import local_positions
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, mark_shard
 
 from .regions import Region
@@ -138,13 +140,57 @@ def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
         causal.set_input_embeddings(new_embedding)
         if getattr(head, "weight", None) is embedding.weight:
             tied = new_embedding.weight
-    if not isinstance(head, Elsewhere):
+    if head is not None and not isinstance(head, Elsewhere):
         new_head = ColumnParallelLinear.from_linear(head, padded_out_features=padded, **options)
         if tied is not None:
             new_head.weight = tied
         causal.set_output_embeddings(new_head)
         if region is not None:
             region.enter_layer(new_head)
+
+
+class LastTokenHead(nn.Module):
+    """The head of a classifier, of the last token of each sequence that is no padding: transformers' pooling.
+
+    One rank of cp has that token, with sequence parallelism one of tp: sums bring it to the others, whose gradients
+    are zero. The logits are the same on all ranks that share a sequence, and stand at each of its tokens.
+    """
+
+    def __init__(self, score: nn.Linear, config: Any, mesh: Mesh) -> None:
+        super().__init__()
+        self.weight, self._config, self._mesh = score.weight, config.get_text_config(), mesh
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, S, H], or [B, S/tp, H] with sequence parallelism, to logits [B, S, labels].
+
+        Raises:
+            RunError: tokens or the number of padding are not known.
+        """
+        tokens, padding, mesh = current().tokens, self._config.pad_token_id, self._mesh
+        if tokens is None or padding is None:
+            lacks = "inputs_embeds alone" if tokens is None else "no pad_token_id in its configuration"
+            raise RunError(
+                f"a classifier takes the last token that is no padding, and was called with {lacks}: call it with "
+                "input_ids, and set model.config.pad_token_id",
+                everywhere=True,
+            )
+        axes, length = mesh.plan.spec.parallelism, tokens.shape[1]
+        places = local_positions(axes.cp_layout, axes.cp, mesh.index("cp"), length * axes.cp).to(tokens.device)
+        last = (places * (tokens != padding)).amax(-1, keepdim=True)
+        if (ring := mesh.parallel_group("cp")) is not None:
+            dist.all_reduce(last, dist.ReduceOp.MAX, group=ring)
+        here = places == last  # [B, S]
+        group = mesh.parallel_group("tp") if axes.sequence_parallel else None
+        if group is not None:
+            here = pad_to_multiple(here, 1, group).chunk(axes.tp, 1)[mesh.index("tp")]
+        pooled = hidden[torch.arange(len(hidden), device=hidden.device), here.int().argmax(-1)]
+        pooled = pooled * here.any(-1, keepdim=True)
+        if group is not None:
+            pooled = reduce_from_group(pooled, group)
+        logits = nn.functional.linear(pooled, self.weight)
+        if ring is not None:
+            logits = reduce_from_group(logits, ring)
+        return logits[:, None].expand(-1, length, -1)
 
 
 def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:

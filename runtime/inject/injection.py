@@ -30,7 +30,7 @@ from .agreement import check_agreement
 from .attention import use_ring_attention
 from .deferred_logits import defer_logits
 from .generation import let_generate, name_arguments, refuse_changes, take_inputs
-from .heads import SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
+from .heads import LastTokenHead, SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
 from .interface import put_on_interface
 from .masks import check_masks, masked_layers
 from .mechanisms import (
@@ -135,6 +135,19 @@ class _Injection:
             register_gradient_sums(self.model, self.mesh)
 
     def _compute(self) -> None:
+        if labels := self.spec.model.shape.head.labels:
+            self._classify(labels)
+        else:
+            self._predict()
+        if draws(self.model):
+            path = self.placed.stack
+            layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
+            draw_by_place(self.model, self.mesh, [self.family.base, *layers])
+        if self.mesh.size("pp") > 1:
+            self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
+
+    def _predict(self) -> None:
+        """The loss of words."""
         deferred, words = self.spec.training.linear_cross_entropy, self.spec.model.shape.vocab_size
         loss: Any = ParallelCausalLoss(self.mesh, words, defers_logits=deferred)
         head = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -145,12 +158,16 @@ class _Injection:
         if (losses := losses_of(self.model, self.mesh.plan)) is not None:
             loss = RouterLosses(loss, self.model, self.mesh, losses)
         self.model.loss_function = loss
-        if draws(self.model):
-            path = self.placed.stack
-            layers = [f"{path}.{name}" for name, _ in self.model.get_submodule(path).named_children()]
-            draw_by_place(self.model, self.mesh, [self.family.base, *layers])
-        if self.mesh.size("pp") > 1:
-            self.model.forward = ChunkForward(self.model, self.mesh.plan, self.mesh.index("pp"))
+
+    def _classify(self, labels: int) -> None:
+        """Labels of whole sequences, whose loss is a trainer's."""
+        if self.mesh.size("pp") > 1 or losses_of(self.model, self.mesh.plan) is not None:
+            raise RunError(
+                f"a classifier (num_labels {labels}) has no pipeline stages and no losses of routers: set pp to 1, and "
+                "leave training.router out of the spec and output_router_logits out of the configuration",
+                everywhere=True,
+            )
+        self.model.score = LastTokenHead(self.model.score, self.model.config, self.mesh)  # type: ignore[arg-type]
 
     def _layers(self, region: Region) -> None:
         """Cuts every parameter that the plan cuts, except experts and vocabulary."""

@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import EXPERT_DP
+from parcompile.model.derived_rows import CLASSIFIER
 from parcompile.progress import progress
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import draw_tables, is_dealt
@@ -167,6 +169,8 @@ class SelfCheck:
             for name, _ in model.named_modules()
             if mesh.size("tp") > 1 and name.endswith(OF_EXPERTS)
         )
+        if shape.head.labels:  # of each token there, of the last one here; its gradient is compared
+            self._hidden += (CLASSIFIER.partition(".")[0],)
         self._expected = self._run(model, self._ids, self._positions, {"labels": self._labels})
 
     def compare(self, model: nn.Module) -> None:
@@ -220,7 +224,9 @@ class SelfCheck:
                 within.enter_context(without_router_losses(model))
             model.eval()
             with _recording(model, outputs):
-                if "shift_labels" in further and self._mesh.size("pp") > 1:
+                if self._mesh.plan.spec.model.shape.head.labels:
+                    _backward_of_labels(model, batch)
+                elif "shift_labels" in further and self._mesh.size("pp") > 1:
                     forward_and_backward(model, self._mesh, batch)
                 else:
                     model(**batch).loss.backward()
@@ -325,6 +331,14 @@ def _error(found: Tensor, expected: Tensor) -> float | None:
     found, expected = found.detach().to("cpu", torch.float64), expected.to("cpu", torch.float64)
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     return None if error <= tolerance else error
+
+
+def _backward_of_labels(model: nn.Module, batch: dict[str, Any]) -> None:
+    """From a loss of what a classifier gives for the last tokens, none of which is padding."""
+    unlabelled = {name: one for name, one in batch.items() if name not in ("labels", "shift_labels")}
+    config: Any = without_peft(model).config
+    with mock.patch.object(config.get_text_config(), "pad_token_id", -1):
+        model(**unlabelled).logits.square().sum().backward()
 
 
 @contextmanager

@@ -68,7 +68,8 @@ def unused_tensors(plan: Plan) -> tuple[str, ...]:
     """Patterns of the names of stored tensors that transformers' class of the plan's model does not load."""
     if plan.spec.model.shape.user_module is not None:
         return ()
-    return tuple(getattr(model_class(planned_config(plan)), "_keys_to_ignore_on_load_unexpected", None) or ())
+    kind = model_class(planned_config(plan), plan.spec.model.shape.head.labels)
+    return tuple(getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
@@ -77,9 +78,11 @@ def saved_config(plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     Raises:
         RunError: as for `planned_config`.
     """
-    config = planned_config(plan)
+    config, labels = planned_config(plan), plan.spec.model.shape.head.labels
+    if labels:
+        config.num_labels = labels
     # Transformers has the text model of a multimodal one without its head only.
-    config.architectures = [TEXT_MODELS.get(config.model_type, model_class(config).__name__)]
+    config.architectures = [TEXT_MODELS.get(config.model_type, model_class(config, labels).__name__)]
     config.dtype = dtype
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if not key.startswith("_")}

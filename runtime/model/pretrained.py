@@ -72,7 +72,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     # A cache of keys and values serves generation; in training it would only hold memory.
     config.use_cache = False
     try:
-        model: nn.Module = causal_model(config, dtype=dtype)
+        model: nn.Module = causal_model(config, plan.spec.model.shape.head.labels, dtype=dtype)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunError(
             f"transformers builds no {config.model_type} of the plan's configuration: {error}", everywhere=True

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.shards import Ranges, TensorLayout, repeated_ranges
+from parcompile.model.derived_rows import CLASSIFIER
 from parcompile.model.table import Parameter
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
@@ -107,6 +108,17 @@ class Slices:
             RunError: they differ; the message names the first parameter that does.
         """
         planned = {name: parameter.shape for name, parameter in self._mesh.plan.parameters.expanded()}
+        if (CLASSIFIER in planned) is not (classifies := hasattr(model, CLASSIFIER.partition(".")[0])):
+            raise RunError(
+                f"{type(model).__name__} is a classifier of sequences, and the plan is for a language model: write "
+                "num_labels under model in the spec, or save the classifier (save_pretrained) and name its config.json "
+                "as model.hf_config"
+                if classifies
+                else f"the plan is for a classifier of sequences ({CLASSIFIER} {list(planned[CLASSIFIER])}), which "
+                f"{type(model).__name__} is not: give AutoModelForSequenceClassification.from_pretrained(..., "
+                f"num_labels={planned[CLASSIFIER][0]}), or leave num_labels out of the spec",
+                everywhere=True,
+            )
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, shape in found.items():
             if name not in planned:

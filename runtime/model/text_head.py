@@ -125,10 +125,12 @@ UNLISTED: Mapping[str, str] = by_type("unlisted_class")
 images and text, of which it is the text part."""
 
 
-def model_class(config: Any) -> Any:
-    """The class for language modelling with a configuration, or with those of a class."""
+def model_class(config: Any, labels: int = 0) -> Any:
+    """The class for language modelling with a configuration, or with those of a class; with `labels` a classifier."""
     import transformers
 
+    if labels:
+        return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     if config.model_type in TEXT_MODELS:
         return with_head(config.model_type)
     if config.model_type in UNLISTED:
@@ -136,10 +138,16 @@ def model_class(config: Any) -> Any:
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config if isinstance(config, type) else type(config)]
 
 
-def causal_model(config: Any, **options: Any) -> Any:
-    """The model of a configuration with weights that are drawn, as `AutoModelForCausalLM.from_config` gives it."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def causal_model(config: Any, labels: int = 0, **options: Any) -> Any:
+    """The model of a configuration with weights that are drawn, as `AutoModelForCausalLM.from_config` gives it.
 
+    With `labels`, the classifier of `AutoModelForSequenceClassification`.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if labels:
+        config.num_labels = labels
+        return AutoModelForSequenceClassification.from_config(config, **options)
     if config.model_type in TEXT_MODELS:
         return with_head(config.model_type)._from_config(config, **options)
     listed = AutoModelForImageTextToText if config.model_type in UNLISTED else AutoModelForCausalLM

@@ -15,7 +15,7 @@ from parcompile.model.hf_config import shape_from_config
 from parcompile.model.layers import KeysAndValues, LayerAttention, LayerShape, kinds_of_layers
 from parcompile.model.shape import ModelShape
 
-BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64, tie_word_embeddings=False)
+BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64)
 OWN = LayerShape(4, 8, 96)
 
 

@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from parcompile.backends.registry import target
 from parcompile.cli.models import command
+from parcompile.cost.flops import model_flops_per_token
 from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import check_read
+from parcompile.plan import compile_plan
+from parcompile.rules import check
+from parcompile.rules.registry import example_spec
 from parcompile.searching.first import LONGEST, sequence_length_of
 from parcompile.spec.resolve import Resolution
 from parcompile.text import parse
@@ -233,3 +239,64 @@ def test_a_file_that_is_no_configuration_of_the_type_is_an_error(tmp_path: Path,
     found = CliRunner().invoke(command, ["qwen3", "--config", str(tmp_path / "config.json")])
     assert found.exit_code == 1
     assert said in found.output
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "intermediate_size": 5632,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_a_classifier_counts_a_head_of_labels_and_no_logits() -> None:
+    config = find_preset("llama-3-8b").config
+    words, labels = (shape_from_config({**config, **more}) for more in ({}, {"num_labels": 3}))
+    tables = [parameter_table(one) for one in (words, labels)]
+    assert tables[0].numel - tables[1].numel == (words.vocab_size - 3) * words.hidden_size
+    assert [one.name for one in tables[1].after] == ["model.norm.weight", "score.weight"]
+    saved = {**config, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    assert shape_from_config(saved) == labels
+    assert shape_from_config({**saved, "id2label": None}).head.labels == 2, "transformers' default"
+    tied = shape_from_config({**find_preset("gemma-2b").config, "num_labels": 1})
+    assert not tied.tie_word_embeddings
+    # 6 for each parameter that multiplies: the head looks at one token of a sequence.
+    flops = [model_flops_per_token(one, 4096) for one in (words, labels)]
+    assert flops[0] - flops[1] == 6 * words.vocab_size * words.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_labels": 0}, "num_labels is 0: it has to be a whole number of 1 or more"),
+        ({"num_labels": True}, "num_labels is True"),
+        ({"model_type": "granite", "num_labels": 1}, "num_labels 1: transformers' granite has no classifier"),
+    ],
+)
+def test_labels_that_no_classifier_has_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelConfigError, match=words) as error:
+        shape_from_config({**find_preset("llama-3-8b").config, **changes})
+    assert error.value.key == "num_labels"
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "code", "words"),
+    [
+        ("parallelism", {"pp": 2}, "X005", "pp 2 with a classifier (num_labels 1)"),
+        ("training", {"linear_cross_entropy": True}, "X011", "linear_cross_entropy with a classifier (num_labels 1)"),
+    ],
+)
+def test_what_a_classifier_cannot_have_is_refused(section: str, values: dict[str, Any], code: str, words: str) -> None:
+    tree = example_spec({"model": {**LLAMA, "num_labels": 1}, section: values})
+    assert [one.message for one in check(Resolution(tree)) if one.code == code and words in one.message]
+
+
+def test_other_tools_refuse_a_classifier() -> None:
+    tree = example_spec({"model": {**LLAMA, "num_labels": 1}})
+    plan = compile_plan(Resolution(tree).spec(), tree, ())
+    for name in ("megatron", "torchtitan"):
+        fatal = [loss for loss in target(name).losses(plan) if loss.fatal]
+        assert any("num_labels 1" in loss.what for loss in fatal), name

@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING
 
 from parcompile.model import key_types
 from parcompile.model.catalogue import RUNTIME_FAMILIES
+from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, mistyped
 from parcompile.model.presets import presets, text_part
@@ -50,6 +51,18 @@ def test_the_file_says_what_the_classes_declare() -> None:
     stored = made.FILE.read_text(encoding="utf-8")
     assert stored == made.text(), "python .ci/generate/key_types.py"
     assert set(json.loads(stored)["types"]) >= set(RUNTIME_FAMILIES)
+
+
+@pytest.mark.parametrize("name", key_types.classified())
+def test_a_classifier_has_the_parameters_that_the_compiler_counts(name: str) -> None:
+    config = tiny_config(name)
+    with torch.device("meta"):
+        model = causal_model(
+            CONFIG_MAPPING[name](**{key: one for key, one in config.items() if key != "model_type"}), 3
+        )
+    found = {own: tuple(one.shape) for own, one in model.named_parameters()}
+    table = parameter_table(shape_from_config({**config, "num_labels": 3}))
+    assert found == {own: one.shape for own, one in table.expanded()}
 
 
 VALUES = {"null": None, "switch": True, "whole": 3, "fraction": 0.5, "text": "silu", "list": [3], "mapping": {"a": 3}}

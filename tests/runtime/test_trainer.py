@@ -269,4 +269,5 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
         assert "nothing has no trainer_state.json: a parallelised trainer resumes from" in resumes
         assert "save_total_limit 1 may remove the checkpoint that load_best_model_at_end loads" in removes
         assert "takes a class of transformers' Trainer" in instance
-        assert "LlamaForSequenceClassification is a classifier" in classifier
+        assert "LlamaForSequenceClassification is a classifier of sequences, and the plan is for" in classifier
+        assert "write num_labels under model in the spec" in classifier

@@ -1,7 +1,7 @@
 """Contract: scripts of trl train by a plan with a line more; every line of their log is that of one process.
 
-A few of the draws of `.ci/trl_matrix.py`: SFT, DPO and KTO, with and without LoRA, also with a last batch that does not
-fill all ranks. What a plan cannot do for a class of trl is refused before it trains.
+A few of the draws of `.ci/trl_matrix.py`: SFT, DPO, KTO and reward models, with and without LoRA, also with a last batch
+that does not fill all ranks. What a plan cannot do for a class of trl is refused before it trains.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from closeness import assert_close, judge
 from ranks import run_ranks
-from training_runs import initial_model, whole_parameters
+from training_runs import initial_model, whole_parameters, whole_weights
 from trl_runs import Run, compare, draw, in_one_process, on_ranks, script, write_data
 
 from parcompile.plan import Plan
@@ -25,6 +26,8 @@ DRAWS = {
     8: "SFT, dft, chats, cp2 x dp2, ZeRO 2, 3 rows of 4 in the last batch",
     17: "DPO, experts, ep4 x dp4, recomputed, 3 rows of 8 in the last step",
     7: "KTO with LoRA, whose reference is the model without it, tp2",
+    1024: "a reward model, tp2 x cp2, sequence parallelism",
+    1025: "a reward model, dp2, 1 pair of 4 in the last batch, evaluated",
 }
 
 
@@ -46,20 +49,23 @@ STOPPED = Run(
 """The evaluation loss falls, and is taken for a worse one: the second evaluation ends the run."""
 
 
-def resumed_on_ranks(rank: int, plan: Plan, folder: str) -> list[dict[str, Any]]:
+def resumed_on_ranks(rank: int, run: Run, plan: Plan, folder: str) -> list[dict[str, Any]]:
     """A run to its end, and one more from the checkpoint in the middle of an epoch."""
-    return [on_ranks(rank, STOPPED._replace(given={**STOPPED.given, **more}), plan, folder) for more in _RUNS]
+    return [on_ranks(rank, run._replace(given={**run.given, **more}), plan, folder) for more in _RUNS]
 
 
 _RUNS: tuple[dict[str, Any], ...] = ({}, {"resume": "checkpoint-2"})
 
 
-def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None:
-    plan, places = STOPPED.plan(), [tmp_path / "ranks", tmp_path / "plain"]
+# Of a llama of this size a reward comes so near to 0 that its relative difference says nothing.
+@pytest.mark.parametrize(("kind", "family"), [("SFT", "llama"), ("Reward", "qwen3")])
+def test_a_run_resumes_and_stops_early_as_in_one_process(kind: str, family: str, tmp_path: Path) -> None:
+    stopped = STOPPED._replace(kind=kind, family=family)
+    plan, places = stopped.plan(), [tmp_path / "ranks", tmp_path / "plain"]
     for place in places:
-        write_data(STOPPED, f"{place}/rows", STOPPED.rows)
-        write_data(STOPPED, f"{place}/eval", 4, seed=5)
-    ranks = run_ranks(4, resumed_on_ranks, plan, str(places[0]))
+        write_data(stopped, f"{place}/rows", stopped.rows)
+        write_data(stopped, f"{place}/eval", 4, seed=5)
+    ranks = run_ranks(4, resumed_on_ranks, stopped, plan, str(places[0]))
     whole, resumed = ([rank[one] for rank in ranks] for one in (0, 1))
     steps = [line["step"] for line in whole[0]["log"] if "eval_loss" in line]
     assert steps == [2, 4], "it did not stop early"
@@ -70,7 +76,7 @@ def test_a_run_resumes_and_stops_early_as_in_one_process(tmp_path: Path) -> None
     assert len(tails[0]) == 2
     assert tails[0] == tails[1], "the resumed run is not the same to the bit"
     for one, more in zip((whole, resumed), _RUNS, strict=True):
-        run = STOPPED._replace(given={**STOPPED.given, **more})
+        run = stopped._replace(given={**stopped.given, **more})
         found = {"log": one[0]["log"], "parameters": whole_parameters(plan, one)}
         assert_close(found, in_one_process(run, plan, str(places[1])))
     states = [json.loads((place / "checkpoint-4" / "trainer_state.json").read_text("utf-8")) for place in places]
@@ -92,6 +98,62 @@ def test_recomputation_that_trl_switches_off_and_on_keeps_the_contexts_of_the_pl
     model.gradient_checkpointing_enable(None)
     assert model.model.layers[0]._gradient_checkpointing_func.keywords == before
     assert "context_fn" in before
+
+
+REWARDED = Run("Reward", "qwen3", 2, {"tp": 2}, {"micro_batch_size": 4}, {})
+WORDS = REWARDED._replace(kind="SFT")
+
+
+def saved_on_ranks(rank: int, folder: str) -> dict[str, Any]:
+    """A reward model, saved; and what is said of models, classes and calls that do not fit the plan."""
+    import transformers
+    import trl
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.trainer import parallelise
+
+    plan, said, made = REWARDED.plan(), [], []
+
+    def keep(trainer: Any) -> Any:
+        return lambda **named: made.append(parallelise(trainer, plan)(**named)) or made[-1]
+
+    script(REWARDED, plan, folder, keep)
+    made[0].save_model(f"{folder}/saved")
+    ids = torch.arange(8)[None] + 5
+    for call in (
+        lambda: parallelise(trl.RewardTrainer, plan)(model=initial_model(WORDS.plan()), args=made[0].args),
+        lambda: parallelise(transformers.Trainer, plan)(model=initial_model(plan), args=made[0].args),
+        lambda: made[0].model(input_ids=ids, labels=ids[:, 0]),
+        lambda: made[0].model(inputs_embeds=torch.zeros(1, 8, 32)),
+    ):
+        try:
+            call()
+        except RunError as error:
+            said.append(str(error))
+    return {"rank": rank, "said": said, "parameters": whole_weights(made[0].model)}
+
+
+def test_a_reward_model_is_saved_whole_and_what_does_not_fit_it_is_named(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    write_data(REWARDED, f"{tmp_path}/rows", REWARDED.rows)
+    ranks, plan = run_ranks(2, saved_on_ranks, str(tmp_path)), REWARDED.plan()
+    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert read.config.num_labels == 1
+    saved = {name: one.detach() for name, one in read.named_parameters()}
+    trained = whole_parameters(plan, ranks)
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], one) for name, one in trained.items())
+    initial = dict(initial_model(plan).named_parameters())
+    assert not torch.equal(saved["score.weight"], initial["score.weight"]), "the head is not trained"
+    for rank in ranks:
+        words, plain, labels, embedded = rank["said"]
+        assert (
+            "the plan is for a classifier of sequences (score.weight [1, 32]), which Qwen3ForCausalLM is not" in words
+        )
+        assert "Trainer has no loss of its own for a classifier" in plain
+        assert "a classifier (num_labels 1) was called with labels" in labels
+        assert "was called with inputs_embeds alone: call it with input_ids" in embedded
 
 
 MIXED = Run("SFT", "mixtral", 2, {"tp": 2}, {"micro_batch_size": 4, "router": {"aux_loss": 0.1}}, {})

@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
     def plan(self) -> Plan:
         """The compiled plan."""
-        model = tiny_config(self.family)
+        model = {**tiny_config(self.family), **({"num_labels": 1} if self.kind == "Reward" else {})}
         training = {"sequence_length": LENGTH, "optimizer": _OPTIMIZER, **self.training}
         if self.given.get("packing") or self.given.get("padding_free"):  # one row of all samples
             training["sequence_length"] *= self.training["micro_batch_size"]
@@ -71,6 +71,7 @@ _SAID = (
     *("packing", "packing_strategy", "padding_free", "loss_type", "label_smoothing_factor", "activation_checkpointing"),
     *("micro_batch_size", "global_batch_size", "gradient_clipping", "precompute_ref_log_probs", "use_weighting"),
     *("assistant_only_loss", "lr_scheduler_type", "eval_strategy", "f_divergence_type"),
+    "center_rewards_coefficient",
 )
 
 LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -87,12 +88,14 @@ LOSSES = {
     "DPO": (["sigmoid"], ["hinge"], ["ipo"], ["robust"], ["apo_zero"], ["sppo_hard"], ["sigmoid_norm"], ["bco_pair"]),
     "KTO": ("kto", "apo_zero_unpaired"),
 }
+REWARDS = 1000
+"""From this number on scripts of RewardTrainer are drawn."""
 
 
 def draw(number: int) -> Run:
     """The same for the same number; kinds take turns."""
     choose = random.Random(number)
-    kind = ("SFT", "DPO", "SFT", "KTO")[number % 4]
+    kind = "Reward" if number >= REWARDS else ("SFT", "DPO", "SFT", "KTO")[number % 4]
     family = choose.choice(("llama", "qwen3", "gemma2", "mixtral", "qwen3_moe"))
     while True:
         dealt = family[0] == "m" or family.endswith("moe")
@@ -121,9 +124,11 @@ def draw(number: int) -> Run:
         elif kind == "DPO":
             given["loss_type"] = choose.choice(LOSSES["DPO"])
             given |= choose.choice(({}, {}, {"precompute_ref_log_probs": True}, {"use_weighting": True}))
-        else:
+        elif kind == "KTO":
             given["loss_type"] = choose.choice(LOSSES["KTO"])
-        if dealt:
+        else:
+            given |= choose.choice(({}, {"center_rewards_coefficient": 0.1}))
+        if dealt and kind != "Reward":
             given["router_aux_loss_coef"] = 0.0
         run = Run(
             kind, family, world, parallelism, training, given, choose.choice((0, 1, 1, 2, 3)),
@@ -207,8 +212,9 @@ def script(
         from peft import LoraConfig
 
         target = ["q_proj", "v_proj", "o_proj"]
-        further["peft_config"] = LoraConfig(r=4, target_modules=target, init_lora_weights=False, task_type="CAUSAL_LM")
-    elif run.kind != "SFT":
+        task = None if run.kind == "Reward" else "CAUSAL_LM"
+        further["peft_config"] = LoraConfig(r=4, target_modules=target, init_lora_weights=False, task_type=task)
+    elif run.kind in ("DPO", "KTO"):
         further["ref_model"] = initial_model(plan)
         for parameter in further["ref_model"].parameters():
             parameter.data *= 1.1 if run.kind == "KTO" else 0.9  # the divergence of KTO is above 0

@@ -210,6 +210,8 @@ def architecture_of(config: Config, shape: ModelShape) -> Architecture:
     activation = str(_value(config, *family.activation))
     if activation not in ACTIVATIONS:
         raise InexpressibleError(f"{family.activation[0]} {activation}", "there is no switch for it")
+    if shape.head.labels:
+        raise InexpressibleError(f"num_labels {shape.head.labels}", "it trains language models, and no classifiers")
     if shape.biases.head:
         raise InexpressibleError("head_bias", "there is no switch for a bias of the head")
     return Architecture(
