@@ -197,7 +197,7 @@ class _InEngine:
         """Of these tokens by the whole model, as `Trainer` estimates it."""
         if self._numel is None:
             self._numel = _numel_without_embeddings(self.model, self.mesh)
-        tokens = inputs.get("input_ids")
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None  # GRPO's are rows of prompts
         return 0 if tokens is None else 6 * tokens.numel() * self._numel
 
     def store_flos(self) -> None:
@@ -425,7 +425,8 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
     if (pp := plan.spec.parallelism.pp) > 1:
         raise RunError(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer", everywhere=True)
     members = {"_plan": plan, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
-    return cast(T, type(trainer.__name__, (_Planned, trainer), members))
+    kind = _Sampling if hasattr(trainer, _SAMPLES) else _Planned
+    return cast(T, type(trainer.__name__, (kind, trainer), members))
 
 
 def _check_reference(values: Mapping[str, Any], takes_one: bool) -> None:
@@ -732,18 +733,160 @@ class _Shares(BatchSamplerShard):  # type: ignore[misc]
             yield rows[rank * len(rows) // ranks : (rank + 1) * len(rows) // ranks]
 
 
+_SAMPLES = "_generate_and_score_completions"
+"""The method by which classes of trl let the model that they train write completions, and score them."""
+
+
+class _Sampling(_Planned):
+    """In front of trl's GRPOTrainer. All ranks that share a sequence write, score and train the same completions."""
+
+    rollout_func: Any
+    _step: int
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        values = inspect.signature(super(_Planned, self).__init__).bind_partial(*given, **named).arguments
+        if (args := values.get("args")) is not None:
+            self._check(args, values)
+            # Trainer's classes count every rank as one that gets other prompts: only one of these two may be given.
+            if args.steps_per_generation in (None, args.gradient_accumulation_steps):
+                args.steps_per_generation = None
+            args.generation_batch_size = None
+        super().__init__(*given, **named)
+        held = self._plan.spec.training.micro_batch_size * self.mesh.size("dp") * self.args.steps_per_generation
+        self.args.generation_batch_size = held
+        if held % self.args.num_generations:
+            raise RunError(
+                f"num_generations {self.args.num_generations} does not divide the {held} completions of a generation "
+                "(the plan's micro_batch_size x dp x steps_per_generation): change one of them",
+                everywhere=True,
+            )
+
+    def _check(self, args: Any, values: Mapping[str, Any]) -> None:
+        """A plan can do what a script of GRPO asks.
+
+        Raises:
+            RunError: it cannot.
+        """
+        spec, rewards = self._plan.spec, values.get("reward_funcs")
+        wrong = {
+            f"{type(self).__name__} samples otherwise than GRPOTrainer: use GRPOTrainer": not any(
+                one.__name__ == "GRPOTrainer" for one in type(self).__mro__
+            ),
+            "use_vllm is True: a plan's ranks have no vLLM. Leave it out, or give a rollout_func": args.use_vllm,
+            "use_transformers_continuous_batching is True: injected models write completions by generate alone. "
+            "Leave it out": args.use_transformers_continuous_batching,
+            f"beta is {args.beta}: trl would load its reference model anew. Write beta=0.0, or give a peft_config, "
+            "whose reference is the model without adapters": args.beta and values.get("peft_config") is None,
+            f"scale of tokens by their entropy (top_entropy_quantile {args.top_entropy_quantile}) looks at all ranks: "
+            "write 1.0": args.top_entropy_quantile != 1.0,
+            "reward_funcs has a model, which trl would prepare as if each rank had other prompts: give a function that "
+            "calls it": any(isinstance(one, str | nn.Module) for one in _listed(rewards)),
+            "tools and environments answer on each rank by themselves: give a rollout_func": values.get("tools")
+            or values.get("environment_factory"),
+            "zero.stage 3 shards the weights that generate needs, whose ranks have other prompts: use stage 2, or give "
+            "a rollout_func": spec.shards_weights and values.get("rollout_func") is None,
+            f"positions of {spec.model.shape.model_type} are a table, and prompts of different lengths begin at "
+            "different ones: use a model with rotary positions": not spec.model.shape.positions.rotary,
+        }
+        if refused := [sentence for sentence, asked in wrong.items() if asked]:
+            raise RunError(f"{type(self).__name__}: {'; '.join(refused)}", everywhere=True)
+
+    @contextlib.contextmanager
+    def _among_dp(self) -> Iterator[None]:
+        """Within it trl takes the dp ranks for all there are; in evaluation, where each has all prompts, itself."""
+        trains = bool(self.model.training)
+        dp, index = (self.mesh.size("dp"), self.mesh.index("dp")) if trains else (1, 0)
+
+        def gather(given: Any) -> Any:
+            return self._of_dp(given) if trains else given
+
+        def gather_object(given: list[Any]) -> list[Any]:
+            every: list[Any] = [given] * dp
+            if dp > 1:
+                dist.all_gather_object(every, given, group=self.mesh.group("dp"))
+            return [one for held in every for one in held]
+
+        def reduce(given: Tensor, **_: Any) -> Tensor:
+            if dp > 1:
+                dist.all_reduce(given, group=self.mesh.group("dp"))
+            return given
+
+        kind, instead = type(self.accelerator), {"gather": gather, "gather_object": gather_object}
+        with contextlib.ExitStack() as within:
+            within.enter_context(mock.patch.object(kind, "num_processes", dp))
+            within.enter_context(mock.patch.object(kind, "process_index", index))
+            within.enter_context(mock.patch.object(self.accelerator, "gather", gather))
+            within.enter_context(mock.patch.object(self.accelerator, "reduce", reduce))
+            for module in {sys.modules[one.__module__] for one in type(self).__mro__ if hasattr(one, _SAMPLES)}:
+                for name, one in instead.items():
+                    if hasattr(module, name):
+                        within.enter_context(mock.patch.object(module, name, one))
+            yield
+
+    def _prepare_inputs(self, batch: Any) -> Any:
+        """As in the class; ranks that share sequences draw the same completions, in the same order."""
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        with self._among_dp(), torch.random.fork_rng(devices):
+            torch.manual_seed((self.args.seed + self.mesh.index("dp")) * 1_000_003 + self._step)
+            return super()._prepare_inputs(batch)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
+        with self._logits.generating():
+            return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *given: Any, **named: Any
+    ) -> Any:
+        """As in the class; rows that are padded on the left begin with their first token meanwhile."""
+        length = input_ids.shape[1]
+        places = torch.arange(length, device=input_ids.device)
+        first = attention_mask.argmax(1, keepdim=True)
+        order = (places + first) % length
+        rolled = [one.gather(1, order) for one in (input_ids, attention_mask)]
+        found = super()._get_per_token_logps_and_entropies(model, *rolled, length - 1, *given, **named)  # type: ignore[misc]
+        kept = (places[-logits_to_keep:] - first - 1).clamp(min=0)
+        return (*(None if one is None else one.gather(1, kept) for one in found[:2]), found[2])
+
+    def compute_loss(self, *given: Any, **named: Any) -> Any:
+        """As in the class, whose means are over dp."""
+        with self._among_dp():
+            return super().compute_loss(*given, **named)
+
+    # trl's sampler leaves out what fills no generation.
+    _in_last_batch = _repeats = False
+
+    def _for_metrics(self, given: Any) -> Any:
+        return self._of_dp(given)
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [given]
+
+
 class _WholeLogits:
     """Lets an injected model take sequences of any length up to the plan's, and give whole logits where asked for."""
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.whole, self._mesh, self._length = False, mesh, 0
+        self._generates = False
         self._fused: Tensor | None = None
         self._planned = mesh.plan.spec.training.sequence_length
         self._labels = mesh.plan.spec.model.shape.head.labels
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Within it calls are those of `generate`, which gives whole logits itself."""
+        self._generates = True
+        try:
+            yield
+        finally:
+            self._generates = False
+
     def _enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._generates:
+            return args, kwargs
         kwargs = with_positions(kwargs)
         # Under this name trl calls models, and wants values of single tokens in the place of logits.
         self._fused = kwargs.get("labels") if kwargs.pop("fused_lm_head", False) else None
@@ -775,9 +918,9 @@ class _WholeLogits:
         return args[1:], kwargs
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        if self._fused is not None:
+        if self._fused is not None and not self._generates:
             return self._of_tokens(output, self._fused)
-        if not self.whole or self._labels:
+        if self._generates or not self.whole or self._labels:
             return None
         mesh = self._mesh
         logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))

@@ -1,7 +1,7 @@
 """Contract: scripts of trl train by a plan with a line more; every line of their log is that of one process.
 
-A few of the draws of `.ci/trl_matrix.py`: SFT, DPO, KTO and reward models, with and without LoRA, also with a last batch
-that does not fill all ranks. What a plan cannot do for a class of trl is refused before it trains.
+A few of the draws of `.ci/trl_matrix.py`: SFT, DPO, KTO and reward models, with and without LoRA, also with a last
+batch that does not fill all ranks. What a plan cannot do for a class of trl is refused before it trains.
 """
 
 from __future__ import annotations
@@ -34,6 +34,50 @@ DRAWS = {
 @pytest.mark.parametrize("number", DRAWS, ids=DRAWS.values())
 def test_a_script_of_trl_trains_by_a_plan_with_a_line_more(number: int, tmp_path: Path) -> None:
     judge(compare(draw(number), str(tmp_path)))
+
+
+_FOUR = {"micro_batch_size": 4, "activation_checkpointing": "none", "gradient_clipping": 100.0}
+# Of scaled advantages of pairs with equally many tokens the loss is 0, and a relative difference says nothing.
+_PAIRS = {"num_generations": 2, "scale_rewards": "none"}
+SAMPLED = {
+    "given completions, dp2": Run("GRPO", "llama", 2, {}, {**_FOUR, "global_batch_size": 8}, _PAIRS, rows=12),
+    "completions of the model, tp2 x cp2": Run(
+        "GRPO", "llama", 4, {"tp": 2, "cp": 2}, {**_FOUR, "global_batch_size": 4}, _PAIRS, data="generated"
+    ),
+}
+
+
+@pytest.mark.parametrize("run", SAMPLED.values(), ids=SAMPLED)
+def test_policies_are_trained_by_a_plan_as_in_one_process(run: Run, tmp_path: Path) -> None:
+    judge(compare(run, str(tmp_path)))
+
+
+NOT_SAMPLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "beta is 0.1: trl would load its reference model anew. Write beta=0.0": ({"beta": 0.1}, {}),
+    "top_entropy_quantile 0.5) looks at all ranks": ({"top_entropy_quantile": 0.5}, {}),
+    "use_vllm is True: a plan's ranks have no vLLM": ({"use_vllm": True}, {}),
+    "reward_funcs has a model, which trl would prepare": ({}, {"reward_funcs": ["folder"]}),
+    "tools and environments answer on each rank": ({}, {"tools": [len]}),
+    "zero.stage 3 shards the weights that generate needs": ({}, {"zero": 3}),
+    "positions of gpt2 are a table": ({}, {"family": "gpt2"}),
+}
+
+
+@pytest.mark.parametrize("words", NOT_SAMPLED)
+def test_what_grpo_asks_and_a_plan_cannot_do_is_named(words: str, tmp_path: Path) -> None:
+    import trl
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.trainer import parallelise
+
+    arguments, others = NOT_SAMPLED[words]
+    others = {"reward_funcs": len, **others}
+    layout = {"zero": others.pop("zero", 1), "family": others.pop("family", "llama")}
+    plan = SAMPLED["given completions, dp2"]._replace(**layout).plan()
+    args = trl.GRPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, **arguments)
+    with pytest.raises(RunError) as error:
+        parallelise(trl.GRPOTrainer, plan)(model=None, args=args, **others)
+    assert words in str(error.value)
 
 
 STOPPED = Run(

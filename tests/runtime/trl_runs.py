@@ -180,6 +180,8 @@ def write_data(run: Run, folder: str, count: int, seed: int = 3) -> None:
         ]
     elif run.kind == "SFT":
         rows = [{"prompt": text(3 + n % 3) + " ", "completion": text(4 + n % 4)} for n in range(count)]
+    elif run.kind == "GRPO":
+        rows = [{"prompt": text(3 + n % 4)} for n in range(count)]
     elif run.kind == "KTO":
         rows = [
             {"prompt": text(3) + " ", "completion": text(4 + n % 4), "label": bool((n // 2 + n) % 2)}
@@ -191,6 +193,40 @@ def write_data(run: Run, folder: str, count: int, seed: int = 3) -> None:
     Dataset.from_list(rows).save_to_disk(folder)
 
 
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions of GRPO that follow from prompt, place in its group and step, whatever the layout."""
+    ids = [trainer.processing_class(one)["input_ids"] for one in prompts]
+    found, seen = [], dict[str, int]()
+    for one in prompts:
+        seen[one] = seen.get(one, 0) + 1
+        choose = random.Random(f"{one} {seen[one]} {trainer.state.global_step}")
+        found.append([choose.randint(5, 59) for _ in range(choose.randint(2, 6))] + [2] * choose.randint(0, 1))
+    return {"prompt_ids": ids, "completion_ids": found, "logprobs": None}
+
+
+def by_words(completions: list[str], **_: Any) -> list[float]:
+    """Rewards of completions."""
+    return [float(sum(map(int, one.split())) % 13) for one in completions]
+
+
+def drawing_as_ranks(trainer: Any) -> Any:
+    """A class of trl whose completions in one process are drawn as those of a plan without dp."""
+
+    class Drawing(trainer):  # type: ignore[misc]
+        def _prepare_inputs(self, batch: Any) -> Any:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.args.seed * 1_000_003 + self._step)
+                return super()._prepare_inputs(batch)
+
+        def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
+            seed = int(torch.randint(2**62, (1,)))
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                return super()._generate_single_turn(*given, **named)
+
+    return Drawing
+
+
 def script(
     run: Run, plan: Plan, folder: str, changed: Callable[[Any], Any], nudged: int | None = None, **given: Any
 ) -> Any:
@@ -200,7 +236,8 @@ def script(
     from transformers import EarlyStoppingCallback, PrinterCallback
 
     trainer, arguments = getattr(trl, f"{run.kind}Trainer"), getattr(trl, f"{run.kind}Config")
-    options = {"max_length": LENGTH, "save_strategy": "no", **run.given, **given}
+    limit = {"max_completion_length": 6} if run.kind == "GRPO" else {"max_length": LENGTH}
+    options = {**limit, "save_strategy": "no", **run.given, **given}
     resume = options.pop("resume", None)
     args = arguments(
         folder, num_train_epochs=2, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
@@ -218,6 +255,8 @@ def script(
         further["ref_model"] = initial_model(plan)
         for parameter in further["ref_model"].parameters():
             parameter.data *= 1.1 if run.kind == "KTO" else 0.9  # the divergence of KTO is above 0
+    if run.kind == "GRPO":
+        further |= {"reward_funcs": by_words, **({} if run.data == "generated" else {"rollout_func": rollout})}
     if "eval_strategy" in run.given:
         further["eval_dataset"] = load_from_disk(f"{folder}/eval")
     rows = load_from_disk(f"{folder}/rows")
@@ -230,7 +269,7 @@ def script(
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    clocks = ("runtime", "per_second")
+    clocks = ("runtime", "per_second", "step_time")
     lines = trainer.state.log_history
     return [{name: value for name, value in one.items() if not name.endswith(clocks)} for one in lines]
 
@@ -248,7 +287,8 @@ def on_ranks(rank: int, run: Run, plan: Plan, folder: str) -> dict[str, Any]:
 
 def in_one_process(run: Run, plan: Plan, folder: str, seed: int | None = None) -> dict[str, Any]:
     given = {**trainer_arguments(plan), "gradient_checkpointing": False}
-    trainer = script(run, plan, folder, lambda trainer: trainer, seed, **given)
+    generated = run.data == "generated"
+    trainer = script(run, plan, folder, drawing_as_ranks if generated else lambda one: one, seed, **given)
     if run.lora:
         from peft import get_peft_model_state_dict
 
