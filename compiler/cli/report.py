@@ -15,8 +15,8 @@ from parcompile.show.page.run_page import run_page
 from parcompile.show.pictures.shapes import Subject
 from parcompile.show.run import NoRunError, Run, figures, read_run, short, text
 
+from .main import say
 from .options import read_plan
-from .saying import say
 
 _BESIDE = ("plan.json", "plan/plan.json", "../plan.json", "../plan/plan.json")
 """Where the plan of a run is looked for, from its folder."""
