@@ -14,7 +14,7 @@ from typing import Any
 
 from parcompile.model.layers import LayerRuns, alternating
 
-from .added import is_count
+from . import is_count
 
 # Dense decoders in the manner of Llama: RMSNorm, rotary positions, gated or plain MLPs.
 
