@@ -27,7 +27,7 @@ DRAWS = {
     17: "DPO, experts, ep4 x dp4, recomputed, 3 rows of 8 in the last step",
     7: "KTO with LoRA, whose reference is the model without it, tp2",
     1024: "a reward model, tp2 x cp2, sequence parallelism",
-    1025: "a reward model, dp2, 1 pair of 4 in the last batch, evaluated",
+    1003: "a reward model of experts, tp2 x ep2 x dp2, 3 pairs of 4 in the last batch",
 }
 
 
