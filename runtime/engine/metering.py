@@ -42,8 +42,8 @@ class StepMeter:
       known peak and runs it;
     - `phase_seconds/forward`, `/backward` and `/optimizer` of this rank, on CPUs and where records are kept: elsewhere
       the host runs ahead of the device;
-    - `skipped_steps` so far, under fp16, and `nonfinite_steps` of this process, whose loss or norm was not finite
-      though nothing skipped them;
+    - `skipped_steps` so far, under a dynamic loss scale of fp16, and `nonfinite_steps` of this process, whose loss or
+      norm was not finite without one;
     - after a gathering, of the steps before it: `memory_peak_bytes`, the most that a rank has held since it began, and
       `memory_peak_rank`; on CPUs `slowest_rank`, `slowest_seconds` and `fastest_seconds`, the mean times of ranks in a
       step without what they wait for each other; `router_load/LAYER`, the tokens of the fullest expert over the mean
@@ -58,6 +58,7 @@ class StepMeter:
         self._engine, self._mesh, self._every = engine, engine.mesh, gather_every
         plan, training = engine.mesh.plan, engine.mesh.plan.spec.training
         self._tokens = training.global_batch_size * training.sequence_length
+        self._scales = training.precision is Precision.FP16 and training.loss_scale == 0
         self._on_cpu = self._mesh.device.type == "cpu"
         work = workload_of(plan.spec)
         self._work = None if self._on_cpu or work.accelerator == "cpu" or not work.names_machine else work
@@ -90,7 +91,8 @@ class StepMeter:
         if norm is not None:
             # DeepSpeed writes -1 for a norm that is infinite or no number.
             row["gradient_norm"] = math.inf if skips or float(norm) < 0 else float(norm)
-        self._nonfinite += not skips and not all(map(math.isfinite, row.values()))
+        # DeepSpeed skips such steps in every precision; only a dynamic loss scale means to.
+        self._nonfinite += not (skips and self._scales) and not all(map(math.isfinite, row.values()))
         row["lr"] = rates[0]
         row |= {f"lr/{number}": rate for number, rate in enumerate(rates) if number and rate != rates[0]}
         row |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_s": self._tokens / seconds}
@@ -99,7 +101,7 @@ class StepMeter:
         if self._on_cpu and records.steps:
             phases = records.steps[-1][-1]
             row |= {f"phase_seconds/{short}": phases[name] for name, short in PHASES.items() if name in phases}
-        if self._mesh.plan.spec.training.precision is Precision.FP16:
+        if self._scales:
             row["skipped_steps"] = engine.skipped_steps
         row["nonfinite_steps"] = self._nonfinite
         row |= self._gathered()

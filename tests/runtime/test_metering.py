@@ -36,6 +36,7 @@ def measure(
         model=initial_model(plan),
         training_data=samples(plan),
         model_parameters=lambda model: decay_groups(model, 0.1),
+        stop_on_nonfinite=None,
     )
     if rank == slow:
         engine.module.register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
@@ -126,6 +127,18 @@ def test_steps_that_fp16_skips_are_counted_and_have_an_infinite_norm() -> None:
     assert [row["skipped_steps"] for row in rows] == [1, 2, 3]
     assert all(math.isinf(row["gradient_norm"]) and math.isfinite(row["loss"]) for row in rows)
     assert {row["nonfinite_steps"] for row in rows} == {0}
+
+
+def lose_steps(_: int, plan: Plan) -> list[dict[str, float]]:
+    return measure(0, plan, steps=2, overflows=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 1])
+def test_steps_without_a_finite_norm_are_counted(stage: int) -> None:
+    rows = run_ranks(1, lose_steps, make_plan(1, {}, extra={"zero": {"stage": stage}}))[0]
+    assert [row["nonfinite_steps"] for row in rows] == [1, 2]
+    assert not any(math.isfinite(row["gradient_norm"]) for row in rows)
 
 
 def test_utilisation_is_that_of_the_estimate() -> None:
