@@ -74,8 +74,8 @@ SCHEDULE_TYPES: Mapping[str, str] = _STORED["schedule_types"]
 
 # At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
 
-_STAGES: Mapping[str, Sequence[str]] = _STORED["stages"]
-"""Keys by the first and last stage at which DeepSpeed 0.19.8 reads them (runtime/engine.py, runtime/zero)."""
+_STAGES: Sequence[Mapping[str, Any]] = _STORED["stages"]
+"""Keys with the first and last stage at which DeepSpeed 0.19.8 reads them (runtime/engine.py, runtime/zero)."""
 
 UNREAD = frozenset({"allgather_partitions"})
 """What DeepSpeed 0.19.8 takes and reads at no stage."""
@@ -105,9 +105,9 @@ def has_effect(key: str, stage: int) -> bool:
 
 
 def _range(key: str) -> tuple[int, int]:
-    spans = (span for span, keys in _STAGES.items() if key in keys)
-    first, last = ("3-3" if key.startswith("stage3_") else next(spans, "0-3")).split("-")
-    return int(first), int(last)
+    if key.startswith("stage3_"):
+        return 3, 3
+    return next(((one["first"], one["last"]) for one in _STAGES if key in one["keys"]), (0, 3))
 
 
 def reach(key: str) -> str:
