@@ -40,6 +40,7 @@ from parcompile.runtime.liveness import doing, follow, records, share_errors, sh
 from parcompile.runtime.loss import SequenceLoss, without_waiting
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.model.pretrained import build_model
+from parcompile.runtime.model.slices import check_head
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.optimizers import apart_by_muon, fresh_optimizer, join_shards
 from parcompile.runtime.profiling.recorder import FILE, Recorder
@@ -227,6 +228,8 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if rules is not None and getattr(model, "parcompile_mesh", None) is None:
         prepare_user_module(model, mesh)
     if getattr(model, "parcompile_mesh", None) is not mesh:
+        if rules is None:
+            check_head(without_peft(model), plan)
         if self_check if self_check is not None else rules is not None or plan.parameters.numel <= SMALL_NUMEL:
             check = SelfCheck(without_peft(model), mesh)
         model = inject(model, mesh)

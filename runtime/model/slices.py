@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parcompile.layout.shards import Ranges, TensorLayout, repeated_ranges
 from parcompile.model.derived_rows import CLASSIFIER
 from parcompile.model.table import Parameter
+from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
@@ -107,18 +108,8 @@ class Slices:
         Raises:
             RunError: they differ; the message names the first parameter that does.
         """
-        planned = {name: parameter.shape for name, parameter in self._mesh.plan.parameters.expanded()}
-        if (CLASSIFIER in planned) is not (classifies := hasattr(model, CLASSIFIER.partition(".")[0])):
-            raise RunError(
-                f"{type(model).__name__} is a classifier of sequences, and the plan is for a language model: write "
-                "num_labels under model in the spec, or save the classifier (save_pretrained) and name its config.json "
-                "as model.hf_config"
-                if classifies
-                else f"the plan is for a classifier of sequences ({CLASSIFIER} {list(planned[CLASSIFIER])}), which "
-                f"{type(model).__name__} is not: give AutoModelForSequenceClassification.from_pretrained(..., "
-                f"num_labels={planned[CLASSIFIER][0]}), or leave num_labels out of the spec",
-                everywhere=True,
-            )
+        planned = _planned(self._mesh.plan)
+        check_head(model, self._mesh.plan)
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, shape in found.items():
             if name not in planned:
@@ -130,6 +121,30 @@ class Slices:
         missing = planned.keys() - found.keys()
         if missing:
             raise RunError(f"the plan has {min(missing)}, which the model does not have", everywhere=True)
+
+
+def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
+    return {name: parameter.shape for name, parameter in plan.parameters.expanded()}
+
+
+def check_head(model: nn.Module, plan: Plan) -> None:
+    """Checks that a whole model is a classifier of sequences where the plan is for one, and only there.
+
+    Raises:
+        RunError: it is not.
+    """
+    planned = _planned(plan)
+    if (CLASSIFIER in planned) is not (classifies := hasattr(model, CLASSIFIER.partition(".")[0])):
+        raise RunError(
+            f"{type(model).__name__} is a classifier of sequences, and the plan is for a language model: write "
+            "num_labels under model in the spec, or save the classifier (save_pretrained) and name its config.json "
+            "as model.hf_config"
+            if classifies
+            else f"the plan is for a classifier of sequences ({CLASSIFIER} {list(planned[CLASSIFIER])}), which "
+            f"{type(model).__name__} is not: give AutoModelForSequenceClassification.from_pretrained(..., "
+            f"num_labels={planned[CLASSIFIER][0]}), or leave num_labels out of the spec",
+            everywhere=True,
+        )
 
 
 def cut(
