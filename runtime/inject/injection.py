@@ -135,6 +135,8 @@ class _Injection:
             register_gradient_sums(self.model, self.mesh)
 
     def _compute(self) -> None:
+        if self.spec.training.tiled_mlp:
+            tile_mlps(self.placed)
         if labels := self.spec.model.shape.head.labels:
             self._classify(labels)
         else:
@@ -153,8 +155,6 @@ class _Injection:
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         if deferred and not isinstance(head, Elsewhere):
             defer_logits(head, words)
-        if self.spec.training.tiled_mlp:
-            tile_mlps(self.placed)
         if (losses := losses_of(self.model, self.mesh.plan)) is not None:
             loss = RouterLosses(loss, self.model, self.mesh, losses)
         self.model.loss_function = loss

@@ -67,8 +67,13 @@ def widest(_rank: int, plan: Plan) -> list[int]:
     seen: list[int] = []
     activation = model.get_submodule("model.layers.0.mlp.act_fn")
     activation.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    batch = split_batch(batch_of(plan), mesh)
     with mock.patch(TILES, 8 / plan.spec.model.shape.hidden_size):
-        model(**split_batch(batch_of(plan), mesh)).loss.backward()
+        if plan.spec.model.shape.head.labels:
+            model.config.pad_token_id = -1
+            model(input_ids=batch["input_ids"]).logits.sum().backward()
+        else:
+            model(**batch).loss.backward()
     return seen
 
 
@@ -85,6 +90,12 @@ def with_dropout(_rank: int, plan: Plan) -> None:
     from parcompile.runtime.inject import inject
 
     inject(drawn_model(plan), join(plan))
+
+
+@pytest.mark.ranks
+def test_the_mlps_of_a_classifier_are_tiled() -> None:
+    plan = config_plan("llama", {**tiny_config("llama"), "num_labels": 1}, 1, {}, tiled_mlp=True)
+    assert run_ranks(1, widest, plan) == [[4] * 8]
 
 
 @pytest.mark.ranks
