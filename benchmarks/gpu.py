@@ -1,16 +1,17 @@
 """Everything that only a GPU can show, by one command (`make gpu`); what it finds goes into out/gpu/figures.json.
 
-    python benchmarks/gpu.py [--output out/gpu] [--minutes 8]
+    python benchmarks/gpu.py [--output out/gpu] [--minutes 8] [--only PART …]
 
-1. the tests marked `gpu`: kernels against fp64, packed documents, merges, ranks that share a GPU, no host that waits;
-2. every example spec, compiled for one GPU in fp32 and in bf16 and trained for a few steps: the engine on NCCL with a
-   world of one, its losses beside those of a CPU, its peak memory beside the plan's;
-3. `parcompile profile`;
-4. `benchmarks/ring_attention_cuda.py`, which on several GPUs measures scaling too;
-5. on several GPUs: the first example over tp and over cp on NCCL, its losses beside those of one GPU.
+1. `tests`: those marked `gpu`: kernels against fp64, packed documents, merges, ranks that share a GPU, no host that waits;
+2. `examples`: every example spec, compiled for one GPU in fp32 and in bf16 and trained for a few steps: the engine on NCCL
+   with a world of one, its losses and norms beside those of a CPU, its peak memory beside the plan's;
+3. `ranks`: layouts of tp, cp, ep, pp, dp and ZeRO 1 to 3 over several ranks on NCCL, beside one CPU. Ranks that have no GPU
+   of their own share one: each says to NCCL that it is a host of its own (NCCL_HOSTID), so messages go by sockets;
+4. `steps`: `benchmarks/gpu_step.py`, a step of real dimensions beside plain DeepSpeed's;
+5. `speed`: `parcompile profile`, and `benchmarks/ring_attention_cuda.py`, which on several GPUs measures scaling too.
 
-Each part has its time; one that fails or takes too long is written down, and the others go on. The exit code is 1
-then, and 2 without a GPU.
+Parts 1 to 3 run side by side, as many as there are processors for; what is timed runs alone. Each part has its time; one
+that fails or takes too long is written down, and the others go on. The exit code is 1 then, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import csv
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
 STEPS = 10
 """Enough for a row of measurements, which is written after eight."""
-LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}
+TOLERANCE = {"fp32": {"loss": 1e-3, "gradient_norm": 1e-3}, "bf16": {"loss": 3e-2, "gradient_norm": 1e-1}}
 """Relative, over the steps of an example: fp32 matrix products of a GPU sum in another order, bf16 has 8 bits."""
 
 
@@ -61,15 +65,19 @@ class Parts:
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
         if cpu:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"OMP_NUM_THREADS": "2"}
         start = time.monotonic()
         log = self.output / f"{name}.log"
         with log.open("w", encoding="utf-8") as stream:
+            process = subprocess.Popen(
+                command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                code: int | str = subprocess.run(
-                    command, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=seconds, check=False
-                ).returncode
+                code: int | str = process.wait(seconds)
             except subprocess.TimeoutExpired:
                 code = f"longer than {seconds:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         self.found[name] = {"exit": code, "seconds": round(time.monotonic() - start, 1)}
         print(f"{name}: {'ok' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
         return code == 0
@@ -78,59 +86,157 @@ class Parts:
         self.found[name] |= figures
 
 
-def spec_of(example: Path, gpus: int, precision: str | None, parallelism: dict[str, Any]) -> dict[str, Any]:
-    """An example for so many GPUs; everything that changes numbers stays, but the precision if one is named."""
+def spec_of(example: Path, gpus: int, precision: str | None, changes: dict[str, Any]) -> dict[str, Any]:
+    """An example for so many GPUs; `changes` are made in its sections, and everything else that changes numbers stays."""
     spec: dict[str, Any] = json.loads(example.read_text(encoding="utf-8"))
     accelerator = "cpu" if gpus == 0 else "h100-sxm"
     spec["cluster"] = {"nodes": 1, "gpus_per_node": max(gpus, 1), "accelerator": accelerator}
-    spec["parallelism"] = {"dp": "auto", **parallelism}
+    spec["parallelism"] = {"dp": "auto"}
+    for section, values in changes.items():
+        spec[section] = spec.get(section, {}) | values
     if precision is not None:
         spec["training"]["precision"] = precision
     return spec
 
 
-def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> list[float] | None:
-    """Losses of some steps; peak memory beside the plan's goes to the figures."""
+Numbers = dict[str, list[float]]
+"""Of each step: `loss` and `gradient_norm`."""
+
+
+def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers | None:
+    """Losses and norms of some steps; peak memory beside the plan's goes to the figures."""
     folder = parts.output / name
     folder.mkdir(parents=True, exist_ok=True)
     source, plan, trained = folder / "spec.json", folder / "plan", folder / "run"
     source.write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
     compiler = [sys.executable, "-m", "parcompile", str(source), "-o", str(plan)]
-    if not parts.run(f"{name}-compile", compiler, 30):
+    if not parts.run(f"{name}-compile", compiler, 60):
         return None
     script = [str(EXAMPLES / "train.py"), "--plan", str(plan), "--steps", str(STEPS), "--output", str(trained)]
     script += ["--checkpoint-every", "0"]
-    alone = [sys.executable, *script]
-    several = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(gpus), *script]
-    if not parts.run(name, several if gpus > 1 else alone, 90, cpu=gpus == 0):
+    if gpus > torch.cuda.device_count():
+        launcher = [str(HERE / "shared_gpu.py"), str(gpus)]
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+    if not parts.run(name, [sys.executable, *launcher, *script], 120, cpu=gpus == 0):
         return None
-    lines = (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
-    parts.note(name, losses=losses)
-    measured = plan / "measurements.csv"
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    numbers = {key: [line[key] for line in lines] for key in ("loss", "gradient_norm")}
+    parts.note(name, **numbers)
+    measured = trained / "measurements.csv"
     if gpus and measured.exists():
         with measured.open(encoding="utf-8", newline="") as stream:
             measured_bytes = int(list(csv.DictReader(stream))[-1]["peak_bytes"])
         planned = parcompile.load_plan(str(plan)).estimate().to_json()["memory"]
         parts.note(name, peak_bytes=measured_bytes, planned_bytes=planned["peak_bytes"])
         parts.note(name, planned_interval_90_bytes=planned["interval_90_bytes"])
-    return losses
+    return numbers
 
 
-def compare(parts: Parts, name: str, losses: list[float] | None, wanted: list[float] | None, tolerance: float) -> None:
-    if losses is None or wanted is None:
+def compare(
+    parts: Parts, name: str, numbers: Numbers | None, wanted: Numbers | None, allowed: dict[str, float]
+) -> None:
+    if numbers is None or wanted is None:
         return
-    error = max(abs(one - right) / abs(right) for one, right in zip(losses, wanted, strict=True))
-    parts.note(name, worst_relative_error=error, tolerance=tolerance)
-    if error > tolerance:
-        parts.note(name, exit=f"losses differ by {error:.1e} > {tolerance:.0e}")
-    print(f"{name}: losses differ by {error:.1e} (allowed {tolerance:.0e})", flush=True)
+    errors = {
+        key: max(abs(one - right) / abs(right) for one, right in zip(numbers[key], wanted[key], strict=True))
+        for key in numbers
+    }
+    parts.note(name, worst_relative_error=errors, tolerance=allowed)
+    said = ", ".join(f"{key} {error:.1e} (allowed {allowed[key]:.0e})" for key, error in errors.items())
+    if not all(error <= allowed[key] for key, error in errors.items()):
+        parts.note(name, exit=f"differs by {said}")
+    print(f"{name}: differs by {said}", flush=True)
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tp2-cp2": ("byte_llama", 4, {"parallelism": {"tp": 2, "cp": 2}}),
+    "tp4-sp": ("byte_llama", 4, {"parallelism": {"tp": 4, "sequence_parallel": True}}),
+    "cp4": ("byte_llama", 4, {"parallelism": {"cp": 4}}),
+    "tp2-cp2-ulysses": ("byte_llama", 4, {"parallelism": {"tp": 2, "cp": 2, "cp_implementation": "ulysses"}}),
+    "pp2-tp2": ("byte_llama_stages", 4, {"parallelism": {"pp": 2, "tp": 2}}),
+    "pp4-interleaved": (
+        "byte_llama_stages",
+        4,
+        {
+            "parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2},
+            "model": {"num_hidden_layers": 8},
+        },
+    ),
+    "ep2-tp2": ("byte_mixtral", 4, {"parallelism": {"ep": 2, "tp": 2}}),
+    "ep2-cp2": ("byte_mixtral", 4, {"parallelism": {"ep": 2, "cp": 2}}),
+    "dp4": ("byte_llama", 4, {"training": {"micro_batch_size": 4}}),
+    "dp2-tp2-zero3": (
+        "byte_llama",
+        4,
+        {"parallelism": {"tp": 2}, "zero": {"stage": 3}, "training": {"micro_batch_size": 8}},
+    ),
+    "dp2-cp2-zero2": (
+        "byte_llama",
+        4,
+        {"parallelism": {"cp": 2}, "zero": {"stage": 2}, "training": {"micro_batch_size": 4}},
+    ),
+}
+"""By name: the example, the ranks, and what is changed in it."""
+
+
+def on_cpu(layout: str) -> tuple[str, dict[str, Any]]:
+    """The name of the run on one CPU that a layout is compared with, and what is changed there."""
+    example, _, changes = LAYOUTS[layout]
+    model = {"model": changes["model"]} if "model" in changes else {}
+    return f"{example}-{layout}-cpu" if model else f"{example}-cpu", model
+
+
+def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
+    """Trains examples on one GPU and layouts on several ranks, side by side, and compares each with one CPU."""
+    references: dict[str, tuple[str, dict[str, Any]]] = {f"{name}-cpu": (name, {}) for name in names}
+    for layout in layouts:
+        name, model = on_cpu(layout)
+        references[name] = LAYOUTS[layout][0], model
+
+    def of(
+        example: str, name: str, gpus: int, precision: str | None, changes: dict[str, Any]
+    ) -> Callable[[], Numbers | None]:
+        return lambda: train(parts, name, spec_of(EXAMPLES / f"{example}.json", gpus, precision, changes), gpus)
+
+    # A rank keeps about three processors busy while it starts.
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 4)) as pool:
+        wanted = {name: pool.submit(of(one, name, 0, None, model)) for name, (one, model) in references.items()}
+        runs = {
+            name: (pool.submit(of(*job)), reference, tolerance)
+            for name, job, reference, tolerance in (
+                *(
+                    (f"{one}-{kind}", (one, f"{one}-{kind}", 1, kind, {}), f"{one}-cpu", TOLERANCE[kind])
+                    for one in names
+                    for kind in ("fp32", "bf16")
+                ),
+                *(
+                    (
+                        one,
+                        (LAYOUTS[one][0], one, LAYOUTS[one][1], None, LAYOUTS[one][2]),
+                        on_cpu(one)[0],
+                        TOLERANCE["fp32"],
+                    )
+                    for one in layouts
+                ),
+            )
+        }
+        for name, (future, reference, tolerance) in runs.items():
+            compare(parts, name, future.result(), wanted[reference].result(), tolerance)
+
+
+PARTS = ("tests", "examples", "ranks", "steps", "speed")
+STEP_MODELS = ("llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "gemma-2-9b")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/gpu"))
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--without", default="", help="a kernel of attention that the steps do not take")
+    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--models", nargs="+", choices=STEP_MODELS, default=STEP_MODELS)
     arguments = parser.parse_args()
     if (why := missing()) is not None:
         print(f"make gpu: {why}.", file=sys.stderr)
@@ -138,30 +244,29 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     parts, gpus = Parts(arguments.output, arguments.minutes), torch.cuda.device_count()
     python = [sys.executable, "-m"]
-    parts.run(
-        "tests", [*python, "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(HERE.parent / "tests")], 150
-    )
-    wanted: dict[str, list[float] | None] = {}
-    for example in sorted(EXAMPLES.glob("*.json")):
-        if example.stem == "byte_finetune":
-            continue  # starts from weights that another run has written
-        on_cpu = wanted[example.stem] = train(parts, f"{example.stem}-cpu", spec_of(example, 0, None, {}), 0)
-        for precision in ("fp32", "bf16"):
-            name = f"{example.stem}-{precision}"
-            losses = train(parts, name, spec_of(example, 1, precision, {}), 1)
-            compare(parts, name, losses, on_cpu, LOSS_TOLERANCE[precision])
-    parts.run(
-        "profile", [*python, "parcompile", "profile", "-o", str(arguments.output / "this.json"), "--seconds", "20"], 60
-    )
-    figures = arguments.output / "ring_attention.json"
-    cuda = [str(HERE / "ring_attention_cuda.py"), "--rounds", "10", "--json", str(figures)]
-    if parts.run("ring_attention_cuda", [sys.executable, *cuda], 120) and figures.exists():
-        parts.note("ring_attention_cuda", figures=json.loads(figures.read_text(encoding="utf-8")))
-    for ranks in (2, 4):
-        for axis in ("tp", "cp") if gpus >= ranks else ():
-            name = f"byte_llama-{axis}{ranks}"
-            losses = train(parts, name, spec_of(EXAMPLES / "byte_llama.json", ranks, "bf16", {axis: ranks}), ranks)
-            compare(parts, name, losses, wanted["byte_llama"], LOSS_TOLERANCE["bf16"])
+    # One that starts from weights that another run has written is left out.
+    names = [file.stem for file in sorted(EXAMPLES.glob("*.json")) if file.stem != "byte_finetune"]
+    with ThreadPoolExecutor(1) as beside:
+        if "tests" in arguments.only:
+            tests = [*python, "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(HERE.parent / "tests")]
+            beside.submit(parts.run, "tests", tests, 150)
+        examples(
+            parts,
+            names if "examples" in arguments.only else [],
+            arguments.layouts if "ranks" in arguments.only else [],
+        )
+    if "speed" in arguments.only:
+        profile = ["parcompile", "profile", "-o", str(arguments.output / "this.json"), "--seconds", "20"]
+        parts.run("profile", [*python, *profile], 60)
+        figures = arguments.output / "ring_attention.json"
+        cuda = [str(HERE / "ring_attention_cuda.py"), "--rounds", "10", "--json", str(figures)]
+        if parts.run("ring_attention_cuda", [sys.executable, *cuda], 120) and figures.exists():
+            parts.note("ring_attention_cuda", figures=json.loads(figures.read_text(encoding="utf-8")))
+    for model in arguments.models if "steps" in arguments.only else ():
+        step = [str(HERE / "gpu_step.py"), model, "--output", str(arguments.output), "--without", arguments.without]
+        if parts.run(f"step-{model}", [sys.executable, *step], 90):
+            figures = arguments.output / model / "figures.json"
+            parts.note(f"step-{model}", figures=json.loads(figures.read_text(encoding="utf-8")))
     device = torch.cuda.get_device_properties(0)
     machine = {"gpu": device.name, "gpus": gpus, "memory_bytes": device.total_memory, "torch": torch.__version__}
     machine |= {"cuda": torch.version.cuda, "python": platform.python_version()}

@@ -30,10 +30,11 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
-from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel
-from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
+from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel
+from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel, CudnnKernel
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries, QueriesOfPass
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention
-from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel, padded
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.route import Masking, plan_route
@@ -70,7 +71,7 @@ def check_kernels() -> dict[str, float]:
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         query, key, value, grad = draw(768, dtype)
-        kernel = select_kernel(query, value)
+        kernel = select_kernel(query, value, banded=True)
         bands = [FULL, CAUSAL] + ([] if isinstance(kernel, CudaEfficientKernel) else [Band(-99, 0), Band(-300, 200)])
         exact = PlainKernel()
         for band in bands:
@@ -91,14 +92,100 @@ def check_kernels() -> dict[str, float]:
     return found
 
 
-def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
+WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+CANDIDATES: tuple[Callable[[], Any], ...] = (CudaFlashKernel, CudnnKernel, CudaEfficientKernel)
+
+
+def compare_kernels(length: int, rounds: int) -> list[dict[str, Any]]:
+    """Each kernel for each pair of head widths: TFLOP/s of causal and full squares, and errors against fp64.
+
+    Operations: 4 · heads · length² · width forward, half of them causal; 2.5 times as many backward.
+    """
+    found = []
+    for keys, values in WIDTHS:
+        generator = torch.Generator("cuda").manual_seed(1)
+        query, key, value, grad = (
+            torch.randn(1, length, heads, width, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(
+                1, 2
+            )
+            for heads, width in ((HEADS, keys), (KV_HEADS, keys), (KV_HEADS, values), (HEADS, values))
+        )
+        scale = keys**-0.5
+        for make in CANDIDATES:
+            for band in (CAUSAL, FULL):
+                row: dict[str, Any] = {"widths": [keys, values], "length": length, "causal": band == CAUSAL}
+                found.append(row)
+                try:
+                    kernel = make() if keys == values or make is not CudaFlashKernel else padded(make(), keys)
+                    row["kernel"] = kernel.name
+                    row["errors"] = errors_of(kernel, [x[:, :, :768] for x in (query, key, value, grad)], band, scale)
+                    out, lse = kernel.forward(query, key, value, band=band, scale=scale, terms=None)
+                    read = QueriesOfPass(query, grad, out, lse, scale)
+                    sums = Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)))
+                    every = slice(None)
+                    run = {
+                        "forward": lambda: kernel.forward(query, key, value, band=band, scale=scale, terms=None),  # noqa: B023
+                        "backward": lambda: kernel.backward(  # noqa: B023
+                            read.part(every, every),
+                            key,
+                            value,
+                            band=band,
+                            terms=None,
+                            into=sums,  # noqa: B023
+                        ),
+                    }
+                    work = 2.0 * HEADS * length**2 * (keys + values) * (0.5 if band == CAUSAL else 1.0)
+                    for name, factor in (("forward", 1.0), ("backward", 2.5)):
+                        row[name] = [factor * work / one / 1e12 for one in seconds(run[name], rounds)]
+                except Exception as error:  # a kernel that does not serve these widths says so
+                    row["refused"] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def packed(length: int, documents: int, rounds: int) -> dict[str, Any]:
+    """Attention of one rank, forward and backward, over packed documents of one length, and over one document."""
+    tensors = [tensor.requires_grad_() for tensor in draw(length)]
+    borders = list(range(0, length + 1, length // documents))
+
+    def run(**options: Any) -> None:
+        out = ring_attention(*tensors[:3], **options)
+        torch.autograd.grad(out, tensors[:3], tensors[3].detach())
+
+    return {
+        "length": length,
+        "documents": documents,
+        "packed_seconds": seconds(lambda: run(documents=borders), rounds),
+        "one_seconds": seconds(run, rounds),
+    }
+
+
+def errors_of(kernel: Any, tensors: list[Tensor], band: Band, scale: float) -> dict[str, float]:
+    """Relative errors against the plain kernel in fp64, with a log-sum-exp of more keys than these in backward."""
+    query, key, value, grad = tensors
+    exact, wide = PlainKernel(), [tensor.double() for tensor in tensors]
+    out, lse = kernel.forward(query, key, value, band=band, scale=scale, terms=None)
+    wanted, wanted_lse = exact.forward(*wide[:3], band=band, scale=scale)
+    found = {"out": out, "lse": lse}
+    right = {"out": wanted, "lse": wanted_lse}
+    sums = Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)))
+    wide_sums = Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in (query, key, value)))
+    kernel.backward(Queries(query, grad, out, lse + 1, scale), key, value, band=band, terms=None, into=sums)
+    exact.backward(
+        Queries(wide[0], wide[3], wanted, wanted_lse + 1, scale), *wide[1:3], band=band, terms=None, into=wide_sums
+    )
+    for name in ("query", "key", "value"):
+        found[name], right[name] = getattr(sums, name), getattr(wide_sums, name)
+    return {name: float((found[name].double() - right[name]).norm() / right[name].norm()) for name in found}
+
+
+def one_gpu(length: int, ranks: int, rounds: int, kernel: Any = None) -> dict[str, Any]:
     """One rank's part of a ring, the middle one's, against one call over the whole sequence."""
     whole = draw(length)
     rank, scale = ranks // 2, HEAD_DIM**-0.5
     parts = [[split_sequence(tensor, 2, "zigzag", ranks, each) for tensor in whole] for each in range(ranks)]
     query, _, _, grad = parts[rank]
     steps = plan_route(CpLayout.ZIGZAG, ranks, rank, query.shape[2], Masking())
-    kernel = select_kernel(query, query)
+    kernel = select_kernel(query, query) if kernel is None else kernel
 
     def forward() -> tuple[Tensor, Tensor]:
         running = RunningAttention(torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32))
@@ -108,7 +195,7 @@ def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
 
     def both() -> None:
         out, lse = forward()
-        queries = Queries(query, grad, out, lse, scale)
+        queries = QueriesOfPass(query, grad, out, lse, scale)
         total = torch.zeros_like(query, dtype=torch.float32)
         for step in steps:
             _, key, value, _ = parts[step.source]
@@ -123,7 +210,7 @@ def one_gpu(length: int, ranks: int, rounds: int) -> dict[str, Any]:
         if backward:
             torch.autograd.grad(out, leaves, whole[3])
 
-    found: dict[str, Any] = {"length": length, "ranks": ranks}
+    found: dict[str, Any] = {"length": length, "ranks": ranks, "kernel": kernel.name}
     for name, part, one in (("forward", forward, False), ("forward + backward", both, True)):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -194,7 +281,19 @@ def main() -> int:
     errors = check_kernels()
     for name, error in errors.items():
         print(f"{name}: relative error {error:.1e}")
-    parts = [one_gpu(length, arguments.ranks, arguments.rounds) for length in arguments.lengths]
+    kernels = compare_kernels(8192, arguments.rounds)
+    for row in kernels:
+        name = f"{row.get('kernel')} {row['widths']} {'causal' if row['causal'] else 'full'}"
+        if "refused" in row:
+            print(f"{name}: {row['refused']}")
+            continue
+        rates = ", ".join(f"{way} {statistics.median(row[way]):.0f} TFLOP/s" for way in ("forward", "backward"))
+        print(f"{name}: {rates}; errors {', '.join(f'{key} {error:.1e}' for key, error in row['errors'].items())}")
+    parts = [
+        one_gpu(length, arguments.ranks, arguments.rounds, kernel())
+        for length in arguments.lengths
+        for kernel in (CudaFlashKernel, CudnnKernel)
+    ]
     for part in parts:
         for name in ("forward", "forward + backward"):
             times = part[name]
@@ -203,9 +302,14 @@ def main() -> int:
                 for flash, own in zip(times["flash_seconds"], times["part_seconds"], strict=True)
             ]
             print(
-                f"{part['length']} tokens, 1 of {part['ranks']} ranks, {name}: share {spread(share)}, "
+                f"{part['kernel']}: {part['length']} tokens, 1 of {part['ranks']} ranks, {name}: share {spread(share)}, "
                 f"peak {times['peak_bytes'] / 1e6:.0f} MB"
             )
+    packs = [packed(16_384, documents, arguments.rounds) for documents in (4, 32)]
+    for one in packs:
+        times = [statistics.median(one[f"{name}_seconds"]) for name in ("packed", "one")]
+        share = times[1] / one["documents"] / times[0]
+        print(f"{one['documents']} documents in {one['length']} tokens: {share:.0%} of the rate of one document")
     scaling = many_gpus(arguments) if torch.cuda.device_count() > 1 else []
     for found in scaling:
         direction = "forward + backward" if found["backward"] else "forward"
@@ -213,7 +317,12 @@ def main() -> int:
             share = [one / found["ranks"] / all_ for one, all_ in zip(found["one_gpu"], found[name], strict=True)]
             print(f"{found['length']} tokens on {found['ranks']} GPUs, {direction}, {name}: {spread(share)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"errors": errors, "parts": parts, "scaling": scaling}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps(
+                {"errors": errors, "kernels": kernels, "parts": parts, "packed": packs, "scaling": scaling}, indent=1
+            )
+            + "\n"
+        )
     return 0
 
 

@@ -175,13 +175,31 @@ class MatrixAdamW(torch.optim.AdamW):
         flat.add_(update, alpha=-group["lr"])
 
 
+def keep_steps_beside_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Moves the count of steps of a fused Adam to where its parameter is: one that was loaded may lie on the host.
+
+    The kernel reads it there; torch's other ways read it on the host.
+    """
+
+    def move(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"] if group.get("fused") else ():
+                state = optimizer.state.get(one, {})
+                if isinstance(step := state.get("step"), Tensor) and step.device != one.device:
+                    state["step"] = step.to(one.device)
+
+    optimizer.register_step_pre_hook(move)
+
+
 def join_shards(engine: Any, mesh: Mesh) -> None:
-    """Tells Muon which matrices lie in the shards of an engine.
+    """Tells Muon which matrices lie in the shards of an engine, and keeps what a fused Adam counts beside its shards.
 
     Raises:
         RunError: DeepSpeed has replaced an Adagrad that a script brings.
     """
     optimizer = getattr(engine.optimizer, "optimizer", None)
+    if isinstance(optimizer, torch.optim.Adam):
+        keep_steps_beside_shards(optimizer)
     if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
         raise RunError(
             "DeepSpeed replaces a torch.optim.Adagrad by one whose rate no schedule moves: give initialize no "

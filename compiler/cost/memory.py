@@ -183,15 +183,16 @@ def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
 def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
     """What the end of a step takes, when activations are gone: the reduction of gradients, or the optimizer.
 
-    The optimizer's part is less gradients and bucket that were let go of. Adam computes its denominator beside the
-    moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage 1 copies the gradients
-    of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32 already.
+    The optimizer's part is less gradients and bucket that were let go of. An Adam that is not fused computes its
+    denominator beside the moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage
+    1 copies the gradients of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32
+    already.
     """
     groups = work.sharded(stage, numel)
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
     dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
     largest = max(dealt, shard - dealt)
-    adam: float = MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
+    adam: float = 0.0 if work.fused else MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
     if work.muon:
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         experts, others = matrix_numels(work.shape, stage, work.tp, work.ep, work.expert_tp)
@@ -213,4 +214,6 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside.
         return MASTER_BYTES * largest + adam
     gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
-    return max(copied, MASTER_BYTES * largest + adam - gradients - bucket)
+    # They are joined in their type and then copied, and let go of behind that.
+    joined = work.gradient_bytes + (MASTER_BYTES if work.gradient_bytes < MASTER_BYTES else 0)
+    return max(copied, joined * largest - bucket, MASTER_BYTES * largest + adam - gradients - bucket)

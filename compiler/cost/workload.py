@@ -120,6 +120,8 @@ class Workload:
     state_bytes: int = ADAM_STATE_BYTES
     """What the optimizer keeps of an element; of matrices that take Muon it keeps the momentum alone."""
     muon: bool = False
+    fused: bool = False
+    """Adam is one kernel, which keeps nothing beside its state."""
     ns_steps: int = 5
     """Iterations in which Muon orthogonalises a matrix, in numbers of `ns_bytes`."""
     ns_bytes: int = 2

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 PLAIN = "plain"
 FLASH_ATTN = "flash_attn"
+CUDA_CUDNN = "cuda-cudnn"
 CUDA_FLASH = "cuda-flash"
 CUDA_EFFICIENT = "cuda-efficient"
 UNIT = 8
@@ -34,13 +35,28 @@ class Fused:
     """Whether many documents are one launch."""
     package: bool = False
     """Only where a package of its own is installed."""
+    unequal: bool = False
+    """Keys and values may have heads of different widths; others are padded."""
+    cudnn: int = 0
+    """The least version of cuDNN, as torch.backends.cudnn.version() gives it."""
 
 
 FUSED = (
+    Fused(
+        CUDA_CUDNN,
+        "cuDNN's, called by torch",
+        (9, 0),
+        ("bf16", "fp16"),
+        256,
+        softcap=False,
+        bands=False,
+        packs=False,
+        unequal=True,
+        cudnn=91900,
+    ),
     Fused(FLASH_ATTN, "package `flash_attn`", (8, 0), ("bf16", "fp16"), 256, True, True, True, package=True),
     Fused(CUDA_FLASH, "torch's FlashAttention-2", (8, 0), ("bf16", "fp16"), 256, False, True, True),
-    Fused(CUDA_EFFICIENT, "torch's memory-efficient", (8, 0), ("bf16",), None, False, False, False),
-    Fused(CUDA_EFFICIENT, "torch's memory-efficient", (5, 0), ("fp16", "fp32"), None, False, False, False),
+    Fused(CUDA_EFFICIENT, "torch's memory-efficient", (5, 0), ("fp32",), None, False, False, False),
 )
 """From the fastest to the slowest."""
 
@@ -54,6 +70,8 @@ class Attention:
     value_width: int
     bands: bool = False
     """Tiles may be other than full or causal squares."""
+    packed: bool = False
+    """A sequence may hold several documents."""
     softcap: bool = False
     added: bool = False
     """Something is added to the scores: a bias."""
@@ -62,15 +80,24 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel, the width to which heads are padded for it, and why it is the plain one."""
+    """A kernel, the width to which heads are padded for it (None: they are not), and why it is the plain one."""
 
     kernel: str
-    width: int
+    width: int | None
     reason: str = ""
 
 
-def choose_kernel(attention: Attention, capability: tuple[int, int], *, has_package: bool = False) -> Choice:
-    """The fastest kernel that is right for this attention on a GPU of this compute capability."""
+def choose_kernel(
+    attention: Attention, capability: tuple[int, int], *, has_package: bool = False, cudnn: int | None = None
+) -> Choice:
+    """The fastest kernel that is right for this attention on a GPU of this compute capability.
+
+    Args:
+        attention: what a layer asks for.
+        capability: of the GPU.
+        has_package: whether `flash_attn` is installed.
+        cudnn: the version of cuDNN; None: one that serves.
+    """
     widest = max(attention.key_width, attention.value_width)
     width = -(-widest // UNIT) * UNIT
     serving = [
@@ -80,17 +107,22 @@ def choose_kernel(attention: Attention, capability: tuple[int, int], *, has_pack
         and attention.dtype in one.types
         and (one.widest is None or width <= one.widest)
         and (has_package or not one.package)
+        and (cudnn is None or cudnn >= one.cudnn)
     ]
     if not serving:
         card = f"sm_{capability[0]}{capability[1]}"
-        return Choice(PLAIN, widest, f"there is no fused kernel for {attention.dtype} with head dim {widest} on {card}")
+        return Choice(PLAIN, None, f"there is no fused kernel for {attention.dtype} with head dim {widest} on {card}")
     if attention.dropout:
-        return Choice(PLAIN, widest, "the dropout of fused kernels depends on how the sequence is split")
+        return Choice(PLAIN, None, "the dropout of fused kernels depends on how the sequence is split")
     best = serving[0]
+    if attention.packed and any(one.packs for one in serving):
+        serving = [one for one in serving if one.packs]
     if attention.added:
-        return Choice(PLAIN, widest, f"{best.name} adds nothing to scores")
+        return Choice(PLAIN, None, f"{best.name} adds nothing to scores")
     for one in serving:
         if (one.softcap or not attention.softcap) and (one.bands or not attention.bands):
-            return Choice(one.name, width)
+            fits = one.unequal or attention.key_width == attention.value_width
+            whole = attention.key_width % UNIT == attention.value_width % UNIT == 0
+            return Choice(one.name, None if fits and whole else width)
     lacks = "soft-capping" if attention.softcap else "sliding window between blocks"
-    return Choice(PLAIN, widest, f"{best.name} has no {lacks}")
+    return Choice(PLAIN, None, f"{best.name} has no {lacks}")

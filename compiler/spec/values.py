@@ -292,6 +292,12 @@ class Spec:
         return rank_stages(self.model.shape.num_hidden_layers, self.parallelism.pipeline_split)
 
     @property
+    def fuses_adam(self) -> bool:
+        """Whether Adam is one kernel that torch brings compiled: on GPUs, and on the host of an offloaded optimizer."""
+        on_gpu = self.cluster.accelerator != "cpu"
+        return self.training.optimizer.type in ("adam", "adamw") and (on_gpu or self.offload_optimizer is not None)
+
+    @property
     def shards_weights(self) -> bool:
         """Whether a rank holds a shard of each weight, and gathers it around the modules that use it."""
         return self.zero_stage == 3
@@ -394,6 +400,7 @@ def workload_of(spec: Spec) -> Workload:
         stage_layers=spec.stages,
         state_bytes=training.optimizer.state_bytes,
         muon=training.optimizer.is_muon,
+        fused=spec.fuses_adam,
         ns_steps=training.optimizer.ns_steps or Workload.ns_steps,
         ns_bytes=Precision(training.optimizer.ns_dtype or "bf16").bytes,
         preset=spec.cluster.preset,

@@ -70,11 +70,17 @@ class Step:
         """Chunks whose activations were alive at the same time."""
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Runs passes in their order. Without a backward pass among those of a step, nothing is kept for one."""
+        """Runs passes in their order. Without a backward pass among those of a step, nothing is kept for one.
+
+        A receive is posted behind the launches of the pass before, and its send. On CUDA the host may have to wait for
+        everything that is under way while it launches a pass (it loads a kernel, or asks for memory): so nothing may
+        be under way then that another rank sends only after this pass.
+        """
         for place, one in enumerate(passes):
-            for ahead in passes[place : place + 1 + RECEIVES_AHEAD]:
-                self._ask(ahead)
+            self._ask(one)
             self._pass(one)
+            for ahead in passes[place + 1 : place + 1 + RECEIVES_AHEAD]:
+                self._ask(ahead)
         self._lanes.finish()
 
     def _pass(self, one: Pass) -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from parcompile.machines.accelerator import find_accelerator
+from parcompile.machines.attention_kernels import CUDA_CUDNN, CUDA_EFFICIENT
 from parcompile.runtime import loss
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention import beside, execution
@@ -38,6 +39,8 @@ _FUSED = {
     "aten._scaled_dot_product_cudnn_attention": "cuDNN attention",
 }
 """What `scaled_dot_product_attention` becomes where a model calls it itself."""
+OWN = (CUDA_CUDNN, CUDA_EFFICIENT)
+"""Kernels of ours that call these operators."""
 
 
 class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
@@ -138,9 +141,12 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
 
         return selected
 
+    @property
+    def _layer(self) -> str:
+        return self._inside[-1] if self._inside else "the model"
+
     def _takes(self, kernel: str, reason: str = "") -> None:
-        layer = self._inside[-1] if self._inside else "the model"
-        taken = self.attention.setdefault(layer, [])
+        taken = self.attention.setdefault(self._layer, [])
         if (kernel, reason) not in taken:
             taken.append((kernel, reason))
 
@@ -162,7 +168,7 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
         name = operator_name(func)
         if here and asks_for_values(func, args, kwargs):
             self.waits_for(name)
-        if name in _FUSED:
+        if name in _FUSED and not any(kernel.startswith(OWN) for kernel, _ in self.attention.get(self._layer, ())):
             self._takes(f"torch's {_FUSED[name]}")
         elif name.startswith("transformers.grouped_mm_fallback"):
             self.slower["a loop over experts (transformers' grouped_mm_fallback)"] += 1

@@ -118,7 +118,8 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         with losses.ahead():  # the passes before a step are not measured
             pass
     on_host = is_on_host(optimizer)
-    _first_step(optimizer, foreach=not on_host and mesh.plan.spec.cluster.accelerator != "cpu")
+    on_gpu = mesh.plan.spec.cluster.accelerator != "cpu"
+    _first_step(optimizer, foreach=not on_host and on_gpu, fused=mesh.plan.spec.fuses_adam)
     gradients, bucket = 0, 0
 
     def look() -> None:
@@ -204,6 +205,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
 
     plan = mesh.plan
     config = ds_config(plan)
+    config["optimizer"]["params"].pop("fused", None)  # of which stand-ins of tensors know nothing
     micro_batches = RUN + plan.spec.shards_weights
     config["gradient_accumulation_steps"] = micro_batches
     config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
@@ -226,17 +228,25 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     return engine, _nbytes(weights), _nbytes(masters)
 
 
-def _first_step(optimizer: Any, *, foreach: bool) -> None:
-    """Creates the optimizer's moments, which later steps find; `foreach` is what torch chooses on accelerators."""
+def _first_step(optimizer: Any, *, foreach: bool, fused: bool) -> None:
+    """Creates the optimizer's moments, which later steps find.
+
+    `foreach` is what torch chooses on accelerators. A `fused` kernel takes no memory, and does not know stand-ins of
+    tensors: it is left out.
+    """
     adam: torch.optim.Optimizer = optimizer.optimizer
     if is_of_stage_3(optimizer):  # its groups have their shards in its own step alone
         for number, shard in enumerate(master_shards(optimizer)):
             adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(shard)
     kept = [(master, master.grad) for group in adam.param_groups for master in group["params"]]
-    for group in adam.param_groups:
-        group["foreach"], group["fused"] = foreach, False
     for master, gradient in kept:
         master.grad = torch.zeros_like(master) if gradient is None else gradient
+    for group in adam.param_groups:
+        group["foreach"], group["fused"] = foreach, False
+        if fused:
+            cast(Any, adam)._init_group(group, *([] for _ in range(6)))
+    if fused:
+        cast(Any, adam).step = lambda *_, **__: None
     adam.step()
     for master, gradient in kept:
         master.grad = gradient  # on the host it stays

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule, plan_gather
-from parcompile.runtime.ring_attention.kernels.kernel import Gradients, QueriesOfPass
+from parcompile.runtime.ring_attention.kernels.kernel import BlockGradients, Gradients, Queries, QueriesOfPass
 
 from .all_gather import gathered, gathered_backward
 from .inputs import check_inputs, check_terms
 from .kernels.blocks import attend
+from .kernels.fused import CpuFlashKernel, is_fused_on_cpus
 from .kernels.kernel import Terms, accumulation_dtype
 from .kernels.merge import RunningAttention, unseen_rows_to_infinity
 from .kernels.selection import select_kernel
-from .kernels.tiles import Tile
+from .kernels.tiles import Band, Tile
 from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, ring_backward
@@ -86,6 +87,7 @@ def attention_call(
             query,
             value,
             banded=banded,
+            packed=documents is not None,
             softcap=softcap,
             added=alibi_slopes is not None or bias is not None,
             dropout=dropout > 0,
@@ -94,9 +96,26 @@ def attention_call(
         tuple(
             Pass(rows, q_heads, kv_heads, schedule, None if terms is None else terms.of_pass(rows, q_heads))
             for rows, schedule, terms in schedules
-            for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows])
+            for q_heads, kv_heads in head_groups(query[rows], key[rows], value[rows], size)
         ),
     )
+
+
+def only_block(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Band | None:
+    """The band of the block that is all there is, on one rank: nothing is merged then, and nothing summed."""
+    if len(call.passes) != 1 or query.numel() == 0:
+        return None
+    (one,) = call.passes
+    if one.terms is not None or isinstance(one.schedule, GatherSchedule) or len(one.schedule) != 1:
+        return None
+    tiles = one.schedule[0].tiles
+    if len(tiles) != 1 or one.of_queries(query).shape != query.shape:
+        return None
+    (tile,) = tiles
+    whole = tile.queries.indices(query.shape[2]) == tile.keys.indices(key.shape[2]) == (0, query.shape[2], 1)
+    # Other blocks than these CPUs compute in tiles of their own.
+    fits = not isinstance(call.kernel, CpuFlashKernel) or is_fused_on_cpus(query, key, value, tile.band, None)
+    return tile.band if whole and fits and call.kernel.one_call else None
 
 
 def attention_backward(
@@ -110,6 +129,11 @@ def attention_backward(
     grad_out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and sinks."""
+    if sinks is None and (band := only_block(call, query, key, value)) is not None:
+        block, hidden = BlockGradients(query, key, value), unseen_rows_to_infinity(lse)
+        read = Queries(query, grad_out, out, hidden, call.scale)
+        call.kernel.backward(read, key, value, band=band, terms=None, into=block)
+        return block.given[0], block.given[1], block.given[2], None
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     bring_home = None
     ahead = gathered(call, key, value)
@@ -139,6 +163,9 @@ def attention_forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
+    if sinks is None and (band := only_block(call, query, key, value)) is not None:
+        out, lse = call.kernel.forward(query, key, value, band=band, scale=call.scale, terms=None)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
     batch, heads, length, _ = query.shape
     # [B, S, H, E] in memory: models join the heads of a token next.
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)

@@ -71,9 +71,11 @@ class AttentionCall:
     passes: tuple[Pass, ...]
 
 
-def head_groups(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[slice, slice]]:
-    """Query heads and the key/value heads they read, for each pass; equal on every rank."""
+def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> list[tuple[slice, slice]]:
+    """Query heads and the key/value heads they read, for each pass; equal on every rank. One rank has one pass."""
     heads, kv_heads = query.shape[1], key.shape[1]
+    if ranks == 1:
+        return [(slice(0, heads), slice(0, kv_heads))]
     share = heads // kv_heads
     size = heads_per_pass(
         kv_heads,

@@ -113,14 +113,10 @@ class Shard:
     chunk_tokens: int
     inplace_backward: bool
 
-    def chunks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Ranges of tokens, with one buffer [tokens, held] for all, filled with their logits in float32."""
-        tokens = logits.shape[0]
-        buffer = torch.empty(min(self.chunk_tokens, tokens), self.held, dtype=exact(logits.dtype), device=logits.device)
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Ranges of tokens whose logits are in float32 at a time."""
         for first in range(0, tokens, self.chunk_tokens):
-            rows = slice(first, min(first + self.chunk_tokens, tokens))
-            x = buffer[: rows.stop - rows.start].copy_(logits[rows, : self.held])
-            yield rows, x
+            yield slice(first, min(first + self.chunk_tokens, tokens))
 
     def locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Which labels are among the columns held, and in which column (0 for the others)."""
@@ -150,12 +146,12 @@ def losses_of_tokens(logits: Tensor, labels: Tensor, shard: Shard) -> tuple[Tens
     # Rows: largest logit, Σ exp(x − largest), the label's logit.
     local = torch.zeros(3, len(labels), dtype=exact(logits.dtype), device=logits.device)
     local[0] = -torch.inf
-    if shard.held:
-        for rows, x in shard.chunks(logits):
-            held, column = shard.locate(labels[rows])
-            local[2, rows] = x.gather(1, column).squeeze(1).masked_fill_(~held, 0.0)
-            largest = x.amax(1)
-            local[0, rows], local[1, rows] = largest, x.sub_(largest.unsqueeze(1)).exp_().sum(1)
+    for rows in shard.chunks(len(labels)) if shard.held else ():
+        x = logits[rows, : shard.held]
+        held, column = shard.locate(labels[rows])
+        local[2, rows] = x.gather(1, column).squeeze(1).to(local.dtype).masked_fill_(~held, 0.0)
+        local[0, rows] = largest = x.amax(1)
+        local[1, rows] = torch.sub(x, largest.to(local.dtype).unsqueeze(1)).exp_().sum(1)
     ranks = local.unsqueeze(0)
     if shard.group is not None and group_size(shard.group) > 1:
         ranks = start_all_gather(ranks, shard.group).wait(0)
@@ -173,12 +169,13 @@ def gradient_of_logits(
     """Writes into `out` [T, v], which may be `logits`, the gradient where that of each token's loss is `grad` [T]."""
     grad = grad.masked_fill(labels == shard.ignore_index, 0.0)
     softmax_scale = grad * (1 + 2 * shard.z_loss * log_sum) if shard.z_loss else grad
-    for rows, x in shard.chunks(logits):
-        x.sub_(log_sum[rows].unsqueeze(1)).exp_().mul_(softmax_scale[rows].unsqueeze(1))
+    for rows in shard.chunks(len(labels)) if shard.held else ():
+        x = torch.sub(logits[rows, : shard.held], log_sum[rows].unsqueeze(1)).exp_()
+        scale = softmax_scale[rows].unsqueeze(1)
         held, column = shard.locate(labels[rows])
-        if shard.held:
-            x.scatter_add_(1, column, (-grad[rows] * held).unsqueeze(1))
-        out[rows, : shard.held] = x
+        of_labels = x.gather(1, column) * scale - (grad[rows] * held).unsqueeze(1)
+        torch.mul(x, scale, out=out[rows, : shard.held]).scatter_(1, column, of_labels.to(out.dtype))
+        del x
     out[:, shard.held :] = 0.0
     return out
 

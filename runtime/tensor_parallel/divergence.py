@@ -88,7 +88,8 @@ class _Divergence(torch.autograd.Function):
         local = torch.zeros(3 if reference is None else 5, len(logits), dtype=exact(logits.dtype), device=logits.device)
         local[0::3] = -torch.inf
         if shard.held:
-            for rows, x in shard.chunks(logits):
+            for rows in shard.chunks(len(logits)):
+                x = logits[rows, : shard.held].to(local.dtype, copy=True)
                 local[0, rows] = largest = x.amax(1)
                 difference = x.sub_(largest.unsqueeze(1)).clone()
                 if reference is not None:
@@ -124,7 +125,8 @@ class _Divergence(torch.autograd.Function):
         shard, grad = cast(Shard, ctx.shard), grads[0]
         out = torch.zeros_like(logits) if ctx.needs_input_grad[0] else None
         of_reference = torch.zeros_like(reference) if ctx.needs_input_grad[1] else None
-        for rows, x in shard.chunks(logits):
+        for rows in shard.chunks(len(logits)):
+            x = logits[rows, : shard.held].to(exact(logits.dtype), copy=True)
             each = grad[rows].unsqueeze(1)
             difference = x.sub_(log_sum[rows].unsqueeze(1)).clone()
             weights = x.exp_()

@@ -174,7 +174,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     pinned pages until the copy is done.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()  # an expanded tensor cannot be pinned: its elements share memory
     return tensor.to(device, non_blocking=True)
 
 

@@ -17,6 +17,7 @@ of the communicator meanwhile. Started any earlier it would only take memory.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,9 @@ class Arrival:
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, filled."""
         wait_for(self.works)
+        for one in self.tensors:
+            if one.is_cuda and type(one) is Tensor:
+                one.record_stream(torch.cuda.current_stream())  # it was made in another
         return self.tensors
 
 
@@ -64,14 +68,19 @@ class Lanes:
     ) -> None:
         self._schedule, self._groups, self._rank, self._device = schedule, groups, rank, device
         self._under_way: dict[Lane, deque[tuple[tuple[Tensor, ...], list[Any]]]] = {}
+        on_gpu = device.type == "cuda" and torch.version.cuda is not None
+        self._aside = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._warm_up()
 
     def receive(self, source: int, like: Sequence[Like], *, forward: bool) -> Arrival:
         """Asks for tensors of these shapes and types."""
         lane = Lane(source, self._rank, forward)
         group = self._groups[lane]
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in like)
-        return Arrival(tensors, [dist.irecv(one, group=group, group_src=_other(group)) for one in tensors])
+        # c10d starts a message when the current stream has come to it: in the stream of the passes, behind the one that
+        # is computed now. Nothing is launched in this stream.
+        with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in like)
+            return Arrival(tensors, [dist.irecv(one, group=group, group_src=_other(group)) for one in tensors])
 
     def send(self, target: int, tensors: Sequence[Tensor], *, forward: bool) -> None:
         """Sends tensors, which stay as they are until they have arrived: nobody may write into them."""

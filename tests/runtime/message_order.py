@@ -45,6 +45,8 @@ class Message:
 
 Program = list[tuple[int, Message | None]]
 """Posts the message of a number; None: waits for it."""
+EVERYTHING, RECEIVES = -1, -2
+"""Numbers of a wait for all that was posted, or for all receives: the driver loads a kernel or frees memory."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]
@@ -186,13 +188,19 @@ class _Player:
         while self.place < len(self.program):
             number, message = self.program[self.place]
             if message is None:
-                if number not in self.done:
+                if self._waits(number):
                     break
             else:
                 stream = self.streams.setdefault(message.stream(self.eager), deque())
                 stream.append(_Head(number, message, list(message.ends)))
             self.place += 1
         return self.place > before
+
+    def _waits(self, number: int) -> bool:
+        if number >= 0:
+            return number not in self.done
+        heads = [head for queue in self.streams.values() for head in queue]
+        return any(number == EVERYTHING or way == "recv_" for head in heads for way, _ in head.message.ends)
 
     def head(self, stream: tuple[Any, ...]) -> _Head | None:
         """What the stream is at."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -152,7 +152,9 @@ def test_the_library_is_built_once_for_a_torch_and_a_source(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("accelerator", "capability"), [("h100-sxm", (9, 0)), ("a100-80gb", (8, 0))])
-def test_torch_cuda_answers_for_the_card_of_the_plan(accelerator: str, capability: tuple[int, int]) -> None:
+def test_torch_cuda_answers_for_the_card_of_the_plan(
+    accelerator: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     card, heard = card_of(accelerator), []
     assert card is not None
     with torch_cuda_of(card, heard.append):
@@ -162,15 +164,25 @@ def test_torch_cuda_answers_for_the_card_of_the_plan(accelerator: str, capabilit
         torch.cuda.synchronize()
         torch.cuda.Event().synchronize()
         torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
-        for dtype, dim, name in (
-            (torch.bfloat16, 64, "cuda-flash"),
-            (torch.bfloat16, 320, "cuda-efficient"),
-            (torch.float32, 64, "cuda-efficient"),
-            (torch.bfloat16, 60, "cuda-flash, padded to 64"),
-            (torch.float64, 64, "plain"),
+        dense, latent = ("cuda-cudnn",) * 2 if capability >= (9, 0) else ("cuda-flash", "cuda-flash, padded to 192")
+        for dtype, key, value, packed, name in (
+            (torch.bfloat16, 64, 64, False, dense),
+            (torch.bfloat16, 64, 64, True, "cuda-flash"),
+            (torch.bfloat16, 192, 128, False, latent),
+            (torch.bfloat16, 192, 128, True, "cuda-flash, padded to 192"),
+            (torch.bfloat16, 320, 320, False, "plain"),
+            (torch.float32, 64, 64, False, "cuda-efficient"),
+            (torch.bfloat16, 60, 60, False, f"{dense}, padded to 64"),
+            (torch.float64, 64, 64, False, "plain"),
         ):
-            like: Any = SimpleNamespace(shape=(1, 2, 8, dim), dtype=dtype, device=torch.device("cuda", 0))
-            assert select_kernel(like, like).name == name
+            query, heads = (
+                cast(Any, SimpleNamespace(shape=(1, 2, 8, dim), dtype=dtype, device=torch.device("cuda", 0)))
+                for dim in (key, value)
+            )
+            assert select_kernel(query, heads, packed=packed).name == name
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+        query.dtype = torch.bfloat16
+        assert select_kernel(query, query).name == "cuda-flash"
     assert heard == ["torch.cuda.synchronize", "Event.synchronize"]
     assert not torch.cuda.is_available()
 

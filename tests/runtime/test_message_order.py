@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny_config
-from message_order import Message, Program, Recorder, fake_rank, stuck
+from message_order import EVERYTHING, RECEIVES, Message, Program, Recorder, fake_rank, stuck
 from torch import Tensor
 from training_runs import make_plan
 
@@ -43,16 +43,25 @@ def schedules(pp: int) -> Iterator[Schedule]:
                     yield Schedule(pp, micro_batches, virtual, group)
 
 
-def work(schedule: Schedule, rank: int) -> Work:
-    """Chunks that hand on two tensors of one number."""
+def work(schedule: Schedule, rank: int, program: Program) -> Work:
+    """Chunks that hand on two tensors of one number. While a pass is launched, the host may have to wait for messages.
+
+    Interleaved schedules hold sends back for several passes: they ask that NCCL's buffers take what is sent.
+    """
+    waits = EVERYTHING if schedule.virtual == 1 else RECEIVES
 
     def forward(chunk: int, received: Outputs, batch: Batch) -> Tensor | Outputs:
+        program.append((waits, None))
         one, two = received or (torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True))
         if chunk * schedule.pp + rank == schedule.last_stage:
             return (one * two).sum()
         return one * 2, two + one
 
-    return Work(forward, torch.autograd.backward, lambda _: [((1,), torch.float32)] * 2)
+    def backward(loss: Tensor) -> None:
+        program.append((waits, None))
+        torch.autograd.backward(loss)
+
+    return Work(forward, backward, lambda _: [((1,), torch.float32)] * 2)
 
 
 @functools.cache
@@ -76,7 +85,7 @@ def one_program(schedule: Schedule, rank: int, groups: dict[Lane, Any]) -> Progr
         for passes in (schedule.passes(rank), schedule.forward_passes()):
             with torch.set_grad_enabled(not all(one.forward for one in passes)):
                 batches: Iterator[Batch] = iter([{}] * schedule.micro_batches)
-                Step(schedule, rank, work(schedule, rank), lanes, batches).run(passes)
+                Step(schedule, rank, work(schedule, rank, recorder.program), lanes, batches).run(passes)
     return recorder.program
 
 

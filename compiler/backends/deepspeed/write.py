@@ -106,8 +106,8 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
         settings |= {"momentum": optimizer.momentum, "ns_method": "standard"}
     if "betas" in settings:
         settings["torch_adam"] = True
-    if spec.offload_optimizer is not None and optimizer.type != "adagrad":
-        # On the host one kernel, which torch brings compiled, instead of eight passes through memory.
+    if spec.fuses_adam or (spec.offload_optimizer is not None and optimizer.type != "adagrad"):
+        # One kernel, which torch brings compiled, instead of eight passes through memory.
         settings["fused"] = True
     if "betas" in settings:
         settings["adam_w_mode"] = optimizer.type != "adam"

@@ -98,6 +98,10 @@ def _waits(what: str) -> None:
         hear(what)
 
 
+CUDNN = 91900
+"""The version of cuDNN that torch is taken to have: that of a build for CUDA 13."""
+
+
 @contextlib.contextmanager
 def torch_cuda_of(card: Card, waits: Callable[[str], None]) -> Iterator[None]:
     """Within it `torch.cuda` answers for this card; `waits` is told of each call for which the host would wait."""
@@ -141,6 +145,7 @@ def torch_cuda_of(card: Card, waits: Callable[[str], None]) -> Iterator[None]:
         with contextlib.ExitStack() as entered:
             for name, answer in answers.items():
                 entered.enter_context(mock.patch.object(torch.cuda, name, answer, create=True))
+            entered.enter_context(mock.patch.object(torch.backends.cudnn, "version", always(CUDNN)))
             for name in ("range_push", "range_pop", "mark"):
                 entered.enter_context(mock.patch.object(torch.cuda.nvtx, name, always(0)))
             yield

@@ -229,6 +229,7 @@ class CpuTileKernel:
 
     name = "cpu-tiles"
     backward_rows: int | None = None
+    one_call = False
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None

@@ -33,6 +33,7 @@ class CudaFlashKernel:
     name = "cuda-flash"
     # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
     backward_rows: int | None = None
+    one_call = True
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
@@ -137,6 +138,7 @@ class FlashAttnKernel:
 
     name = "flash_attn"
     backward_rows: int | None = None
+    one_call = True
 
     def __init__(self, functions: Any, softcap: float | None = None) -> None:
         """`functions`: the module `flash_attn.flash_attn_interface`."""

@@ -50,6 +50,7 @@ class CpuFlashKernel:
         """
         self.name = "cpu-flash" if tiles_from is None else "cpu-tiles"
         self.backward_rows = backward_rows
+        self.one_call = backward_rows is None and tiles_from is None
         self._tiles, self._tiles_from = CpuTileKernel(), tiles_from
 
     def forward(
@@ -57,7 +58,7 @@ class CpuFlashKernel:
     ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, E] and log-sum-exp [B, H, Q] of one block."""
         many = self._tiles_from is not None and query.shape[2] >= self._tiles_from
-        if many or not _is_fused_on_cpus(query, key, value, band, terms):
+        if many or not is_fused_on_cpus(query, key, value, band, terms):
             return self._tiles.forward(query, key, value, band=band, scale=scale, terms=terms)
         query, key, value = map(_computable, (query, key, value))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -70,7 +71,7 @@ class CpuFlashKernel:
     ) -> None:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
         query, grad_out, out, lse, scale = read
-        if self._tiles_from is not None or not _is_fused_on_cpus(query, key, value, band, terms):
+        if self._tiles_from is not None or not is_fused_on_cpus(query, key, value, band, terms):
             self._tiles.backward(read, key, value, band=band, terms=terms, into=into)
             return
         into.add(
@@ -84,10 +85,53 @@ class CpuFlashKernel:
         )
 
 
-def _is_fused_on_cpus(query: Tensor, key: Tensor, value: Tensor, band: Band, terms: Terms | None) -> bool:
+def is_fused_on_cpus(query: Tensor, key: Tensor, value: Tensor, band: Band, terms: Terms | None) -> bool:
     """Whether the fused kernel has this block; its causal diagonal begins at the top left."""
     simple = band == FULL or (band == CAUSAL and query.shape[2] == key.shape[2])
     return simple and terms is None and query.shape[3] == value.shape[3]
+
+
+class CudnnKernel:
+    """cuDNN's, which computes by the matrix units of Hopper: bf16 and fp16; key/value heads are shared inside."""
+
+    name = "cuda-cudnn"
+    backward_rows: int | None = None
+    one_call = True
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, Q, E] and log-sum-exp [B, H, Q] of one block."""
+        assert terms is None, f"{self.name} has no further terms"
+        causal = _is_causal(query, key, band)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            *map(_dense_rows, (query, key, value)), None, True, 0.0, causal, False, scale=scale
+        )
+        return out, lse.view(query.shape[:3])
+
+    def backward(
+        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
+    ) -> None:
+        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
+        query, grad_out, out, lse, scale = read
+        assert terms is None, f"{self.name} has no further terms"
+        # Without dropout the state of the random generator is not read.
+        no_seed = torch.empty((), dtype=torch.int64, device=query.device)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(
+            *map(_dense_rows, (grad_out, query, key, value, out)),
+            lse.contiguous().unsqueeze(-1),
+            no_seed,
+            no_seed,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            _is_causal(query, key, band),
+            scale=scale,
+        )
+        into.add(*grads)
 
 
 class CudaEfficientKernel:
@@ -99,6 +143,7 @@ class CudaEfficientKernel:
 
     name = "cuda-efficient"
     backward_rows: int | None = None
+    one_call = False
     # Rows of the log-sum-exp are padded to this in memory.
     _lse_alignment = 32
 

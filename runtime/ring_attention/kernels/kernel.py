@@ -142,6 +142,10 @@ class Kernel(Protocol):
     def backward_rows(self) -> int | None:
         """The most query rows of one backward call, None for any number."""
 
+    @property
+    def one_call(self) -> bool:
+        """Whether backward of a block is one call of a fused kernel, whose gradients are added at once."""
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None
     ) -> tuple[Tensor, Tensor]:
@@ -230,3 +234,15 @@ class Gradients:
         """Add the gradients of a block; what a kernel gives beyond the width of these is padding."""
         for total, found in ((self.query, query), (self.key, key), (self.value, value)):
             total.add_(found[..., : total.shape[-1]])
+
+
+class BlockGradients(Gradients):
+    """In place of sums: what the only block gives, in the dtype and memory in which the kernel gives it."""
+
+    given: tuple[Tensor, ...] = ()
+
+    def add(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take the gradients of the block."""
+        likes = (self.query, self.key, self.value)
+        found = tuple(one[..., : like.shape[-1]] for like, one in zip(likes, (query, key, value), strict=True))
+        object.__setattr__(self, "given", found)

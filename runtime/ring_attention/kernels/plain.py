@@ -31,6 +31,7 @@ class PlainKernel:
 
     name = "plain"
     backward_rows: int | None = None
+    one_call = False
 
     def __init__(self, softcap: float | None = None, reason: str = "") -> None:
         """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2).
@@ -143,7 +144,7 @@ class _Padded:
     def __init__(self, kernel: Kernel, width: int) -> None:
         self._kernel, self._width = kernel, width
         self.name = f"{kernel.name}, padded to {width}"
-        self.backward_rows = kernel.backward_rows
+        self.backward_rows, self.one_call = kernel.backward_rows, kernel.one_call
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from parcompile.machines.attention_kernels import CUDA_FLASH, FLASH_ATTN, PLAIN, Attention, choose_kernel
+from parcompile.machines.attention_kernels import (
+    CUDA_CUDNN,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    FLASH_ATTN,
+    PLAIN,
+    Attention,
+    choose_kernel,
+)
 
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
-from .fused import CpuFlashKernel, CudaEfficientKernel
+from .fused import CpuFlashKernel, CudaEfficientKernel, CudnnKernel
 from .kernel import Kernel
 from .plain import PlainKernel, padded
 
@@ -32,17 +41,21 @@ def select_kernel(
     value: Tensor,
     *,
     banded: bool = False,
+    packed: bool = False,
     softcap: float | None = None,
     added: bool = False,
     dropout: bool = False,
 ) -> Kernel:
     """The fastest kernel that is right for these tensors' device, dtype and head dims, and for this mask.
 
-    `banded`: tiles may be other than full or causal squares. `added`: something is added to the scores. A slower kernel
-    than the device has is announced once.
+    `banded`: tiles may be other than full or causal squares. `packed`: a sequence holds several documents. `added`:
+    something is added to the scores. A slower kernel than the device has is announced once.
     """
     if query.device.type == "cuda":
-        return _on_gpu(query, value, banded=banded, softcap=softcap, added=added, dropout=dropout)
+        dtype, widths = _NAMES.get(query.dtype, str(query.dtype)), (query.shape[3], value.shape[3])
+        capped = softcap is not None
+        asked = Attention(dtype, *widths, bands=banded, packed=packed, softcap=capped, added=added, dropout=dropout)
+        return _on_gpu(query.device, asked, softcap)
     fused = _elsewhere(query)
     any_mask, why = isinstance(fused, CpuFlashKernel), ""
     if fused is None:
@@ -64,22 +77,28 @@ def _plain(softcap: float | None, why: str) -> PlainKernel:
     return PlainKernel(softcap, why)
 
 
-def _on_gpu(query: Tensor, value: Tensor, *, banded: bool, softcap: float | None, added: bool, dropout: bool) -> Kernel:
+def _on_gpu(device: torch.device, asked: Attention, softcap: float | None) -> Kernel:
     """By the table that the compiler has, too."""
     functions = installed_flash_attn() if torch.version.hip is None else None
     # ROCm's kernels serve what those of compute capability 8.0 do.
-    capability = (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(query.device)
-    dtype, widths = _NAMES.get(query.dtype, str(query.dtype)), (query.shape[3], value.shape[3])
-    wanted = Attention(dtype, *widths, bands=banded, softcap=softcap is not None, added=added, dropout=dropout)
-    choice = choose_kernel(wanted, capability, has_package=functions is not None)
+    capability = (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
+    # cuDNN sums in an order that changes from run to run.
+    cudnn = 0 if torch.are_deterministic_algorithms_enabled() else _cudnn_version()
+    choice = choose_kernel(asked, capability, has_package=functions is not None, cudnn=cudnn)
     if choice.kernel == PLAIN:
         return _plain(softcap, choice.reason)
-    kernel: Kernel
-    if choice.kernel == FLASH_ATTN:
-        kernel = FlashAttnKernel(functions, softcap)
-    else:
-        kernel = CudaFlashKernel() if choice.kernel == CUDA_FLASH else CudaEfficientKernel()
-    return kernel if widths == (choice.width, choice.width) else padded(kernel, choice.width)
+    makers: dict[str, Callable[[], Kernel]] = {
+        FLASH_ATTN: lambda: FlashAttnKernel(functions, softcap),
+        CUDA_CUDNN: CudnnKernel,
+        CUDA_FLASH: CudaFlashKernel,
+        CUDA_EFFICIENT: CudaEfficientKernel,
+    }
+    kernel = makers[choice.kernel]()
+    return kernel if choice.width is None else padded(kernel, choice.width)
+
+
+def _cudnn_version() -> int:
+    return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
