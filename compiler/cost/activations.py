@@ -12,8 +12,8 @@ from functools import partial
 
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.compressed_keys import LowRank
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family, Norm, by_type, types_with
+from parcompile.model.families import family_of
+from parcompile.model.family import Norm, by_type, types_with
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 
@@ -134,7 +134,7 @@ def eager_layer_bytes(
             ),
         )
     width, h = float(element_bytes), shape.hidden_size
-    family = FAMILIES.get(shape.model_type, Family())
+    family = family_of(shape.model_type)
     rms = family.norm is Norm.WEIGHT and not shape.norms.bias
     normed = 4 if shape.model_type in FP32_NORMS else width
     stream = shape.norms.per_layer * h * (4 + normed if rms else width)

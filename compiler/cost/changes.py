@@ -18,8 +18,7 @@ from typing import Any
 
 from parcompile.layout.groups import divisors
 from parcompile.model.derived_rows import dense_mlps
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family
+from parcompile.model.families import family_of
 
 from .coefficients import Fit
 from .context_time import candidates, cheapest
@@ -176,7 +175,7 @@ def _sets(work: Workload, names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 def _values(work: Workload, name: str) -> list[Value]:
     """What a value may become; of sizes, the smaller changes first. None of an axis that the runtime refuses."""
-    if name in FAMILIES.get(work.shape.model_type, Family()).refused_axes:
+    if name in family_of(work.shape.model_type).refused_axes:
         return []
     if name == "activation_checkpointing":
         return [] if work.recompute == "full" else ["full"]

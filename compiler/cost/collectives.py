@@ -59,8 +59,8 @@ from parcompile.layout.shards import (
 )
 from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import dense_mlps, parameter_table
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Experts, Family
+from parcompile.model.families import family_of
+from parcompile.model.family import Experts
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, within
 from parcompile.model.user_module import LAYER, UserModule
@@ -218,7 +218,7 @@ def sent_rows(work: Workload, choices: int) -> int:
 def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     tp, times, layers = work.tp, work.micro_batches, len(stage.layers)
     activation = work.split_tokens * work.shape.hidden_size * work.element_bytes
-    experts = FAMILIES.get(work.shape.model_type, Family()).experts
+    experts = family_of(work.shape.model_type).experts
     # An MLP beside a mixture of experts takes the hidden states in by itself, and stands behind it.
     routed = routed_layers(work.shape, stage)
     beside = routed if experts is not None and experts.adds_mlp else 0

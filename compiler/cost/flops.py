@@ -10,9 +10,10 @@ Of packed documents S is the length of a document.
 
 from __future__ import annotations
 
+import functools
+
 from parcompile.model.blocks import Block
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family
+from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape, mean_over_layers
 
 from .blocks import head_parameters, mixture_parameters
@@ -26,7 +27,7 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the attention of one layer that multiply each token."""
     h, heads = shape.hidden_size, shape.num_attention_heads
     if shape.attention.projections is not None:
-        gated_queries = FAMILIES.get(shape.model_type, Family()).query_gate
+        gated_queries = family_of(shape.model_type).query_gate
         return shape.attention.projections.matmul_parameters(h, heads, shape.heads.gate, gated_queries=gated_queries)
     if shape.heads.low_rank is not None:
         attention = shape.heads.low_rank.numel(h, heads, shape.head_dim) + h * shape.head_dim
@@ -60,6 +61,7 @@ def layer_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     return attention + projections * h * shape.intermediate_size
 
 
+@functools.lru_cache(maxsize=256)
 def mixed_matmul_parameters(shape: ModelShape, *, moe: bool = False) -> float:
     """The mean of a layer that attends and one that carries a state, as often as the model has each."""
     if shape.stack.blocks is not None:
@@ -99,6 +101,7 @@ def _is_of_all(one: Block, shape: ModelShape) -> bool:
     return len(one.layers) == shape.num_hidden_layers and not one.states
 
 
+@functools.lru_cache(maxsize=256)
 def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations of scores and weighted values for one token of a layer, causal: half of the keys are seen."""
     if shape.kinds:
@@ -117,6 +120,7 @@ def attention_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     return 2.0 * keys * width
 
 
+@functools.lru_cache(maxsize=256)
 def forward_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """Forward operations for a token without a gradient, the mean of all layers: each tp rank computes all of them."""
     rank = 0 if shape.attention.projections is None else shape.attention.projections.query_rank

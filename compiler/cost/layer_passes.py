@@ -7,8 +7,8 @@ from dataclasses import replace
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family, Norm, types_with
+from parcompile.model.families import family_of
+from parcompile.model.family import Norm, types_with
 from parcompile.model.shape import mean_over_layers
 
 from .activations import ROW_COPIES, LayerBytes
@@ -172,7 +172,7 @@ def tile_bytes(work: Workload) -> float:
     kept = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
     of_tile = work.element_bytes * tokens * (2 * h + (kept + 2) * width)
     taken = work.split_tokens / share * h
-    family = FAMILIES.get(work.shape.model_type, Family())
+    family = family_of(work.shape.model_type)
     of_norm = 5 * 4 - work.element_bytes if family.norm is Norm.WEIGHT and not work.shape.norms.bias else 0
     return max(taken * of_norm, work.element_bytes * taken + of_tile + (4 + work.element_bytes) * numel)
 

@@ -50,9 +50,10 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     """
     if stage is not None:
         return held_memory(work, stage, bucket_numel(work))
-    numels = [work.stage_parameters(one) for one in work.stages]
-    bucket = min(LARGEST_BUCKET, max(numels))
-    held = (held_memory(work, one, bucket, numel) for one, numel in zip(work.stages, numels, strict=True))
+    apart = work.muon or work.shards_weights  # then more counts than how many parameters stages have
+    stages = {(work.stage_parameters(one), work.dealt_parameters(one), apart and one): one for one in work.stages}
+    bucket = min(LARGEST_BUCKET, max(numel for numel, *_ in stages))
+    held = (held_memory(work, one, bucket, numel) for (numel, *_), one in stages.items())
     return max(held, key=lambda memory: memory.total_bytes)
 
 

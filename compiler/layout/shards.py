@@ -28,6 +28,7 @@ are sent to an owner and come back. Owners take turns, those with the most work 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -181,6 +182,7 @@ class ShardedGroups:
         return ShardedGroups(*(getattr(self, one) + getattr(other, one) for one in self.__slots__))
 
 
+@functools.lru_cache(maxsize=4096)
 def sharded_groups(numel: int, shards: int, experts: int = 0, expert_shards: int = 1) -> ShardedGroups:
     """By DeepSpeed's rule, of `numel` parameters of which so many are in the group of `experts`."""
     dense, dealt = padded_numel(numel - experts, shards), padded_numel(experts, expert_shards)

@@ -206,7 +206,10 @@ class ModelShape:
     @property
     def attention_layers(self) -> range | tuple[int, ...]:
         """The layers that attend."""
-        return _attention_layers(self)
+        if self.stack.blocks is not None:
+            return self.stack.blocks.attention
+        every = range(self.num_hidden_layers)
+        return _attention_layers(self) if any(one.replaces_attention for one in self.parts) else every
 
     def attending(self, layers: range) -> int:
         """How many of these layers attend."""
@@ -320,8 +323,6 @@ class ModelShape:
 @lru_cache(maxsize=256)
 def _attention_layers(shape: ModelShape) -> range | tuple[int, ...]:
     every = range(shape.num_hidden_layers)
-    if shape.stack.blocks is not None:
-        return shape.stack.blocks.attention
     others = {layer for one in shape.parts if one.replaces_attention for layer in one.layers}
     return tuple(layer for layer in every if layer not in others) if others else every
 

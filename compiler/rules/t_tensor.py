@@ -8,8 +8,7 @@ from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis
 from parcompile.model.blocks import Divided
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.families import FAMILIES
-from parcompile.model.family import Family
+from parcompile.model.families import FAMILIES, family_of
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
@@ -46,7 +45,7 @@ def _of_parts(shape: ModelShape) -> list[Divided]:
 def _groups(spec: Resolution) -> int:
     """Into how many pieces the projections of queries, keys and values can be cut."""
     shape = spec.shape
-    family = FAMILIES.get(shape.model_type, Family())
+    family = family_of(shape.model_type)
     if family.fused_blocks:
         return family.fused_blocks
     if shape.heads.paired:
@@ -59,7 +58,7 @@ def _groups(spec: Resolution) -> int:
 
 def _why(spec: Resolution) -> str:
     """What keeps the heads of a family together."""
-    family = FAMILIES.get(spec.shape.model_type, Family())
+    family = family_of(spec.shape.model_type)
     if family.fused_blocks:
         return f"holds queries, keys and values in {family.fused_blocks} blocks of heads in one projection"
     if spec.shape.heads.paired:

@@ -13,8 +13,7 @@ from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places, repeated_ranges
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.derived_rows import dense_mlps, parameter_table
-from parcompile.model.families import FAMILIES, added_families
-from parcompile.model.family import Family
+from parcompile.model.families import added_families, family_of
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
@@ -170,7 +169,7 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
             help=f"use the plan with another launcher{near}",
         )
         return
-    for axis, why in FAMILIES.get(family, Family()).refused_axes.items():
+    for axis, why in family_of(family).refused_axes.items():
         size = spec.axis(Axis(axis))
         if size > 1:
             yield Finding(
@@ -184,7 +183,7 @@ def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
 def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     """A sliding window that transformers' mask has and its attention has not, or the other way round."""
     shape = spec.shape
-    family, window = FAMILIES.get(shape.model_type, Family()), shape.attention.sliding_window
+    family, window = family_of(shape.model_type), shape.attention.sliding_window
     kinds = spec.model_config.get("layer_types")
     unused = isinstance(kinds, list) and "sliding_attention" not in kinds
     if not family.window_only_in or window is None or window >= spec.sequence_length or unused:

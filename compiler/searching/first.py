@@ -176,7 +176,7 @@ def first_spec(
 
 def wider_space(tree: Mapping[str, Any], space: Space) -> Space:
     """Spread tp over several nodes, which is slow: what is left where nothing else fits."""
-    whole = narrow_space(tree, space.folder, widest=_WIDEST)
+    whole = narrow_space(tree, space.variants.folder, widest=_WIDEST)
     wide = tuple(size for size in whole.axes[Axis.TP] if size not in space.axes[Axis.TP])
     return replace(space, axes={**space.axes, Axis.TP: wide})
 
@@ -404,7 +404,7 @@ def _size(one: Ranked) -> str:
 
 def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
     """A layout that fits, the simplest settings first, with full recomputation only where it has to be."""
-    narrow = narrow_space(tree, space.folder)
+    narrow = narrow_space(tree, space.variants.folder)
     predictor = Predictor(narrow.choices)
     for setting in itertools.chain.from_iterable(map(_settings, _with_last_stage(narrow))):
         if isinstance(setting, Refused) or far_too_large(setting.work):

@@ -264,6 +264,7 @@ def _at_each_stage(
 ) -> Iterator[Setting]:
     """A setting at the first ZeRO stage, and at others that hold less while some of its layouts are not `fitting`."""
     yield setting
+    of_first = static_memory(setting.work).total_bytes if space.zero_stages[1:] else 0
     word = "full" if "full" in setting.recompute else setting.recompute[0]
     for stage in space.zero_stages[1:]:
         fit = {(one.base.work.micro_batch, one.base.work.recompute) for one in fitting}
@@ -272,10 +273,10 @@ def _at_each_stage(
         # The rules, which take longer, are asked of what may fit.
         least = setting.work.having(zero_stage=stage, recompute=word)
         held = static_memory(least).total_bytes
-        if held >= static_memory(setting.work).total_bytes or far_too_large(least):
+        if held >= of_first or far_too_large(least, held):
             continue
         if not _is_far(predictor.footprint(least)):
-            other = expand(space, {**setting.changes, "stage": stage})
+            other = expand(space, {**setting.changes, "stage": stage}, any_rule=True)
             if isinstance(other, Setting):
                 yield other
 
@@ -303,10 +304,12 @@ def _judged(setting: Setting, predictor: Predictor, fitting: Iterable[Ranked]) -
                     beyond = dict.fromkeys(words, True)
 
 
-def far_too_large(work: Workload) -> bool:
-    """Whether what is held for the whole run, which is exact, is more than the device has."""
+def far_too_large(work: Workload, held: int | None = None) -> bool:
+    """Whether what is held for the whole run, which is exact (`held`, where it is known), is more than there is."""
     device = work.machine.memory_bytes
-    return device is not None and work.names_machine and static_memory(work).total_bytes > device
+    if device is None or not work.names_machine:
+        return False
+    return (static_memory(work).total_bytes if held is None else held) > device
 
 
 def _is_far(memory: Footprint) -> bool:

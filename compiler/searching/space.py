@@ -24,7 +24,7 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
 from parcompile.units import format_bytes, format_seconds
 
-from .variant import CUT_KEYS, Variant, variant
+from .variant import CUT_KEYS, Variants, variant
 
 # How the layers of a model are cut into stages where a spec leaves it open: evenly if they divide, else nearly so.
 
@@ -129,9 +129,8 @@ class Refused:
 class Space:
     """What is open and what it may be. `tree` names an accelerator, the default one where the spec names none."""
 
-    tree: Mapping[str, Any]
+    variants: Variants
     assumes_accelerator: bool
-    folder: Path
     world: int
     axes: Mapping[Axis, tuple[int, ...]]
     layers: int | None
@@ -140,8 +139,8 @@ class Space:
     """Copies of the model, None where the world decides."""
     accumulation_steps: int | None
     """Micro-batches of a step where they are given: the size of each then follows from the layout."""
-    sequence_parallel: tuple[bool, ...]
-    """What is tried beside tp: the first that the rules allow, as it is never slower and never needs more memory."""
+    sequence_parallel: bool
+    """Beside tp; on where the spec leaves it open, as it is never slower and never needs more memory."""
     whole_experts: bool
     """Whether experts may also stay whole beside tp (`expert_tp` 1): the model has some and the spec does not say."""
     micro_batches: tuple[int, ...]
@@ -150,9 +149,18 @@ class Space:
     zero_stages: tuple[int, ...]
     """As `ZERO_STAGES`; the one that the spec gives."""
     choices: OpenChoices
-    executable: bool
     document_length: int | None = None
     """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """The spec."""
+        return self.variants.tree
+
+    @property
+    def executable(self) -> bool:
+        """Whether what the project's own runtime refuses is left out."""
+        return self.variants.executable
 
     @property
     def combinations(self) -> list[dict[str, object]]:
@@ -168,7 +176,7 @@ class Space:
                 changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way | whole
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
-                changes["sequence_parallel"] = self.sequence_parallel[0] and named[Axis.TP] > 1
+                changes["sequence_parallel"] = self.sequence_parallel and named[Axis.TP] > 1
                 found.append(changes)
         return found
 
@@ -229,15 +237,14 @@ def open_space(
     micro = training.get("micro_batch_size")
     copies = parallelism.get(Axis.DP, "auto")
     space = Space(
-        tree=named,
+        variants=Variants(named, folder, executable),
         assumes_accelerator="accelerator" not in cluster,
-        folder=folder,
         world=world,
         axes=axes,
         layers=None if any(parallelism.get(key) is not None for key in CUT_KEYS) else layers,
         dp=None if copies == "auto" else copies,
         accumulation_steps=training.get("gradient_accumulation_steps"),
-        sequence_parallel=(True, False) if split is None else (split,),
+        sequence_parallel=True if split is None else split,
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
         recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
@@ -247,7 +254,6 @@ def open_space(
             implementations=parallelism.get("cp_implementation", "auto") == "auto",
             sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),
         ),
-        executable=executable,
         document_length=document_length,
     )
     if not space.combinations:
@@ -288,8 +294,8 @@ class Setting:
         return Candidate({**self.changes, **written}, work)
 
 
-def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
-    """What one setting of the axes leaves open, or what refuses it.
+def expand(space: Space, changes: Mapping[str, object], *, any_rule: bool = False) -> Setting | Refused:
+    """What one setting of the axes leaves open, or what refuses it; with `any_rule` not always the first that does.
 
     The rules are asked once, with the smallest micro-batch; a larger one has to divide what the batch leaves to a copy
     of the model, which is arithmetic.
@@ -300,11 +306,7 @@ def expand(space: Space, changes: Mapping[str, object]) -> Setting | Refused:
     else:
         batch = changes = {**changes, "gradient_accumulation_steps": space.accumulation_steps}
     smallest = {**changes, **batch, **({"activation_checkpointing": space.recompute[0]} if space.recompute else {})}
-    checked: Variant = variant(space.tree, smallest, space.folder, executable=space.executable)
-    if checked.work is None and smallest["sequence_parallel"] and False in space.sequence_parallel:
-        without = expand(replace(space, sequence_parallel=(False,)), {**changes, "sequence_parallel": False})
-        if isinstance(without, Setting):
-            return without
+    checked = space.variants.having(smallest, any_rule=any_rule)
     if checked.work is None:
         return Refused(changes, checked.code or "", checked.message)
     work = replace(checked.work, document_length=space.document_length)
@@ -374,7 +376,7 @@ def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:
             changes["dp"] = change.work.dp
-        if variant(space.tree, changes, space.folder, executable=False).work is not None:
+        if variant(space.tree, changes, space.variants.folder, executable=False).work is not None:
             yield Remedy(smallest, change)
             found += 1
         if found == MOST:

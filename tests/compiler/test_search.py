@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,6 +189,30 @@ def test_an_implementation_is_searched_when_and_only_when_the_rules_allow_it() -
             changes = axes if sizes is None else {**axes, "hierarchical_cp_sizes": list(sizes)}
             legal = variant(llama(nodes=8), changes, FOLDER, executable=False).work is not None
             assert legal == (ContextParallel(kind, work.cp, sizes) in searched), (kind, sizes)
+
+
+@pytest.mark.parametrize("executable", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"training": {"precision": "fp16", "sequence_length": 8188}}])
+def test_a_search_asks_the_rules_that_a_check_asks(executable: bool, extra: dict[str, Any]) -> None:
+    """It leaves out those that say the same of every variant, and reads once what no variant changes.
+
+    Sequence parallelism is refused by none of them.
+    """
+    tree = {**llama(), "model": {"preset": "mixtral-8x7b"}, **extra}
+    tree["training"] = {**llama()["training"], **extra.get("training", {})}
+    opened, answers = space(tree, executable=executable, experts=8), set()
+    variants = opened.variants
+    for changes in random.Random(1).sample(opened.combinations, 60):
+        for more in ({"stage": 1, "micro_batch_size": 1}, {"stage": 3, "micro_batch_size": 2}, {"micro_batch_size": 4}):
+            alone = variant(opened.tree, {**changes, **more}, FOLDER, executable=executable)
+            together = variants.having({**changes, **more})
+            assert (together.work, together.code, together.message) == (alone.work, alone.code, alone.message)
+            assert (variants.having({**changes, **more}, any_rule=True).work is None) == (alone.work is None)
+            if alone.work is None and changes["sequence_parallel"]:
+                less = {**changes, **more, "sequence_parallel": False}
+                assert variant(opened.tree, less, FOLDER, executable=executable).work is None
+            answers.add(alone.code)
+    assert len(answers) > 2
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,12 @@ class _Families(Mapping[str, Family]):
 
 FAMILIES: Mapping[str, Family] = _Families()
 """The model types whose parameters the compiler knows exactly."""
+_PLAIN = Family()
+
+
+def family_of(name: str) -> Family:
+    """The family of a model type; of a user module, which has none, what is Llama's."""
+    return FAMILIES.get(name, _PLAIN)
 
 
 def added_families() -> tuple[str, ...]:
@@ -122,8 +128,7 @@ _ROWS = 'names, shapes and biases of parameters stand in its table, as Family(ta
 def _as_family(name: str, given: object) -> Family:
     if not isinstance(given, Family):
         raise TypeError(f"it has to be a parcompile.plugins.Family, and is of type {type(given).__name__}")
-    plain = Family()
-    if own := [name for name in _OF_TABLES if getattr(given, name) != getattr(plain, name)]:
+    if own := [name for name in _OF_TABLES if getattr(given, name) != getattr(_PLAIN, name)]:
         raise ValueError(f"it sets {', '.join(own)}: a plug-in's family has attention, MLPs and experts only")
     if given.experts is not None and (given.experts.beside or given.experts.beside_mlp or given.experts.norm_after):
         raise ValueError("it sets beside, beside_mlp or norm_after of its experts: a plug-in's experts replace the MLP")

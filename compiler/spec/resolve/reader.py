@@ -28,13 +28,19 @@ class SpecReader:
     """
 
     def __init__(self, tree: object, invalid: Collection[Path] = (), folder: FilePath | None = None) -> None:
-        self.tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
+        self._tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
         self.invalid = frozenset(invalid)
         self.folder = folder or FilePath()
         self.provenance: dict[str, Provenance] = {}
-        self._read: dict[tuple[str, ...], Any] = {}
+        self.read: dict[tuple[str, ...], Any] = {}
+        """What `get` has read."""
         self.is_trial = False
         """Whether only a fix is tried: rules then leave out what takes long and is not needed to judge it."""
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        """All of the spec, right or wrong."""
+        return self._tree
 
     def given(self, *path: str) -> bool:
         """Whether the spec has a usable value at this path."""
@@ -46,8 +52,8 @@ class SpecReader:
         Raises:
             Unavailable: the value is invalid, or missing although it has to be given.
         """
-        if path in self._read:
-            return self._read[path]
+        if path in self.read:
+            return self.read[path]
         if self.is_invalid(path):
             raise Unavailable(format_path(path))
         value = self.lookup(path)
@@ -61,12 +67,12 @@ class SpecReader:
                 raise Unavailable(format_path(path)) from None
         else:
             found, origin = value, Origin.SPEC
-        self._read[path] = self.record(path, found, origin)
+        self.read[path] = self.record(path, found, origin)
         return found
 
     def lookup(self, path: tuple[str, ...]) -> object:
         """What the tree holds at a path, right or wrong; `MISSING` where it holds nothing."""
-        node: object = self.tree
+        node: object = self._tree
         for step in path:
             if not isinstance(node, dict) or step not in node:
                 return MISSING
