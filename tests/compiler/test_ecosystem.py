@@ -257,13 +257,20 @@ bf16: true
 """
 
 
+@pytest.mark.parametrize("said", ["warmup_ratio: 0.1", "warmup_steps: 0.1", "warmup_steps: 7", "warmup_steps: 0"])
+def test_the_warm_up_of_a_llama_factory_file_is_that_of_transformers(tmp_path: Path, said: str) -> None:
+    file = write(tmp_path / "run.yaml", LLAMA_FACTORY.replace("warmup_ratio: 0.1", said) + "max_steps: 305\n")
+    schedule = imported(file, CLUSTER).spec["training"]["lr_scheduler"]
+    arguments = pytest.importorskip("transformers").TrainingArguments
+    theirs = arguments(warmup_steps=float(said.split()[1]), max_steps=305, use_cpu=True, report_to=[])
+    assert schedule == {"type": "cosine", "warmup_steps": theirs.get_warmup_steps(305)}
+
+
 def test_what_a_llama_factory_file_leaves_to_the_data_is_asked_for(tmp_path: Path) -> None:
     file = write(tmp_path / "run.yaml", LLAMA_FACTORY)
     result = imported(file, CLUSTER)
-    assert [".".join(one.path) for one in result.questions] == [
-        "training.lr_scheduler.warmup_steps",
-        "training.train_steps",
-    ]
+    assert [".".join(one.path) for one in result.questions] == ["training.train_steps"]
+    assert result.questions[0].why == "the warm-up is 0.1 of all steps, whose number depends on the data"
     done = imported(file, {**CLUSTER, ("training", "train_steps"): 1000})
     assert done.spec["training"]["lr_scheduler"] == {"type": "cosine", "warmup_steps": 100}
     assert done.spec["training"]["sequence_length"] == 2048  # LLaMA-Factory's default

@@ -181,7 +181,7 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     draft.carry(source, tool.length, ("training", "sequence_length"), integer)
     steps = _number(source, tool.own("max_steps"))
     if steps is not None and steps > 0:
-        draft.carry(source, tool.own("max_steps"), ("training", "train_steps"), integer)
+        draft.carry(source, tool.own("max_steps"), _STEPS, integer)
     elif source.has(tool.own("max_steps")):
         source.ignore(tool.own("max_steps"), "no limit of steps")
     fuses = source.given.get(tool.own("liger_kernel_config") + ".fused_linear_cross_entropy") is not False
@@ -283,9 +283,7 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
     steps = _train_steps(source, draft, tool)
     warmup = _warmup(source, draft, tool, steps)
     if kind in ("cosine", "linear") and steps is None:
-        draft.ask(
-            ("training", "train_steps"), f"the {kind} schedule ends with the last step, which depends on the data"
-        )
+        draft.ask(_STEPS, f"the {kind} schedule ends with the last step, which depends on the data")
     if kind == "inverse_sqrt" and warmup == 0:
         why = (
             "inverse_sqrt without a warm-up falls over 10,000 steps in transformers, and from the first step in a spec"
@@ -300,6 +298,8 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
 
 _OWN_SCHEDULE = f"{PREFIX}scheduler"
 _OWN_PARAMS: SpecPath = ("deepspeed", "scheduler", "params")
+_STEPS: SpecPath = ("training", "train_steps")
+"""Asked for where a schedule or a warm-up is a share of them: one answer decides both."""
 
 
 def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
@@ -346,7 +346,7 @@ _SAME_SCHEDULE = {
 
 def _asked_steps(draft: Draft, steps: int | None) -> int | None:
     if steps is None:
-        draft.ask((*_OWN_PARAMS, "total_num_steps"), "the schedule ends with the last step, which depends on the data")
+        draft.ask(_STEPS, "the schedule ends with the last step, which depends on the data")
     return steps
 
 
@@ -355,7 +355,7 @@ def _at_least_one(count: int | None) -> int | None:
 
 
 def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
-    answered = draft.answers.get(("training", "train_steps"))
+    answered = draft.answers.get(_STEPS)
     given = _number(source, tool.own("max_steps"))
     found = answered if isinstance(answered, int) else given
     return math.floor(found) if found is not None and found > 0 else None
@@ -383,7 +383,7 @@ def _warmup(
     if not ratio:
         return 0
     if steps is None:
-        draft.ask(path, f"it is {ratio:g} of all steps, whose number depends on the data")
+        draft.ask(_STEPS, f"the warm-up is {ratio:g} of all steps, whose number depends on the data")
         return None
     return math.ceil(ratio * steps)
 
