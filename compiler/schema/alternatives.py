@@ -180,7 +180,9 @@ def _excluded(
         return False
     message = f"{named(path)}: {quoted(own[0])} and {listed(foreign)} exclude each other"
     related = (Related("the other one", (*path, own[0])),)
-    advice = f"keep {quoted(own[0])} or {listed(foreign)}"
+    schemas = {key: schema for one in (*branches, branch) for key, schema in one.known.items()}
+    notes = [schemas[key]["$comment"] for key in (own[0], *foreign) if "$comment" in schemas[key]]
+    advice = "; ".join([f"keep {quoted(own[0])} or {listed(foreign)}", *notes])
     findings.say("K008", (*path, foreign[0]), message, advice, at_key=True, related=related)
     findings.unusable.add(path)
     for inner in branch.violations:

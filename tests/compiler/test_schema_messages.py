@@ -88,6 +88,13 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("model", {"hf_config": 3}, "K003", "model.hf_config: expected text", None),
     ("model", {"presett": "llama-3-8b"}, "K001", 'unknown key "presett" in model', 'did you mean "preset"?'),
     ("model", {"preset": "x", "hidden_size": 3}, "K008", '"preset" and "hidden_size" exclude each other', "keep"),
+    (
+        "model",
+        {"preset": "x", "num_labels": 1},
+        "K008",
+        '"preset" and "num_labels" exclude each other',
+        "add num_labels to its config.json",
+    ),
     ("parallelism.tensor", 2, "K001", 'unknown key "tensor" in parallelism', 'did you mean "tp"?'),
     ("parallelism.tensr", 2, "K001", "unknown key", 'did you mean "tp"?'),
     ("parallelism.TP", 2, "K001", "unknown key", 'did you mean "tp"?'),
