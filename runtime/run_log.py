@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from parcompile.atomic import write_file
 from parcompile.doctor.metrics import FORMAT, METRICS, RUN, read_metrics
 from parcompile.plan import Plan
@@ -150,8 +152,9 @@ def _name_plan(file: Path, first_step: int, plan: Plan) -> None:
             before = [one for one in parse_json(read_text(file))["plans"] if one["after_step"] < first_step]
         except (OSError, ValueError, TypeError, KeyError):
             raise RunError(f"{file} does not name the plans of a run: remove it, or name another folder") from None
-    if not before or before[-1]["plan"] != plan.plan_hash:
-        before.append({"after_step": first_step, "plan": plan.plan_hash, "world_size": plan.world_size})
+    named = {"plan": plan.plan_hash, "world_size": plan.world_size, "device": get_accelerator().device_name()}
+    if not before or named.items() - before[-1].items():
+        before.append({"after_step": first_step, **named})
     write_file(file, json.dumps({"format": FORMAT, "plans": before}) + "\n")
 
 

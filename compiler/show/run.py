@@ -14,6 +14,7 @@ from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.doctor.metrics import MAX_BYTES, METRICS, RUN, WINDOW, read_metrics, usual
 from parcompile.show.pictures.curves import spark
 from parcompile.show.pictures.shapes import Subject
+from parcompile.spec.values import Origin
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json, read_bytes, read_text
 
@@ -33,14 +34,15 @@ class NoRunError(ValueError):
 class Run:
     """The rows of a run.
 
-    `plans` are (after which step, hash), where run.json says it. `damaged` are lines that are no rows, with their
-    beginnings.
+    `plans` are (after which step, hash), where run.json says it, and `devices` what each ran on ("cpu", "cuda").
+    `damaged` are lines that are no rows, with their beginnings.
     """
 
     file: Path
     rows: Sequence[Row]
     damaged: Sequence[tuple[int, str]]
     plans: Sequence[tuple[int, str]]
+    devices: Mapping[str, str]
 
     def of_plan(self, plan_hash: str) -> list[Row]:
         """The rows that ran under a plan; all where run.json does not say it."""
@@ -68,14 +70,17 @@ def read_run(path: Path) -> Run:
     if not rows:
         lines = f": none of its lines ({len(damaged):,}) is a JSON object with a step" if damaged else " yet"
         raise NoRunError(f"{file} holds no step{lines}")
-    return Run(file, sorted(rows, key=lambda row: row["step"]), damaged, _plans(file.with_name(RUN)))
+    named = _plans(file.with_name(RUN))
+    plans, devices = [one[:2] for one in named], {name: device for _, name, device in named}
+    return Run(file, sorted(rows, key=lambda row: row["step"]), damaged, plans, devices)
 
 
-def _plans(file: Path) -> list[tuple[int, str]]:
+def _plans(file: Path) -> list[tuple[int, str, str]]:
     if not file.exists():
         return []
     try:
-        return [(int(one["after_step"]), str(one["plan"])) for one in parse_json(read_text(file))["plans"]]
+        said = parse_json(read_text(file))["plans"]
+        return [(int(one["after_step"]), str(one["plan"]), str(one.get("device", ""))) for one in said]
     except (OSError, ValueError, TypeError, KeyError):
         raise NoRunError(f"{file} does not name the plans of a run: remove it") from None
 
@@ -111,6 +116,7 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
         }
     if subject is not None:
         _predict(found, subject)
+        found["other_machine"] = _other_machine(subject, run.devices.get(subject.plan.plan_hash))
     for name in ("loss", "gradient_norm", "lr"):
         points = [(int(row["step"]), row[name]) for row in run.rows if _known(row, name)]
         if points:
@@ -173,6 +179,19 @@ def _predict(found: dict[str, Any], subject: Subject) -> None:
             found[name]["predicted"] = value
             if interval is not None:
                 found[name] |= {"predicted_low": interval[0], "predicted_high": interval[1]}
+
+
+def _other_machine(subject: Subject, device: str | None) -> str | None:
+    """Why the predictions are not of the machine that a run used; None where nothing speaks against it."""
+    cluster, said = subject.plan.spec.cluster, subject.plan.spec.provenance.get("cluster.accelerator")
+    name = cluster.accelerator
+    if cluster.preset is None and name == "cpu":
+        return "predictions are of the preset cpu, which is not this machine: measure it with `parcompile profile`"
+    if device == "cpu" and name != "cpu":
+        return f"the run was on CPUs, and predictions are of {name}"
+    if said is None or said.origin is Origin.DEFAULT:
+        return f"the spec names no accelerator, and predictions are of {name}"
+    return None
 
 
 def _spikes(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:
@@ -239,6 +258,7 @@ def verdict(tree: Mapping[str, Any]) -> str:
         if "predicted_low" in taken:
             slow, fast = taken["median"] > taken["predicted_high"], taken["median"] < taken["predicted_low"]
             word = "SLOWER THAN PREDICTED" if slow else "FASTER THAN PREDICTED" if fast else "AS FAST AS PREDICTED"
+            word = "PREDICTED FOR ANOTHER MACHINE" if tree["other_machine"] else word
     if loss is not None:
         parts.append(f"loss {loss['first']:.3f} to {loss['last']:.3f}")
     return " · ".join([word, *parts])
@@ -250,6 +270,7 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
     compared = f"; compared with plan {short(plan)}" if plan else ""
     rows = [("run", f"{tree['run']}: steps {steps['first']:,} to {steps['last']:,}{compared}")]
     rows += [("plan", note)] if note else []
+    rows += [("machine", tree["other_machine"])] if tree.get("other_machine") else []
     rows.append(("step", _beside(tree.get("step_seconds"), format_seconds)))
     for name, unit in (
         ("tokens_per_second_per_gpu", "tokens/s per GPU"),

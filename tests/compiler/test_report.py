@@ -138,6 +138,35 @@ def test_the_verdict_says_when_steps_are_outside_of_the_interval(tmp_path: Path,
         assert report(file, "--plan", tmp_path / "plan.json")[1].startswith(f"{word} PREDICTED"), word
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "device", "said"),
+    [
+        ("cpu", "cpu", "predictions are of the preset cpu, which is not this machine"),
+        ("h100-sxm", "cpu", "the run was on CPUs, and predictions are of h100-sxm"),
+        (None, "cuda", "the spec names no accelerator, and predictions are of h100-sxm"),
+        ("h100-sxm", "cuda", None),
+        ("h100-sxm", None, None),
+    ],
+)
+def test_a_run_on_another_machine_than_the_predicted_one_is_not_called_slow(
+    tmp_path: Path, report: Report, accelerator: str | None, device: str | None, said: str | None
+) -> None:
+    tree = spec_tree(cluster={"accelerator": accelerator})
+    if accelerator is None:
+        del tree["cluster"]["accelerator"]
+    plan = compile_tree(tree, tmp_path)
+    write_run(
+        tmp_path / "run",
+        plan,
+        names=[{"after_step": 0, "plan": plan.plan_hash, **({"device": device} if device else {})}],
+    )
+    (tmp_path / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
+    shown = report(tmp_path / "run")[1]
+    assert shown.startswith("PREDICTED FOR ANOTHER MACHINE · 40 steps" if said else "AS FAST AS PREDICTED")
+    other = json.loads(report(tmp_path / "run", "--format", "json")[1])["other_machine"]
+    assert other is None if said is None else other.startswith(said) and other in " ".join(shown.split())
+
+
 def test_of_a_run_in_two_layouts_each_is_compared_with_its_own_steps(
     tmp_path: Path, plan: Plan, report: Report
 ) -> None:
