@@ -266,11 +266,24 @@ def test_the_warm_up_of_a_llama_factory_file_is_that_of_transformers(tmp_path: P
     assert schedule == {"type": "cosine", "warmup_steps": theirs.get_warmup_steps(305)}
 
 
+def test_steps_that_a_deepspeed_schedule_leaves_to_the_data_are_asked_for_once(tmp_path: Path) -> None:
+    params = {**WARMUP, "total_num_steps": "auto"}
+    write(tmp_path / "ds.json", json.dumps({**HF_ZERO3, "scheduler": {"type": "WarmupDecayLR", "params": params}}))
+    result = imported(write(tmp_path / "run.yaml", LLAMA_FACTORY + "deepspeed: ds.json\n"), CLUSTER)
+    assert [".".join(one.path) for one in result.questions] == ["training.train_steps"]
+    waiting = {name for name, one in outcome(result).items() if one is Outcome.OPEN}
+    assert waiting >= {f"deepspeed.scheduler.params.{name}" for name in ("total_num_steps", "warmup_num_steps")}
+    done = imported(tmp_path / "run.yaml", {**CLUSTER, ("training", "train_steps"): 305})
+    written = done.spec["deepspeed"]["scheduler"]["params"]
+    assert (written["total_num_steps"], written["warmup_num_steps"]) == (305, 31)
+
+
 def test_what_a_llama_factory_file_leaves_to_the_data_is_asked_for(tmp_path: Path) -> None:
     file = write(tmp_path / "run.yaml", LLAMA_FACTORY)
     result = imported(file, CLUSTER)
     assert [".".join(one.path) for one in result.questions] == ["training.train_steps"]
     assert result.questions[0].why == "the warm-up is 0.1 of all steps, whose number depends on the data"
+    assert outcome(result)["warmup_ratio"] is Outcome.OPEN
     done = imported(file, {**CLUSTER, ("training", "train_steps"): 1000})
     assert done.spec["training"]["lr_scheduler"] == {"type": "cosine", "warmup_steps": 100}
     assert done.spec["training"]["sequence_length"] == 2048  # LLaMA-Factory's default

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 import parcompile
 from parcompile import schema
 from parcompile.schema.validation import draft07
+from parcompile.version import how_to_install
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,3 +93,26 @@ def test_a_release_refuses_a_tag_that_is_not_the_version(tmp_path: Path, tag: st
         capture_output=True,
     )
     assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("told", "command"),
+    [
+        (None, "pip install 'parcompile[runtime]'"),
+        ({"url": "file://{folder}", "dir_info": {}}, "pip install '{folder}[runtime]'"),
+        (
+            {"url": "https://example.org/parcompile.whl"},
+            "pip install 'parcompile[runtime] @ https://example.org/parcompile.whl'",
+        ),
+        (
+            {"url": "file://{folder}/gone"},
+            "install the extra runtime of parcompile, from where it was installed ({folder}/gone is gone)",
+        ),
+    ],
+)
+def test_what_adds_an_extra_is_advised_from_where_the_package_came(
+    told: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "" if told is None else json.dumps(told).replace("{folder}", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    assert how_to_install("runtime") == command.replace("{folder}", str(tmp_path))

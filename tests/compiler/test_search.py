@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from layout_cases import spec_tree
 
 from parcompile.cli import main
 from parcompile.cli.main import cli
+from parcompile.cli.search import PROGRESS_SECONDS
 from parcompile.cost.calibration import TIE
 from parcompile.cost.context_time import EQUAL
 from parcompile.cost.executions import OpenChoices, all_executions, fastest, orders
@@ -315,6 +318,20 @@ def test_json_holds_the_winner_the_front_and_the_losers(run: Run) -> None:
     assert found["best"] == found["fitting"][0]
     assert found["spec"]["parallelism"]["tp"] == found["best"]["layout"]["tp"]
     assert found["pareto_front"]
+
+
+def test_a_search_without_a_terminal_says_from_time_to_time_how_far_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert PROGRESS_SECONDS == 10
+    seconds = itertools.count(step=3)
+    monkeypatch.setattr("parcompile.cli.search.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    Path("spec.json").write_text(json.dumps(llama(cp=1)), encoding="utf-8")
+    told = re.findall(r"predicted (\d+) of (\d+) settings of the axes", run("search", "spec.json")[2])
+    total = len(space(llama(cp=1)).combinations)
+    assert told
+    assert [int(count) for count, _ in told] == list(range(3, total, 4))[: len(told)]
+    assert {int(every) for _, every in told} == {total}
 
 
 def test_what_stands_in_the_way_of_every_layout_is_said(run: Run) -> None:

@@ -330,7 +330,7 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
             if found is not None:
                 draft.set(path, found, said=True)
             source.reasons.pop(option, None)
-            source.used[option] = {path}
+            source.used[option] = {_STEPS if found is None else path}
     for unused in (tool.own("warmup_steps"), "warmup_ratio"):
         if unused not in source.used:
             source.ignore(unused, why)
@@ -384,6 +384,9 @@ def _warmup(
         return 0
     if steps is None:
         draft.ask(_STEPS, f"the warm-up is {ratio:g} of all steps, whose number depends on the data")
+        for name in (tool.own("warmup_steps"), "warmup_ratio"):
+            if source.given.get(name):
+                source.used[name] = {_STEPS}
         return None
     return math.ceil(ratio * steps)
 
