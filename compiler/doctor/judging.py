@@ -351,7 +351,7 @@ def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
         advice = [f"look at the machine of rank {rank} (clocks, temperature, other processes) and its data loading"]
         evidence += [f"{found.ranks[rank].source}: the last of its groups to post, at most {at}"]
         return Verdict("slow", "straggler", said, (rank,), **at.where(), evidence=evidence, advice=advice)
-    time = None if plan is None else plan.estimate().time
+    time = None if plan is None or plan.spec.other_machine() else plan.estimate().time
     if time is not None and typical > time.interval_seconds[1]:
         low, high = map(format_seconds, time.interval_seconds)
         said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"

@@ -14,7 +14,6 @@ from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.doctor.metrics import MAX_BYTES, METRICS, RUN, WINDOW, read_metrics, usual
 from parcompile.show.pictures.curves import spark
 from parcompile.show.pictures.shapes import Subject
-from parcompile.spec.values import Origin
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json, read_bytes, read_text
 
@@ -116,7 +115,7 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
         }
     if subject is not None:
         _predict(found, subject)
-        found["other_machine"] = _other_machine(subject, run.devices.get(subject.plan.plan_hash))
+        found["other_machine"] = subject.plan.spec.other_machine(run.devices.get(subject.plan.plan_hash))
     for name in ("loss", "gradient_norm", "lr"):
         points = [(int(row["step"]), row[name]) for row in run.rows if _known(row, name)]
         if points:
@@ -179,19 +178,6 @@ def _predict(found: dict[str, Any], subject: Subject) -> None:
             found[name]["predicted"] = value
             if interval is not None:
                 found[name] |= {"predicted_low": interval[0], "predicted_high": interval[1]}
-
-
-def _other_machine(subject: Subject, device: str | None) -> str | None:
-    """Why the predictions are not of the machine that a run used; None where nothing speaks against it."""
-    cluster, said = subject.plan.spec.cluster, subject.plan.spec.provenance.get("cluster.accelerator")
-    name = cluster.accelerator
-    if cluster.preset is None and name == "cpu":
-        return "predictions are of the preset cpu, which is not this machine: measure it with `parcompile profile`"
-    if device == "cpu" and name != "cpu":
-        return f"the run was on CPUs, and predictions are of {name}"
-    if said is None or said.origin is Origin.DEFAULT:
-        return f"the spec names no accelerator, and predictions are of {name}"
-    return None
 
 
 def _spikes(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:

@@ -286,6 +286,20 @@ class Spec:
     def __repr__(self) -> str:
         return f"Spec({self.name!r}, world_size={self.cluster.world_size})"
 
+    def other_machine(self, device: str | None = None) -> str | None:
+        """Why predictions of time are not of the machine that a run used; None where nothing speaks against it.
+
+        `device` is what it ran on, "cpu" or "cuda", where that is known.
+        """
+        name, said = self.cluster.accelerator, self.provenance.get("cluster.accelerator")
+        if self.cluster.preset is None and name == "cpu":
+            return "predictions are of the preset cpu, which is not this machine: measure it with `parcompile profile`"
+        if device == "cpu" and name != "cpu":
+            return f"the run was on CPUs, and predictions are of {name}"
+        if said is None or said.origin is Origin.DEFAULT:
+            return f"the spec names no accelerator, and predictions are of {name}"
+        return None
+
     @property
     def virtual_stages(self) -> tuple[tuple[Stage, ...], ...]:
         """For each pp rank its virtual stages (one unless they are interleaved)."""

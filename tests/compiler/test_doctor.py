@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from layout_cases import compile_tree, spec_tree
 
 from parcompile.cli.main import cli
 from parcompile.doctor import Verdict, judge, read_all
@@ -286,6 +287,13 @@ def test_the_summary_of_torchrun_names_the_rank(
 
 
 @pytest.mark.usefixtures("page_files")
+@pytest.mark.parametrize(("accelerator", "cause"), [("cpu", "too little"), ("h100-sxm", "longer than planned")])
+def test_a_step_is_compared_with_the_plan_of_its_machine_only(accelerator: str, cause: str, tmp_path: Path) -> None:
+    plan = compile_tree(spec_tree(gpus_per_node=4, cluster={"accelerator": accelerator}), tmp_path)
+    record = SAMPLES / "slow" / "rank-00000.json"
+    assert judge(read_all([record]), plan).cause == cause
+
+
 def test_every_session_of_the_page_is_what_the_command_prints() -> None:
     shown = sessions()
     assert {text.split(" · ")[0] for _, text in shown} == {
