@@ -51,7 +51,7 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     if stage is not None:
         return held_memory(work, stage, bucket_numel(work))
     apart = work.muon or work.shards_weights  # then more counts than how many parameters stages have
-    stages = {(work.stage_parameters(one), work.dealt_parameters(one), apart and one): one for one in work.stages}
+    stages = {(*held, apart and one): one for held, one in zip(work.stage_numels, work.stages, strict=True)}
     bucket = min(LARGEST_BUCKET, max(numel for numel, *_ in stages))
     held = (held_memory(work, one, bucket, numel) for (numel, *_), one in stages.items())
     return max(held, key=lambda memory: memory.total_bytes)

@@ -206,20 +206,30 @@ class _Static:
 
 @lru_cache(maxsize=16)
 def _static(work: Workload) -> list[_Static]:
-    numels = [work.stage_parameters(stage) for stage in work.stages]
+    numels = [numel for numel, _ in work.stage_numels]
     eager = work.framework == "deepspeed"
     bucket = bucket_bytes(work, min(LARGEST_BUCKET, max(numels))) if eager else 0
-    return [
-        _Static(
-            (numel, len(stage.layers), routed_layers(work.shape, stage), stage.has_embedding, stage.has_head),
-            numel,
-            static_terms(work, stage, numel),
-            bucket,
-            optimizer_step_bytes(work, stage, numel, bucket) if eager else 0.0,
-            work.element_bytes * sum(gathered_numels(work, stage)[::2]),
-        )
-        for stage, numel in zip(work.stages, numels, strict=True)
-    ]
+    known: dict[object, _Static] = {}
+    found = []
+    for stage, numel in zip(work.stages, numels, strict=True):
+        kind = (numel, len(stage.layers), routed_layers(work.shape, stage), stage.has_embedding, stage.has_head)
+        alike = kind if _has_kinds(work.shape) else stage
+        if alike not in known:
+            known[alike] = _Static(
+                kind,
+                numel,
+                static_terms(work, stage, numel),
+                bucket,
+                optimizer_step_bytes(work, stage, numel, bucket) if eager else 0.0,
+                work.element_bytes * sum(gathered_numels(work, stage)[::2]),
+            )
+        found.append(known[alike])
+    return found
+
+
+def _has_kinds(shape: ModelShape) -> bool:
+    """Whether stages with as many layers of each sort hold the same."""
+    return is_even(shape) and not shape.parts and shape.stack.runs is None
 
 
 def _recomputing(whole: Workload, word: str) -> Workload:
@@ -228,7 +238,7 @@ def _recomputing(whole: Workload, word: str) -> Workload:
 
 def _unlike(whole: Workload, every: Sequence[_Static]) -> Sequence[int]:
     """The first of stages with equal layers: it holds the activations of the most micro-batches."""
-    if not is_even(whole.shape) or whole.shape.parts or whole.shape.stack.runs is not None:
+    if not _has_kinds(whole.shape):
         return range(len(every))
     found: dict[object, int] = {}
     for index, one in enumerate(every):

@@ -207,8 +207,8 @@ def _uniform_terms(work: Workload) -> StepTerms:
         crossings += round(inside * collectives / 2 * attending)
     logits = work.head_columns * tokens
     share = (work.shards - 1) / work.shards
-    numels = [work.stage_parameters(stage) for stage in stages]
-    numel, dealt = max((size, work.dealt_parameters(stage)) for size, stage in zip(numels, stages, strict=True))
+    numels = [numel for numel, _ in work.stage_numels]
+    numel, dealt = max(work.stage_numels)
     dense, expert_shards = numel - dealt, work.expert_shards
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes

@@ -7,7 +7,7 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -147,6 +147,8 @@ class Workload:
         """The step with other values, as `dataclasses.replace` makes it, in a tenth of the time: for searches."""
         other = object.__new__(Workload)
         other.__dict__.update(self.__dict__, **values)
+        if not _LEAVE_NUMELS.issuperset(values):
+            other.__dict__.pop("stage_numels", None)
         return other
 
     @property
@@ -341,6 +343,15 @@ class Workload:
             self.shape, stage, self.tp, ep=self.ep, expert_tp=self.expert_tp, vocab_divisible_by=divisor
         )
 
+    @cached_property
+    def stage_numels(self) -> tuple[tuple[int, int], ...]:
+        """Of each of `stages` its `stage_parameters` and `dealt_parameters`; remembered, since searches ask again.
+
+        Raises:
+            SplitError: a tensor cannot be cut over tp.
+        """
+        return tuple((self.stage_parameters(one), self.dealt_parameters(one)) for one in self.stages)
+
     def layout(self, parameter: Parameter) -> TensorLayout:
         """How the ranks of tp and ep share a parameter.
 
@@ -398,6 +409,12 @@ class Workload:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""
         sizes = tuple(self.size(one) for one in DENSE_AXES)
         return _expert_stride(self.order, sizes, self.ep, self.expert_tp, axis)
+
+
+_LEAVE_NUMELS = frozenset(
+    {"micro_batch", "micro_batches", "recompute", "zero_stage", "order", "cp_implementation", "cp_sizes"}
+)
+"""Values on which `stage_numels` do not depend."""
 
 
 @lru_cache(maxsize=1024)

@@ -169,7 +169,7 @@ class _Read:
     def of(cls, first: Resolution) -> _Read:
         """All that it has read of them."""
         values = {path: value for path, value in first.read.items() if not _may_change(path)}
-        names = map(format_path, values)
+        names = {*map(format_path, values), *(name for name in first.provenance if name.startswith("model."))}
         of_model = {name: first.__dict__[name] for name in _OF_MODEL if name in first.__dict__}
         return cls(values, {name: first.provenance[name] for name in names}, of_model)
 
