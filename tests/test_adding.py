@@ -70,10 +70,13 @@ def files_said(what: str) -> int:
 def test_a_rule(copy: Copy) -> None:
     with copy.file("rules/w_world.py").open("a", encoding="utf-8") as file:
         file.write(
-            '\n\n@rule("W999", "the run is called acme", "Nobody calls a run so.", wrong={"name": "acme"}, right={})\n'
+            '\n\n@rule("W999")\n'
             "def is_not_acme(spec: Resolution) -> Iterator[Finding]:\n"
             '    if spec.get("name") == "acme":\n        yield Finding("name is acme", ("name",))\n'
         )
+    page = {"title": "the run is called acme", "explanation": "Nobody calls a run so.", "wrong": {"name": "acme"}}
+    pages = copy.file("rules/pages.json")
+    pages.write_text(json.dumps({**json.loads(pages.read_text()), "W999": {**page, "right": {}}}))
     assert "error[W999]: name is acme" in copy.run("check", "spec.json", spec=example_spec({"name": "acme"}))
     assert "W999" not in copy.run("check", "spec.json")
     assert "the run is called acme" in copy.run("explain", "W999")

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.diagnostics.file_codes import FILE_CODES
 from parcompile.lint.deepspeed.usage import usage_context
-from parcompile.lint.registry import GROUPS, Page, Settings, check_settings, file_rules, pages
+from parcompile.lint.registry import FILE_CODES, GROUPS, Page, Settings, check_settings, file_rules, pages
 from parcompile.rules.registry import CONCERNED, check, example_spec
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.text import parse

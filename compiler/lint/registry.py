@@ -14,9 +14,8 @@ from typing import Any
 from parcompile.backends.deepspeed.table import newest
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Diagnostic, Path, Severity
-from parcompile.diagnostics.file_codes import FILE_CODES
-from parcompile.entry_points import VARIABLE
-from parcompile.rules.registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Finding, Rule, all_rules
+from parcompile.rules.registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Finding, Rule, all_rules, page_of
+from parcompile.user_files import shipped
 
 from .deepspeed.usage import UsageContext, UsageOptions
 
@@ -96,21 +95,16 @@ _RULES: dict[str, FileRule] = {}
 def file_rule(
     code: str,
     kind: str,
-    title: str,
-    explanation: str,
     *,
-    wrong: Mapping[str, Any],
-    right: Mapping[str, Any],
     severity: Severity = Severity.ERROR,
-    sources: tuple[str, ...] = (),
     usage: UsageOptions = _UNKNOWN_USAGE,
+    page: Mapping[str, Any] | None = None,
 ) -> Callable[[Check], Check]:
-    """Registers the decorated function as the rule `code` for files of `kind`."""
+    """Registers the decorated function as the rule `code` for files of `kind`; its page stands in pages.json."""
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
-        text = " ".join(explanation.split())
-        _RULES[code] = FileRule(code, kind, severity, title, text, wrong, right, sources, check, usage)
+        _RULES[code] = FileRule(code, kind, severity, check=check, usage=usage, **(page or page_of(__package__, code)))
         return check
 
     return register
@@ -183,8 +177,8 @@ class Page:
     severity: Severity
     title: str
     explanation: str
-    wrong: str
-    right: str
+    wrong: str = ""
+    right: str = ""
     format: str = "json"
     sources: tuple[str, ...] = ()
     targets: tuple[str, ...] = ("all",)
@@ -201,6 +195,13 @@ class Page:
         """The excerpts that can be shown, each under its word; what is wrong with some files is their size."""
         both = (("wrong", self.wrong), ("right", self.right))
         return [(word, text.rstrip("\n")) for word, text in both if text.strip() and len(text.split("\n", 1)[0]) < 100]
+
+
+FILE_CODES: Mapping[str, Page] = {
+    code: Page(code, Severity.ERROR, **stored)
+    for code, stored in shipped("parcompile.diagnostics", "file_codes.json").items()
+}
+"""The pages of the codes that are no rules: J, the text of a file; K, its schema."""
 
 
 @functools.cache
@@ -221,36 +222,11 @@ def pages() -> Mapping[str, Page]:
         )
         for one in file_rules()
     ]
+    found += FILE_CODES.values()
     found += [
-        Page(one.code, Severity.ERROR, one.title, one.explanation, one.wrong, one.right, one.format)
-        for one in FILE_CODES.values()
+        Page(code, Severity.ERROR, **page_of("parcompile.rules", code)) for code in (BROKEN_PLUGIN, INEXPRESSIBLE)
     ]
-    found += [_BROKEN, _INEXPRESSIBLE]
     return {page.code: page for page in sorted(found, key=lambda page: (bool(page.origin), page.code))}
-
-
-_BROKEN = Page(
-    BROKEN_PLUGIN,
-    Severity.ERROR,
-    "a plug-in cannot be used",
-    "An installed distribution adds rules, or the family of this model, and its code cannot be imported or is not what "
-    "the group of its entry point is for. The spec does not pass then: a check without somebody's rules would look as "
-    f"if they held. Fix or uninstall the distribution, or set {VARIABLE}=0 to run without all plug-ins. A broken "
-    "target or importer is refused when it is named, and disturbs nothing else.",
-    "",
-    "",
-)
-
-
-_INEXPRESSIBLE = Page(
-    INEXPRESSIBLE,
-    Severity.ERROR,
-    "a target cannot express the layout",
-    "`parcompile check -t TARGET` asks whether the files of a target can be written. Where the target has no word for "
-    "something of the layout, `parcompile compile` writes no files for it; target_report.json says the same.",
-    "",
-    "",
-)
 
 
 def _with_use(rule: FileRule) -> str:

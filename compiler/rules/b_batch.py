@@ -19,16 +19,7 @@ _MICRO = ("training", "micro_batch_size")
 _STEPS = ("training", "gradient_accumulation_steps")
 
 
-@rule(
-    "B001",
-    "the global batch does not divide into micro-batches",
-    """Every model copy runs the same whole number of micro-batches: global_batch_size = micro_batch_size ·
-    gradient_accumulation_steps · dp. DeepSpeed rounds down here and trains on a smaller batch; nothing is rounded in a
-    plan.""",
-    wrong={"training": {"global_batch_size": 100, "micro_batch_size": 1}},
-    right={"training": {"global_batch_size": 96, "micro_batch_size": 1}},
-    sources=("Megatron-LM num_microbatches_calculator.py", "DeepSpeed runtime/config.py; DeepSpeed#6914"),
-)
+@rule("B001")
 def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when the step count (or the micro-batch) that follows is not whole."""
     if not spec.given(*_TOTAL) or (spec.given(*_MICRO) and spec.given(*_STEPS)):
@@ -59,15 +50,7 @@ def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "B002",
-    "the batch sizes contradict each other",
-    """When all three sides of the triangle are given they have to agree: global_batch_size = micro_batch_size ·
-    gradient_accumulation_steps · dp.""",
-    wrong={"training": {"global_batch_size": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 4}},
-    right={"training": {"global_batch_size": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 8}},
-    sources=("DeepSpeed runtime/config.py",),
-)
+@rule("B002")
 def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
     """Fires when global, micro and steps are given and do not multiply up."""
     if not all(spec.given(*path) for path in (_TOTAL, _MICRO, _STEPS)):
@@ -92,16 +75,7 @@ def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "B003",
-    "fewer micro-batches than pipeline stages",
-    """A pipeline with fewer micro-batches than stages is never full: some stages idle at every moment. The idle share,
-    relative to the ideal time, is (pp − 1) / micro-batches.""",
-    wrong={"parallelism": {"pp": 4}, "training": {"global_batch_size": 4, "gradient_accumulation_dtype": "fp32"}},
-    right={"parallelism": {"pp": 4}, "training": {"global_batch_size": 64, "gradient_accumulation_dtype": "fp32"}},
-    severity=Severity.WARNING,
-    sources=("arXiv 2104.04473, section 2.2",),
-)
+@rule("B003", severity=Severity.WARNING)
 def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradient_accumulation_steps < pp."""
     pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
@@ -115,16 +89,7 @@ def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "B004",
-    "the pipeline bubble",
-    """While a pipeline fills and drains, stages wait: relative to the ideal time (pp − 1) / micro-batches; v virtual
-    stages on each rank divide that by v.""",
-    wrong={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    right={"parallelism": {"pp": 1}},
-    severity=Severity.INFO,
-    sources=("arXiv 2104.04473, section 2.2",),
-)
+@rule("B004", severity=Severity.INFO)
 def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the bubble of a pipeline that can be filled."""
     pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
@@ -143,15 +108,7 @@ def _bubble(spec: Resolution) -> tuple[float, str]:
     return (pp - 1) / (virtual * steps), f"({pp} − 1) / {divisor}"
 
 
-@rule(
-    "B005",
-    "a batch size follows from the others",
-    """If one of global_batch_size, micro_batch_size and gradient_accumulation_steps is left out, it follows from the
-    others. If nothing determines them, micro_batch_size and gradient_accumulation_steps are 1.""",
-    wrong={"training": {"global_batch_size": 64, "micro_batch_size": 1}},
-    right={"training": {"global_batch_size": 64, "micro_batch_size": 1, "gradient_accumulation_steps": 8}},
-    severity=Severity.INFO,
-)
+@rule("B005", severity=Severity.INFO)
 def inferred_batch_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says each size that was not given."""
     sizes = (
@@ -171,21 +128,9 @@ def inferred_batch_is_shown(spec: Resolution) -> Iterator[Finding]:
 _GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 _PP = ("parallelism", "pp")
-_INTERLEAVED = {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}
-_FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
 
 
-@rule(
-    "B006",
-    "the micro-batches do not divide into groups",
-    """With virtual stages a rank runs a group of N consecutive micro-batches (pp unless
-    microbatch_group_size_per_virtual_pipeline_stage is given) on one virtual stage before it goes to the next. N is at
-    least pp and at most the number of micro-batches, and the last group is either whole or has pp micro-batches or
-    more: micro-batches % N is 0 or at least pp.""",
-    wrong={"parallelism": _INTERLEAVED, "training": {"global_batch_size": 12, **_FP32_SUMS}},
-    right={"parallelism": _INTERLEAVED, "training": {"global_batch_size": 16, **_FP32_SUMS}},
-    sources=("Megatron-Core pipeline_parallel/schedules.py",),
-)
+@rule("B006")
 def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when N is outside [pp, micro-batches], or the last group is too small."""
     group, pp, steps = spec.microbatch_group_size, spec.axis(Axis.PP), spec.gradient_accumulation_steps
@@ -224,18 +169,7 @@ def _without(spec: Resolution) -> tuple[Edit, ...]:
     return tuple(Edit(path, remove=True) for path in (_VIRTUAL, _GROUP) if spec.given(*path))
 
 
-@rule(
-    "B007",
-    "a group of micro-batches without virtual stages",
-    """microbatch_group_size_per_virtual_pipeline_stage concerns the interleaved schedule, which has virtual stages.""",
-    wrong={"parallelism": {"microbatch_group_size_per_virtual_pipeline_stage": 8}},
-    right={
-        "parallelism": {**_INTERLEAVED, "microbatch_group_size_per_virtual_pipeline_stage": 8},
-        "training": _FP32_SUMS,
-    },
-    severity=Severity.WARNING,
-    sources=("Megatron-Core model_parallel_config.py",),
-)
+@rule("B007", severity=Severity.WARNING)
 def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for the key without virtual stages."""
     if spec.given(*_GROUP) and spec.virtual_stages == 1:
@@ -254,15 +188,7 @@ _EVAL_TOTAL = ("training", "eval_global_batch_size")
 _EVAL_MICRO = ("training", "eval_micro_batch_size")
 
 
-@rule(
-    "B008",
-    "the evaluation batch does not divide into micro-batches",
-    """As in training, every model copy evaluates the same whole number of micro-batches: eval_global_batch_size %
-    (eval_micro_batch_size · dp) = 0. What is left out is that of training.""",
-    wrong={"training": {"eval_global_batch_size": 12}},
-    right={"training": {"eval_global_batch_size": 16}},
-    sources=("Megatron-LM arguments.py",),
-)
+@rule("B008")
 def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when one of both is given and they do not divide."""
     given = [path for path in (_EVAL_TOTAL, _EVAL_MICRO) if spec.given(*path)]
@@ -289,16 +215,7 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "B009",
-    "DeepSpeed has no evaluation batch",
-    """DeepSpeed's configuration has no key for the evaluation batch. It is passed to Megatron-LM, and read by
-    `parcompile.runtime.evaluate`; another evaluation loop does not see it.""",
-    wrong={"training": {"eval_global_batch_size": 16}},
-    right={"training": {}},
-    severity=Severity.INFO,
-    targets=("deepspeed", "runtime"),
-)
+@rule("B009", severity=Severity.INFO, targets=("deepspeed", "runtime"))
 def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
     """Fires when one is given."""
     for path in (_EVAL_TOTAL, _EVAL_MICRO):

@@ -63,17 +63,7 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
     return sorted(found, key=lambda sizes: (sizes[0] > on_node, -sizes[0]))
 
 
-@rule(
-    "C005",
-    "heads cannot be exchanged for tokens",
-    """ulysses deals the heads of a tensor-parallel rank to all cp ranks, usp to the inner ones: that number of ranks
-    divides num_attention_heads / tp, and it divides the key/value heads or is a multiple of them (they are repeated
-    then), in every layer that attends. Where KV is compressed (deepseek_v4), each rank chooses among
-    them for its own queries, and has to keep these. The rings and all_gather take any model.""",
-    wrong={"parallelism": {"tp": 2, "cp": 3, "cp_implementation": "ulysses"}, "cluster": {"gpus_per_node": 6}},
-    right={"parallelism": {"tp": 2, "cp": 4, "cp_implementation": "ulysses"}},
-    sources=("arXiv 2309.14509, section 3", "TransformerEngine context_parallel.py"),
-)
+@rule("C005")
 def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     """Fires for ulysses, and for usp with the sizes that are given."""
     kind, cp, sizes = _named(spec), spec.axis(Axis.CP), spec.given_sizes
@@ -109,16 +99,7 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "C006",
-    "usp cannot use the striped layout",
-    """Ranks that exchange heads hold the tokens of neighbours together, and around the ring they act as one rank of a
-    shorter one. Neighbouring zigzag or contiguous chunks are such a rank's chunks; neighbouring stripes are not a
-    stripe of a shorter ring.""",
-    wrong={"parallelism": {"cp": 4, "cp_implementation": "usp", "cp_layout": "striped"}},
-    right={"parallelism": {"cp": 4, "cp_implementation": "usp", "cp_layout": "zigzag"}},
-    sources=("arXiv 2405.07719", "arXiv 2311.09431"),
-)
+@rule("C006")
 def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
     """Fires for usp with the striped layout."""
     if _named(spec) is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
@@ -134,15 +115,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "C007",
-    "cp cannot be split into two levels",
-    """usp and double_ring have an inner and an outer level. Without hierarchical_cp_sizes the cost model chooses among
-    the sizes above 1 whose product is cp; with usp the inner size also has to fit the heads.""",
-    wrong={"parallelism": {"cp": 2, "cp_implementation": "double_ring"}},
-    right={"parallelism": {"cp": 4, "cp_implementation": "double_ring"}},
-    sources=("arXiv 2406.18485, section 4.4", "arXiv 2405.07719"),
-)
+@rule("C007")
 def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     """Fires when no sizes are given and none are possible."""
     kind, cp = _named(spec), spec.axis(Axis.CP)
@@ -168,16 +141,7 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "C008",
-    "a setting of context parallelism has no effect",
-    """cp_implementation selects how the ranks of one sequence exchange keys and values. With cp 1 there is no
-    exchange, and where no layer attends (mamba, mamba2) there are no keys. Only usp and double_ring read
-    hierarchical_cp_sizes.""",
-    wrong={"parallelism": {"cp": 4, "hierarchical_cp_sizes": [2, 2]}},
-    right={"parallelism": {"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
-    severity=Severity.INFO,
-)
+@rule("C008", severity=Severity.INFO)
 def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for either key where nothing reads it."""
 
@@ -198,22 +162,7 @@ def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
         yield unused(_SIZES, f"hierarchical_cp_sizes have no effect with {name}")
 
 
-@rule(
-    "C009",
-    "the inner level of cp leaves its node",
-    """The inner ranks of usp exchange heads in every layer, those of double_ring keys in most steps: both are meant for
-    the links inside a node. The outer level is what crosses nodes.""",
-    wrong={
-        "cluster": {"nodes": 2},
-        "parallelism": {"tp": 2, "cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [8, 1]},
-    },
-    right={
-        "cluster": {"nodes": 2},
-        "parallelism": {"tp": 2, "cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [4, 2]},
-    },
-    severity=Severity.WARNING,
-    sources=("arXiv 2405.07719, section 3", "arXiv 2406.18485, section 4.4"),
-)
+@rule("C009", severity=Severity.WARNING)
 def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
     """Fires for sizes that are given and reach over more ranks than a node has."""
     sizes, per_node = spec.given_sizes, spec.cluster.gpus_per_node

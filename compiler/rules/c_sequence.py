@@ -11,7 +11,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also, listed, nearest_multiples
-from .registry import HYBRID, Finding, rule
+from .registry import Finding, rule
 
 _LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")
@@ -41,15 +41,7 @@ def length_finding(spec: Resolution, message: str, related: tuple[Related, ...])
     )
 
 
-@rule(
-    "C001",
-    "the sequence does not divide over cp",
-    """Each context-parallel rank holds chunks of equal length: two with the zigzag layout
-    (sequence_length % (2 · cp) = 0), one with the contiguous layout (sequence_length % cp = 0).""",
-    wrong={"parallelism": {"cp": 4}, "training": {"sequence_length": 8188}},
-    right={"parallelism": {"cp": 4}, "training": {"sequence_length": 8184}},
-    sources=("Megatron-LM arguments.py", "TransformerEngine context_parallel.py"),
-)
+@rule("C001")
 def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when the chunks are not whole."""
     length, cp, layout = spec.sequence_length, spec.axis(Axis.CP), spec.cp_layout
@@ -64,14 +56,7 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "C003",
-    "the context-parallel layout has no effect",
-    """With cp 1 each rank holds whole sequences, so a layout of their chunks has no effect.""",
-    wrong={"parallelism": {"cp_layout": "zigzag"}},
-    right={"parallelism": {"cp": 2, "cp_layout": "zigzag"}},
-    severity=Severity.INFO,
-)
+@rule("C003", severity=Severity.INFO)
 def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when cp_layout is given at cp 1."""
     if spec.given(*_LAYOUT) and spec.axis(Axis.CP) == 1:
@@ -82,23 +67,7 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "C010",
-    "striped cp_layout breaks linear attention",
-    """A linear-attention/SSM layer hands it from each piece of the sequence to the next, and a key that stands for a
-    window of tokens is made where the window is. With the striped layout neighbouring tokens are on different ranks:
-    every token would be a piece.""",
-    wrong={
-        "model": {**HYBRID},
-        "parallelism": {"cp": 2, "cp_layout": "striped"},
-        "training": {"sequence_length": 4096},
-    },
-    right={
-        "model": {**HYBRID},
-        "parallelism": {"cp": 2, "cp_layout": "zigzag"},
-        "training": {"sequence_length": 4096},
-    },
-)
+@rule("C010")
 def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     """Fires for the striped layout with layers that carry a state, or with keys that stand for windows of tokens."""
     if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
@@ -120,22 +89,7 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "C011",
-    "a piece of the sequence is shorter than a convolution sees",
-    """A causal convolution of n tokens in front of a recurrence needs the last n − 1 tokens of the piece before. They
-    come from that piece alone, so that it has to have as many.""",
-    wrong={
-        "model": {**HYBRID},
-        "parallelism": {"cp": 2},
-        "training": {"sequence_length": 8},
-    },
-    right={
-        "model": {**HYBRID},
-        "parallelism": {"cp": 2},
-        "training": {"sequence_length": 16},
-    },
-)
+@rule("C011")
 def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     """Fires when a piece has fewer tokens than the convolution sees of it."""
     halos = list(filter(None, (part.halo() for part in spec.shape.parts)))
@@ -157,17 +111,7 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "C004",
-    "contiguous chunks leave ranks idle",
-    """Under a causal mask a late chunk attends to more keys than an early one. With one chunk per rank the last rank
-    computes 2 · cp − 1 times what the first does, and the others wait; zigzag gives every rank the same work.
-    Ranks that exchange heads for tokens (ulysses) share all chunks evenly.""",
-    wrong={"parallelism": {"cp": 4, "cp_layout": "contiguous"}},
-    right={"parallelism": {"cp": 4, "cp_layout": "zigzag"}},
-    severity=Severity.WARNING,
-    sources=("arXiv 2407.21783, section 3.3.2",),
-)
+@rule("C004", severity=Severity.WARNING)
 def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
     """Fires for the contiguous layout where more than one rank has chunks of its own."""
     cp = spec.axis(Axis.CP)

@@ -23,16 +23,7 @@ from .registry import Finding, rule
 # The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 
 
-@rule(
-    "D003",
-    "a DeepSpeed key fights the plan",
-    """The plan decides batch sizes, precision, optimizer, clipping and groups: set them in their own sections of the
-    spec. Other keys are refused because they replace the plan's groups or make its checkpoints unusable.""",
-    wrong={"deepspeed": {"train_batch_size": 32}},
-    right={"training": {"global_batch_size": 32}},
-    sources=("DeepSpeed runtime/config.py, utils/groups.py; DeepSpeed#6868",),
-    targets=("deepspeed",),
-)
+@rule("D003", targets=("deepspeed",))
 def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
     """Fires for every such key."""
     given = spec.get("deepspeed")
@@ -62,16 +53,7 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "D004",
-    '"auto" in the DeepSpeed keys',
-    """Only Hugging Face's Trainer replaces "auto" in a DeepSpeed config. DeepSpeed itself takes it for a value:
-    "stage": "auto" is stage 0.""",
-    wrong={"deepspeed": {"zero_optimization": {"reduce_bucket_size": "auto"}}},
-    right={"deepspeed": {"zero_optimization": {"reduce_bucket_size": 50000000}}},
-    sources=("DeepSpeed#1270; accelerate#3152",),
-    targets=("deepspeed",),
-)
+@rule("D004", targets=("deepspeed",))
 def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
     """Fires for every "auto", at any depth, except where another rule refuses the key as such."""
 
@@ -107,18 +89,7 @@ _PRESCALE = ("deepspeed", "prescale_gradients")
 _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 
 
-@rule(
-    "D005",
-    "a DeepSpeed key gives wrong gradients",
-    """The runtime scales its loss for DeepSpeed's default reduction of gradients, a mean over the ranks.
-    gradient_allreduce_op "sum" gives gradients another scale, and so does a gradient_predivide_factor equal to the
-    number of ranks where DeepSpeed does not multiply it back. With Adam and clipping the loss curve does not show the
-    mistake. With reduce_scatter, stages 2 and 3 refuse a factor and prescale_gradients.""",
-    wrong={"deepspeed": {"gradient_allreduce_op": "sum"}},
-    right={"deepspeed": {"prescale_gradients": True}},
-    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
-    targets=("deepspeed",),
-)
+@rule("D005", targets=("deepspeed",))
 def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradients are predivided, and when they are not averaged."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
@@ -158,16 +129,7 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "D006",
-    "a DeepSpeed key replaces a value of the plan",
-    """The emitted configuration names every key that affects numerics. A further key of the same name takes the place
-    of the plan's value.""",
-    wrong={"deepspeed": {"communication_data_type": "fp32"}},
-    right={"deepspeed": {"wall_clock_breakdown": True}},
-    severity=Severity.INFO,
-    targets=("deepspeed",),
-)
+@rule("D006", severity=Severity.INFO, targets=("deepspeed",))
 def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says which value of the plan is replaced."""
     planned: dict[tuple[str, ...], object] = {

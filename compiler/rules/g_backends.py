@@ -12,15 +12,7 @@ from .registry import Finding, rule
 _MEGATRON = ("backends", "megatron")
 
 
-@rule(
-    "G001",
-    "an option of Megatron-LM cannot stand in backends",
-    """backends.megatron holds options for which a spec has no word; they are written as they stand. Options of which
-    the spec decides the value, options that Megatron-LM does not have, and values of another type are refused.""",
-    wrong={"backends": {"megatron": {"tensor_model_parallel_size": 2}}},
-    right={"backends": {"megatron": {"overlap_grad_reduce": True}}},
-    sources=("Megatron-LM training/arguments.py",),
-)
+@rule("G001")
 def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
     """Names each option that is refused, and why."""
     if not spec.given(*_MEGATRON):
@@ -37,14 +29,7 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
             yield Finding(why, place, help="remove it, or write it as the message says", fixes=(fix,))
 
 
-@rule(
-    "G002",
-    "options of one backend",
-    """What stands in backends is for one target. Others, and the project's own runtime, do without.""",
-    wrong={"backends": {"megatron": {"overlap_grad_reduce": True}}},
-    right={},
-    severity=Severity.INFO,
-)
+@rule("G002", severity=Severity.INFO)
 def verbatim_options_are_named(spec: Resolution) -> Iterator[Finding]:
     """Says how many there are, and who reads them."""
     found = spec.get(*_MEGATRON) if spec.given(*_MEGATRON) else {}

@@ -53,20 +53,7 @@ _SMALL = 0.02
 """Parts below this share of a peak are added up in the equation."""
 
 
-@rule(
-    PEAK_RULE,
-    "the peak of a rank is not likely to fit",
-    """Weights, gradients, optimizer state, activations and logits of the fullest rank are estimated, with an interval
-    that holds 90 % of what was measured on other models. Usable is what a run can fill of an accelerator before it
-    crashes. Below a chance of 5 % this is an error, below 90 % a warning. Each fix is the smallest change of its kind
-    that fits with 90 %, with its step beside that of the spec; one is what a search over all layouts of these GPUs
-    chooses. Of a pipeline that recomputes nothing, no more of the
-    first stages than have to be are recomputed. --no-estimate leaves this rule out.""",
-    wrong={"training": {"micro_batch_size": 4}},
-    right={"training": {"micro_batch_size": 4, "activation_checkpointing": "full"}},
-    sources=("arXiv 2205.05198", "docs/accuracy.md"),
-    targets=(ESTIMATE,),
-)
+@rule(PEAK_RULE, targets=(ESTIMATE,))
 def peak_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the estimated peak fits with less than 90 %, unless what is exact says so already."""
     work = workload(spec)
@@ -87,18 +74,7 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "H007",
-    "a linear cross-entropy that saves no memory",
-    """With linear_cross_entropy the gradient of the head's weight is kept in fp32 from the forward to the backward
-    pass, 4 bytes for each of its elements of a rank. The logits that it saves take as much where a micro-batch of a
-    rank has about 1.5 times hidden_size tokens; with fewer it costs memory.""",
-    wrong={"training": {"sequence_length": 512, "linear_cross_entropy": True}},
-    right={"training": {"sequence_length": 512}},
-    severity=Severity.INFO,
-    sources=("arXiv 2410.10989, section 3.2",),
-    targets=(ESTIMATE,),
-)
+@rule("H007", severity=Severity.INFO, targets=(ESTIMATE,))
 def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
     """Fires where the peak is lower without it."""
     work = workload(spec)
@@ -106,18 +82,7 @@ def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
         yield from _costs_memory("linear_cross_entropy", work, replace(work, linear_loss=False))
 
 
-@rule(
-    "H008",
-    "a tiled MLP that saves no memory",
-    """With tiled_mlp an MLP is computed in tiles of about hidden_size tokens of a rank's micro-batch, and again in
-    backward, where the gradients of its weights add up in fp32. With one tile it is computed as without the key; with a
-    few, the sums take more than the tiles save.""",
-    wrong={"training": {"sequence_length": 1024, "tiled_mlp": True}},
-    right={"training": {"sequence_length": 1024}},
-    severity=Severity.INFO,
-    sources=("arXiv 2506.13996, section 3.1",),
-    targets=(ESTIMATE,),
-)
+@rule("H008", severity=Severity.INFO, targets=(ESTIMATE,))
 def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
     """Fires where the peak is not lower with it."""
     work = workload(spec)
@@ -139,16 +104,7 @@ def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool =
         )
 
 
-@rule(
-    "H005",
-    "no accelerator is named",
-    """Whether a layout fits depends on the accelerator. Without one the check does not say whether it fits, and times
-    are those of the default accelerator.""",
-    wrong={"cluster": {"gpus_per_node": 8}},
-    right={"cluster": {"gpus_per_node": 8, "accelerator": "h200"}},
-    severity=Severity.INFO,
-    targets=(ESTIMATE,),
-)
+@rule("H005", severity=Severity.INFO, targets=(ESTIMATE,))
 def accelerator_is_named(spec: Resolution) -> Iterator[Finding]:
     """Says what is not checked, and whose times are shown."""
     if spec.given(*_ACCELERATOR):
@@ -290,21 +246,7 @@ def _written(edit: Edit, change: Change) -> str:
 # What a rank holds fits into its accelerator.
 
 
-@rule(
-    "H001",
-    "weights, gradients and optimizer do not fit",
-    """What is held for the whole run (weights, gradients, fp32 master weights, optimizer state, the reduce bucket)
-    has to be smaller than the accelerator's memory; activations come on top (H004). Counted for ZeRO stage 0 and 1,
-    where it is exact. The fixes are the smallest changes that fit with activations, as estimated.""",
-    wrong={"model": {"preset": "llama-3-70b"}},
-    right={
-        "model": {"preset": "llama-3-70b"},
-        "cluster": {"nodes": 8},
-        "parallelism": {"tp": 8},
-        "training": {"activation_checkpointing": "full"},
-    },
-    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
-)
+@rule("H001")
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
     """Fires when the static bytes of the fullest rank exceed the device's memory."""
     work = workload(spec)
@@ -337,16 +279,7 @@ _TIGHT = 0.8
 """Beyond this share of a host's memory a warning is given: the processes and the file cache take some, too."""
 
 
-@rule(
-    "H006",
-    "the optimizer does not fit into the host's memory",
-    """With zero.offload_optimizer a node's memory holds master weights, optimizer state and gradients of all its ranks,
-    beside their processes, which take several GiB each. cluster.host_memory_gib says how much there is; no accelerator
-    tells it.""",
-    wrong={"zero": {"offload_optimizer": {"device": "cpu"}}, "cluster": {"host_memory_gib": 64}},
-    right={"zero": {"offload_optimizer": {"device": "cpu"}}, "cluster": {"host_memory_gib": 2048}},
-    sources=("DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py",),
-)
+@rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires beyond the memory that is given, warns where it is tight, and says what is needed where it is not given."""
     offload = spec.offload_optimizer
@@ -380,16 +313,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "H003",
-    "figures of the accelerator are assumed",
-    """An accelerator that is described by its memory, or in a file that holds less than `parcompile profile` measures,
-    takes what is missing from the built-in preset that is nearest. Memory is estimated as given; times are only as good
-    as that likeness.""",
-    wrong={"cluster": {"accelerator": {"memory_gib": 141}}},
-    right={"cluster": {"accelerator": "h200"}},
-    severity=Severity.INFO,
-)
+@rule("H003", severity=Severity.INFO)
 def assumed_figures_are_named(spec: Resolution) -> Iterator[Finding]:
     """Says which figures, and of which preset they are."""
     machine = spec.cluster.preset
@@ -402,15 +326,7 @@ def assumed_figures_are_named(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "H002",
-    "the accelerator's file cannot be used",
-    """cluster.accelerator is the name of a preset, or a .json file (relative to the spec) of the form that
-    `parcompile profile` writes: the schema `accelerator`. The message names the first place in that file that is
-    wrong.""",
-    wrong={"cluster": {"accelerator": "missing.json"}},
-    right={"cluster": {"accelerator": "h200"}},
-)
+@rule("H002")
 def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
     """Fires on files that are missing or are no presets."""
     name = spec.get("cluster", "accelerator")

@@ -10,7 +10,7 @@ from parcompile.layout.pipeline import PipelineSplit, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
-from .registry import HYBRID, PAIRED, SHARING, Finding, rule
+from .registry import Finding, rule
 
 # The layers divide into pipeline stages.
 
@@ -20,8 +20,6 @@ _LAST = ("parallelism", "num_layers_in_last_pipeline_stage")
 _EMBEDDING = ("parallelism", "account_for_embedding_in_pipeline_split")
 _LOSS = ("parallelism", "account_for_loss_in_pipeline_split")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
-_FP32_SUMS = {"training": {"gradient_accumulation_dtype": "fp32"}}
-_SOURCES = ("Megatron-LM arguments.py", "Megatron-Core transformer_config.py")
 
 
 def _counted(spec: Resolution) -> tuple[int, str]:
@@ -36,16 +34,7 @@ def _has_ends(split: PipelineSplit) -> bool:
     return split.first is not None or split.last is not None
 
 
-@rule(
-    "L001",
-    "the layers do not divide into stages",
-    """Every pipeline stage holds the same number of layers; a layer is never dropped. With
-    account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split the embedding and the head with its
-    loss take the place of a layer each, which lightens the first and the last stage.""",
-    wrong={"model": {"preset": "qwen2.5-7b"}, "parallelism": {"pp": 8}, **_FP32_SUMS},
-    right={"model": {"preset": "qwen2.5-7b"}, "parallelism": {"pp": 4}, **_FP32_SUMS},
-    sources=("Megatron-LM arguments.py; Megatron-LM#1304",),
-)
+@rule("L001")
 def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
     """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
     split, pp = spec.pipeline_split, spec.axis(Axis.PP)
@@ -84,16 +73,7 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
     return Fix(f"set {named}", Safety.CHANGES_COST, edits)
 
 
-@rule(
-    "L002",
-    "tied embeddings on two stages",
-    """With tied embeddings the first and the last stage both hold the embedding. Its copy takes memory, and the
-    gradients of both are summed in every step.""",
-    wrong={"model": {"preset": "llama-3.2-1b"}, "parallelism": {"pp": 2}, **_FP32_SUMS},
-    right={"model": {"preset": "llama-3-8b"}, "parallelism": {"pp": 2}, **_FP32_SUMS},
-    severity=Severity.INFO,
-    sources=("Megatron-LM parallel_state.py, embedding group",),
-)
+@rule("L002", severity=Severity.INFO)
 def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the size of the copy."""
     pp, shape = spec.axis(Axis.PP), spec.shape
@@ -106,22 +86,7 @@ def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "L003",
-    "the layers of the stages are given twice",
-    """Either the embedding and the loss count as layers (account_for_…_in_pipeline_split), or the first and the last
-    stage get numbers of their own (num_layers_in_…_pipeline_stage), not both.""",
-    wrong={
-        "parallelism": {
-            "pp": 4,
-            "num_layers_in_first_pipeline_stage": 5,
-            "account_for_embedding_in_pipeline_split": True,
-        },
-        **_FP32_SUMS,
-    },
-    right={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 5}, **_FP32_SUMS},
-    sources=_SOURCES,
-)
+@rule("L003")
 def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
     """Fires on each account that stands beside a given number."""
     split = spec.pipeline_split
@@ -143,15 +108,7 @@ def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "L004",
-    "the layers between the first and the last stage do not divide",
-    """The layers that the first and the last stage leave are shared evenly by the stages between: (layers − first −
-    last) % (pp − the number of given stages) = 0, and there are layers left exactly when there are stages left.""",
-    wrong={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 6}, **_FP32_SUMS},
-    right={"parallelism": {"pp": 4, "num_layers_in_first_pipeline_stage": 5}, **_FP32_SUMS},
-    sources=_SOURCES,
-)
+@rule("L004")
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when what is left is negative, is not whole, or has no stage to go to."""
     split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
@@ -198,15 +155,7 @@ def _nearest_end(path: Path, ends: dict[tuple[str, str], int], layers: int, midd
     return tuple(room - left for left in lefts if room - left > 0)
 
 
-@rule(
-    "L005",
-    "the layers of a stage do not divide into virtual stages",
-    """In the interleaved schedule each pp rank holds the same number of virtual stages with equally many layers: layers
-    of the rank % num_virtual_stages_per_pipeline_rank = 0. Embedding and loss may count as layers.""",
-    wrong={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 3}, **_FP32_SUMS},
-    right={"parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2}, **_FP32_SUMS},
-    sources=("arXiv 2104.04473, section 2.2", *_SOURCES),
-)
+@rule("L005")
 def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
     split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
@@ -244,15 +193,7 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
         raise Unavailable("pp") from None
 
 
-@rule(
-    "L006",
-    "virtual stages without a pipeline",
-    """The interleaved schedule goes around the ranks of a pipeline: num_virtual_stages_per_pipeline_rank > 1 needs
-    pp > 1.""",
-    wrong={"parallelism": {"num_virtual_stages_per_pipeline_rank": 2}},
-    right={"parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}, **_FP32_SUMS},
-    sources=_SOURCES,
-)
+@rule("L006")
 def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages at pp 1."""
     if spec.virtual_stages > 1 and spec.axis(Axis.PP) == 1:
@@ -265,24 +206,7 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "L008",
-    "virtual stages of layers that are not alike",
-    """With virtual stages a rank of the pipeline has several stretches of layers, whose parameters and bytes are
-    counted as those of one stretch. Where linear-attention/SSM layers stand between layers that attend, layers with
-    experts between dense ones, or some layers take a choice that others make, one stretch has not as many of each as
-    the others.""",
-    wrong={
-        "model": {**HYBRID},
-        "parallelism": {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-    right={
-        "model": {**HYBRID},
-        "parallelism": {"pp": 2},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-)
+@rule("L008")
 def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
     layers, kinds = spec.shape.num_hidden_layers, ""
@@ -302,23 +226,7 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "L009",
-    "the first layer of a stage reuses the top-k of a layer before it",
-    """Stages hand hidden states on, and nothing that a layer has chosen: the first layer of each stage chooses by
-    itself.""",
-    wrong={
-        "model": {**SHARING},
-        "parallelism": {"pp": 4},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-    right={
-        "model": {**SHARING},
-        "parallelism": {"pp": 2},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-    sources=("transformers models/glm_moe_dsa/modeling_glm_moe_dsa.py: GlmMoeDsaAttention",),
-)
+@rule("L009")
 def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
     """Fires for stages that begin with a layer that does not choose by itself."""
     layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
@@ -348,16 +256,7 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "L007",
-    "embedding and loss count as layers without a pipeline",
-    """Where the embedding or the loss counts as a layer, its stage has one layer less than the others; with pp 1 there
-    are no others.""",
-    wrong={"parallelism": {"account_for_embedding_in_pipeline_split": True}},
-    right={"parallelism": {"account_for_embedding_in_pipeline_split": False}},
-    severity=Severity.WARNING,
-    sources=_SOURCES,
-)
+@rule("L007", severity=Severity.WARNING)
 def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for accounts at pp 1."""
     if spec.axis(Axis.PP) > 1:
@@ -377,24 +276,7 @@ def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 # Layers that are one module stay on one stage.
 
 
-@rule(
-    "L010",
-    "a stage ends inside a module of two layers",
-    """In LongCat-Flash two layers are one module, whose experts stand beside both: their sum joins behind the second
-    one. Stages hand hidden states on, and no such sum. Layers are counted as transformers counts them in
-    num_hidden_layers, two for each of num_layers: every stage has an even number of them.""",
-    wrong={
-        "model": {**PAIRED},
-        "parallelism": {"pp": 8},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-    right={
-        "model": {**PAIRED},
-        "parallelism": {"pp": 4},
-        "training": {"sequence_length": 4096, "gradient_accumulation_dtype": "fp32"},
-    },
-    sources=("transformers models/longcat_flash/modeling_longcat_flash.py: LongcatFlashDecoderLayer",),
-)
+@rule("L010")
 def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
     """Fires for stages whose number of layers is no multiple of those in a module."""
     layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module

@@ -17,15 +17,7 @@ _SUMS = ("training", "gradient_accumulation_dtype")
 _DECAY = ("training", "optimizer", "weight_decay")
 
 
-@rule(
-    "P001",
-    "gradients are accumulated in a narrower dtype than theirs",
-    """Gradients are summed over micro-batches in the type of the weights or in fp32; a narrower or merely different
-    16-bit type loses what the weights' type keeps.""",
-    wrong={"training": {"precision": "bf16", "gradient_accumulation_dtype": "fp16"}},
-    right={"training": {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}},
-    sources=("DeepSpeed runtime/engine.py",),
-)
+@rule("P001")
 def accumulation_is_not_narrower(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradient_accumulation_dtype is neither fp32 nor the precision."""
     sums, weights = spec.gradient_accumulation_dtype, spec.precision
@@ -42,31 +34,14 @@ def accumulation_is_not_narrower(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "P002",
-    "fp32 accumulation keeps a whole fp32 gradient on every rank",
-    """With bf16 weights, ZeRO-1 and fp32 accumulation DeepSpeed uses its BF16_Optimizer, which holds an unpartitioned
-    fp32 gradient: 4 bytes for each parameter of the rank, 2 more than in bf16.""",
-    wrong={"training": {"gradient_accumulation_dtype": "fp32"}},
-    right={"training": {"gradient_accumulation_dtype": "bf16"}},
-    severity=Severity.INFO,
-    sources=("DeepSpeed runtime/bf16_optimizer.py",),
-    targets=("deepspeed",),
-)
+@rule("P002", severity=Severity.INFO, targets=("deepspeed",))
 def fp32_accumulation_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says what fp32 accumulation costs."""
     if spec.precision is Precision.BF16 and spec.gradient_accumulation_dtype is Precision.FP32:
         yield Finding("gradients are summed in fp32: 4 bytes per parameter on every rank, not sharded", _SUMS)
 
 
-@rule(
-    "P003",
-    "loss scaling without fp16",
-    """Only fp16 needs its loss scaled: fp32 and bf16 have the range. DeepSpeed refuses the key in its bf16 section.""",
-    wrong={"training": {"precision": "bf16", "loss_scale": 1024}},
-    right={"training": {"precision": "fp16", "loss_scale": 1024}},
-    sources=("DeepSpeed runtime/precision_config.py",),
-)
+@rule("P003")
 def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
     """Fires when a loss scale is given with another precision."""
     path = ("training", "loss_scale")
@@ -83,18 +58,7 @@ def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "P004",
-    "DeepSpeed's own pipeline engine wants fp32 accumulation",
-    """The runtime runs pipeline stages in a plain ZeRO-1 engine, with bf16 sums as with fp32 ones. Whoever takes
-    ds_config.json to DeepSpeed's PipelineEngine needs fp32 sums: it runs bf16 with ZeRO-1 only through its
-    BF16_Optimizer, which accumulation in fp32 brings.""",
-    wrong={"parallelism": {"pp": 2}},
-    right={"parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    severity=Severity.INFO,
-    sources=("DeepSpeed runtime/engine.py; DeepSpeed#1835",),
-    targets=("deepspeed",),
-)
+@rule("P004", severity=Severity.INFO, targets=("deepspeed",))
 def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
     """Fires for pp > 1, bf16, ZeRO-1 without fp32 accumulation."""
     pp, sums = spec.axis(Axis.PP), spec.gradient_accumulation_dtype
@@ -108,16 +72,7 @@ def pipelined_bf16_accumulates_in_fp32(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "P007",
-    "Adam adds weight decay to the gradient",
-    """adamw decays weights directly; adam adds weight_decay · weight to the gradient (L2 regularisation), which its
-    second moment then rescales. The same number means something else.""",
-    wrong={"training": {"optimizer": {"type": "adam", "weight_decay": 0.1}}},
-    right={"training": {"optimizer": {"type": "adamw", "weight_decay": 0.1}}},
-    severity=Severity.INFO,
-    sources=("arXiv 1711.05101",),
-)
+@rule("P007", severity=Severity.INFO)
 def coupled_decay_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Fires for adam with weight decay, also that of the default."""
     path = ("training", "optimizer", "type")
@@ -134,16 +89,7 @@ def coupled_decay_is_shown(spec: Resolution) -> Iterator[Finding]:
 _OPTIMIZER = ("training", "optimizer")
 
 
-@rule(
-    "P008",
-    "the optimizer has no such setting",
-    """Each optimizer has settings of its own: betas and eps are AdamW's, Adam's and, for what is no matrix of a layer,
-    Muon's; momentum and nesterov are Muon's and SGD's; what says how matrices are orthogonalised is Muon's. Nesterov's
-    momentum needs a momentum.""",
-    wrong={"training": {"optimizer": {"type": "adamw", "momentum": 0.9}}},
-    right={"training": {"optimizer": {"type": "muon", "momentum": 0.9}}},
-    sources=("torch.optim: AdamW, Adam, Muon, SGD, Adagrad",),
-)
+@rule("P008")
 def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key that the type does not read, and for nesterov without momentum under sgd."""
     kind = str(spec.get(*_OPTIMIZER, "type"))

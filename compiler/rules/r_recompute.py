@@ -14,19 +14,9 @@ from .registry import Finding, rule
 _PATH = ("training", "activation_checkpointing")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 _PP = ("parallelism", "pp")
-_FP32_SUMS = {"gradient_accumulation_dtype": "fp32"}
 
 
-@rule(
-    "R001",
-    "selective checkpointing recomputes nothing more than fused attention does",
-    """Selective checkpointing drops the matrix of attention scores and recomputes it in the backward pass. The fused
-    attention kernels that every target uses never store that matrix, so that nothing is left to drop.""",
-    wrong={"training": {"activation_checkpointing": "selective"}},
-    right={"training": {"activation_checkpointing": "full"}},
-    severity=Severity.INFO,
-    sources=("arXiv 2205.05198, section 5", "arXiv 2205.14135"),
-)
+@rule("R001", severity=Severity.INFO)
 def selective_recomputes_nothing(spec: Resolution) -> Iterator[Finding]:
     """Fires for selective."""
     given = spec.get(*_PATH)
@@ -38,17 +28,7 @@ def selective_recomputes_nothing(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "R002",
-    "DeepSpeed's activation checkpointing is not used",
-    """The section activation_checkpointing of a DeepSpeed config sets up deepspeed.checkpointing, which a model has to
-    call itself. The runtime recomputes layers through torch, as training.activation_checkpointing says.""",
-    wrong={"deepspeed": {"activation_checkpointing": {"partition_activations": True}}},
-    right={"training": {"activation_checkpointing": "full"}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed runtime/activation_checkpointing/checkpointing.py",),
-    targets=("deepspeed",),
-)
+@rule("R002", severity=Severity.WARNING, targets=("deepspeed",))
 def deepspeed_checkpointing_is_unused(spec: Resolution) -> Iterator[Finding]:
     """Fires when the further DeepSpeed keys hold that section."""
     further = spec.get("deepspeed")
@@ -62,17 +42,7 @@ def deepspeed_checkpointing_is_unused(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "R003",
-    "recomputation is not given for each stage",
-    """A list in activation_checkpointing has one word for each pipeline stage, the first stage first. In a 1F1B
-    schedule the first stages hold activations of more micro-batches than the last, so that it often is enough when
-    these recompute. A rank with virtual stages has layers from several places of the model, and takes one word for
-    all.""",
-    wrong={"parallelism": {"pp": 2}, "training": {**_FP32_SUMS, "activation_checkpointing": ["full", "none", "none"]}},
-    right={"parallelism": {"pp": 2}, "training": {**_FP32_SUMS, "activation_checkpointing": ["full", "none"]}},
-    sources=("arXiv 2104.04473, section 2.2",),
-)
+@rule("R003")
 def one_word_for_each_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires when the words are not as many as the stages, and beside virtual stages."""
     given = spec.get(*_PATH)

@@ -20,6 +20,7 @@ from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity
 from parcompile.model.blocks import KNOWN
 from parcompile.model.families import family_problem
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.user_files import shipped
 
 ESTIMATE = "estimate"
 """What rules concern that judge by a prediction: who wants no estimates goes without them."""
@@ -71,7 +72,7 @@ class Rule:
     """A rule and its page.
 
     `targets` names what the rule concerns: "all" for what is true of any run, else the backends that demand it.
-    `wrong` and `right` are parts of a spec: laid over `examples.BASE`, the one breaks the rule and the other does not.
+    `wrong` and `right` are parts of a spec: laid over `BASE`, the one breaks the rule and the other does not.
     `origin` is the distribution that a plug-in's rule comes from, and
     `title_of_origin` names it in messages. `run_by` are the targets that run what a rule of the
     runtime refuses: where files of none of them are wanted, its findings are errors.
@@ -100,25 +101,28 @@ _RULES: dict[str, Rule] = {}
 
 def rule(
     code: str,
-    title: str,
-    explanation: str,
     *,
-    wrong: Example,
-    right: Example,
     severity: Severity = Severity.ERROR,
-    sources: tuple[str, ...] = (),
     targets: tuple[str, ...] = ("all",),
     run_by: tuple[str, ...] = (),
 ) -> Callable[[Check], Check]:
-    """Registers the decorated function as the rule `code`."""
+    """Registers the decorated function as the rule `code`, whose page stands in pages.json."""
 
     def register(check: Check) -> Check:
         assert code not in _RULES, f"two rules are called {code}"
-        text = " ".join((*explanation.split(), *(one.rules[code] for one in KNOWN if code in one.rules)))
-        _RULES[code] = Rule(code, severity, title, text, wrong, right, sources, targets, check, run_by=run_by)
+        page = page_of(__package__, code)
+        added = (one.rules[code] for one in KNOWN if code in one.rules)
+        page["explanation"] = " ".join((page["explanation"], *added))
+        _RULES[code] = Rule(code, severity, targets=targets, check=check, run_by=run_by, **page)
         return check
 
     return register
+
+
+def page_of(package: str, code: str) -> dict[str, Any]:
+    """What pages.json of a package says of a code: title, explanation, an example of wrong and of right, sources."""
+    page = shipped(package, "pages.json")[code]
+    return {**page, "sources": tuple(page.get("sources", ()))}
 
 
 @functools.cache
@@ -279,64 +283,6 @@ BASE: Mapping[str, Any] = {
     "training": {"sequence_length": 8192, "global_batch_size": 64, "micro_batch_size": 1},
 }
 """Breaks no rule."""
-
-SHARING: Mapping[str, Any] = {
-    "model_type": "glm_moe_dsa",
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "intermediate_size": 4096,
-    "moe_intermediate_size": 512,
-    "n_routed_experts": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 1,
-}
-"""A model the first of each four layers of which chooses keys; the other three take its choice."""
-
-HYBRID: Mapping[str, Any] = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "intermediate_size": 3584,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}
-"""A model three quarters of whose layers carry a state in the place of attention."""
-
-PAIRED: Mapping[str, Any] = {
-    "model_type": "longcat_flash",
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-    "moe_intermediate_size": 512,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
-"""A model of 8 layers, of which two each are one module."""
-
-SHARED_KEYS: Mapping[str, Any] = {
-    "model_type": "gemma4_text",
-    "hidden_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 3584,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-    "num_kv_shared_layers": 6,
-}
-"""A model whose last layers use the keys and values of earlier ones; every sixth layer is a full one."""
 
 
 def example_spec(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,15 +20,6 @@ from .registry import Finding, rule
 # The model can be read, and its positions reach as far as the sequence.
 
 _LENGTH = ("training", "sequence_length")
-_TINY = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "intermediate_size": 5632,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
 
 _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
@@ -39,16 +30,7 @@ _KEYS = by_type("keys")
 """What the configuration class of each family reads beside the keys that all read."""
 
 
-@rule(
-    "S003",
-    "the model cannot be read",
-    """The model is a preset, a Hugging Face config.json, or dimensions written out; its dimensions have to be complete
-    and of a known family. head_dim is hidden_size / num_attention_heads only where a family leaves it out, and has to
-    be whole then.""",
-    wrong={"model": {"preset": "lama-3-8b"}},
-    right={"model": {"preset": "llama-3-8b"}},
-    sources=("transformers configuration classes",),
-)
+@rule("S003")
 def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
     """Fires on unknown presets, missing files, missing or impossible dimensions."""
     try:
@@ -79,14 +61,7 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
         yield Finding(str(error), path, help=hint, fixes=fixes)
 
 
-@rule(
-    "S001",
-    "the sequence is longer than the model's position table",
-    """A learned position table has max_position_embeddings rows and cannot be read beyond them.""",
-    wrong={"model": {"preset": "gpt2-xl"}, "training": {"sequence_length": 2048}},
-    right={"model": {"preset": "gpt2-xl"}, "training": {"sequence_length": 1024}},
-    sources=("Megatron-LM arguments.py",),
-)
+@rule("S001")
 def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for learned positions; S004 warns for rotary ones."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
@@ -99,15 +74,7 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "S004",
-    "the sequence is longer than the model's rotary positions were made for",
-    """Rotary positions beyond max_position_embeddings are computed, but pre-trained weights have never seen them;
-    long-context training changes the base (rope_theta) or scales the positions.""",
-    wrong={"training": {"sequence_length": 65536}},
-    right={"model": {"preset": "llama-3.2-1b"}, "training": {"sequence_length": 65536}},
-    severity=Severity.WARNING,
-)
+@rule("S004", severity=Severity.WARNING)
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
@@ -124,15 +91,7 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "S009",
-    "attention heads that do not fit together",
-    """Each key/value head serves the same number of query heads, so their number divides that of the query heads.
-    Rotary positions turn a head's values in pairs, so that its width is even where the whole head is turned.""",
-    wrong={"model": {**_TINY, "num_key_value_heads": 5}},
-    right={"model": {**_TINY, "num_key_value_heads": 4}},
-    sources=("transformers models/llama/modeling_llama.py: repeat_kv, rotate_half",),
-)
+@rule("S009")
 def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
     """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
@@ -157,17 +116,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
         yield Finding(f"{key} {width} is odd: rotary positions turn pairs", path, help="write an even width")
 
 
-@rule(
-    "S005",
-    "a dimension has no effect",
-    """Each family reads its own keys; a key of another family (experts in a dense model, an MLP bias where the family
-    has none) would be carried along and change nothing. Of a config.json, keys that misspell one are told: its class in
-    transformers takes every key, and uses its default for the one that was meant.""",
-    wrong={"model": {**_TINY, "num_experts": 8}},
-    right={"model": {**_TINY, "num_key_value_heads": 4}},
-    severity=Severity.WARNING,
-    sources=("transformers configuration classes",),
-)
+@rule("S005", severity=Severity.WARNING)
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of a written-out model that its family does not read, and misspelt ones of a file."""
     given = spec.get("model")
@@ -198,40 +147,8 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 
 # A user module: its rules fit its parameters, and tp divides what they cut.
 
-_ROWS = {
-    "embed.weight": [1024, 64],
-    "layers.*.attention.wq.weight": [64, 64],
-    "layers.*.attention.wo.weight": [64, 64],
-    "head.weight": [1024, 64],
-}
-RULES = {
-    "embed": "vocab",
-    "layers.*.attention": "attention",
-    "layers.*.attention.wq": "column",
-    "layers.*.attention.wo": "row",
-    "head": "vocab",
-}
-MODULE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 256,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-    "parameters": _ROWS,
-    "injection": RULES,
-}
 
-
-@rule(
-    "S008",
-    "an injection rule does not fit the module",
-    """Each rule names a module or a parameter of model.parameters; "column" and "row" are for linears (weight
-    [out, in]), "vocab" for tables of vocab_size rows, "attention" for the modules that attend. Rows of the layers stand
-    together, with * in the place of their number.""",
-    wrong={"model": {**MODULE, "injection": {**RULES, "layers.*.attention.wk": "column"}}},
-    right={"model": MODULE},
-)
+@rule("S008")
 def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
     """Fires for every rule and row that does not fit."""
     try:
@@ -260,14 +177,7 @@ _FURTHER = ("deepspeed", "scheduler")
 _LEAST_WARMUP = 2
 
 
-@rule(
-    "S002",
-    "the lowest learning rate is above the highest",
-    """A schedule rises from warmup_start_lr to optimizer.lr and falls to min_lr: both are at most optimizer.lr.""",
-    wrong={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100, "min_lr": 0.1}}},
-    right={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100, "min_lr": 3e-5}}},
-    sources=("Megatron-LM arguments.py",),
-)
+@rule("S002")
 def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
     """Fires when min_lr > lr, or warmup_start_lr > lr."""
     schedule, lr = spec.lr_scheduler, spec.lr
@@ -289,17 +199,7 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "S006",
-    "the schedule does not fit into the training steps",
-    """linear and cosine fall from the end of the warm-up to the end of the schedule, wsd in its last decay_steps. The
-    schedule ends after total_steps, or, without it, after train_steps: one of them is given, and warmup_steps +
-    decay_steps are at most that, where linear and cosine need one step to fall. decay_steps and decay_type are wsd's
-    alone; constant and inverse_sqrt have no total_steps.""",
-    wrong={"training": {"lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
-    right={"training": {"train_steps": 1000, "lr_scheduler": {"type": "cosine", "warmup_steps": 100}}},
-    sources=("Megatron-Core optimizer_param_scheduler.py", "DeepSpeed runtime/lr_schedules.py"),
-)
+@rule("S006")
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
     """Fires when the end is missing of a rate that falls, or the warm-up is not over before it."""
     schedule = spec.lr_scheduler
@@ -359,19 +259,7 @@ def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tupl
         )
 
 
-@rule(
-    "S007",
-    "two learning-rate schedules",
-    """training.lr_scheduler is written into ds_config.json as DeepSpeed's section scheduler; a scheduler among the
-    further DeepSpeed keys would be mixed with it.""",
-    wrong={
-        "training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100}},
-        "deepspeed": {"scheduler": {"type": "WarmupLR"}},
-    },
-    right={"training": {"lr_scheduler": {"type": "constant", "warmup_steps": 100}}},
-    sources=("DeepSpeed runtime/lr_schedules.py",),
-    targets=("deepspeed", "runtime"),
-)
+@rule("S007", targets=("deepspeed", "runtime"))
 def one_schedule(spec: Resolution) -> Iterator[Finding]:
     """Fires when both are given."""
     if spec.lr_scheduler is not None and spec.given(*_FURTHER):

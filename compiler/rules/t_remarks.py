@@ -17,7 +17,6 @@ from parcompile.spec.values import workload_of
 from .arithmetic import also, listed, model_path, nearest_divisors
 from .c_sequence import length_finding
 from .registry import Finding, rule
-from .s_model import MODULE
 from .t_tensor import tp_fixes
 
 # What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
@@ -25,16 +24,7 @@ from .t_tensor import tp_fixes
 _TP = ("parallelism", "tp")
 
 
-@rule(
-    "T003",
-    "kv heads are replicated",
-    """With fewer kv heads than tensor-parallel ranks, several ranks hold the same head: its weights take memory on each
-    of them and their gradients are summed.""",
-    wrong={"model": {"preset": "gemma-2b"}, "parallelism": {"tp": 8}},
-    right={"model": {"preset": "gemma-7b"}, "parallelism": {"tp": 8}},
-    severity=Severity.INFO,
-    sources=("Megatron-Core attention.py",),
-)
+@rule("T003", severity=Severity.INFO)
 def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says how many ranks share a head."""
     tp = spec.axis(Axis.TP)
@@ -48,16 +38,7 @@ def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T005",
-    "the vocabulary is padded",
-    """Embedding and head are split over tp after padding the vocabulary to a multiple of make_vocab_size_divisible_by ·
-    tp. Padded rows never receive a token or a gradient; a checkpoint is exported without them.""",
-    wrong={"model": {"preset": "gpt2-medium"}, "training": {"sequence_length": 1024}},
-    right={"model": {"preset": "llama-3-8b"}},
-    severity=Severity.INFO,
-    sources=("Megatron-LM vocab_utils.py; Megatron-LM#1754",),
-)
+@rule("T005", severity=Severity.INFO)
 def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says the padded size."""
     vocab, padded, tp = spec.shape.vocab_size, spec.padded_vocab_size, spec.axis(Axis.TP)
@@ -69,16 +50,7 @@ def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T006",
-    "sequence parallelism has no effect",
-    """Sequence parallelism splits activations over the tensor-parallel ranks; with tp 1 there is nothing to split,
-    and it is switched off.""",
-    wrong={"parallelism": {"sequence_parallel": True}},
-    right={"parallelism": {"tp": 2, "sequence_parallel": True}},
-    severity=Severity.WARNING,
-    sources=("Megatron-LM arguments.py",),
-)
+@rule("T006", severity=Severity.WARNING)
 def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when sequence_parallel is on at tp 1."""
     path = ("parallelism", "sequence_parallel")
@@ -92,17 +64,7 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T010",
-    "Megatron-LM needs CUDA_DEVICE_MAX_CONNECTIONS=1",
-    """Before compute capability 10, Megatron-LM overlaps tensor- and context-parallel communication with computation
-    only when kernels start in the order of their launch: CUDA_DEVICE_MAX_CONNECTIONS=1, which it checks.""",
-    wrong={"parallelism": {"tp": 2}},
-    right={"parallelism": {"tp": 2}, "cluster": {"accelerator": "b200"}},
-    severity=Severity.INFO,
-    sources=("Megatron-LM arguments.py",),
-    targets=("megatron",),
-)
+@rule("T010", severity=Severity.INFO, targets=("megatron",))
 def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
     """Says what has to be exported before Megatron-LM starts."""
     tp, cp, accelerator = spec.axis(Axis.TP), spec.axis(Axis.CP), spec.cluster.accelerator
@@ -114,18 +76,7 @@ def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T007",
-    "the sequence does not divide over tp",
-    """With sequence parallelism each tensor-parallel rank keeps an equal share of the tokens of its context-parallel
-    rank. Where (sequence_length / cp) % tp is not 0 the runtime continues them with padding between the blocks, which
-    changes no number and costs the padding's time and memory. Megatron-LM and torchtitan refuse such a length, and get
-    no files. Together with zigzag chunks, a length without padding is a multiple of cp · lcm(2, tp).""",
-    wrong={"parallelism": {"tp": 8, "sequence_parallel": True}, "training": {"sequence_length": 8188}},
-    right={"parallelism": {"tp": 8, "sequence_parallel": True}, "training": {"sequence_length": 8184}},
-    severity=Severity.WARNING,
-    sources=("Megatron-Core tensor_parallel/mappings.py", "torchtitan#1306"),
-)
+@rule("T007", severity=Severity.WARNING)
 def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when the local sequence cannot be split over tp."""
     length, cp, tp = spec.sequence_length, spec.axis(Axis.CP), spec.axis(Axis.TP)
@@ -139,20 +90,7 @@ def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T013",
-    "attention takes the plain kernel",
-    """On GPUs the runtime's attention runs in fused kernels: FlashAttention-2 for 16-bit types and heads of up to 256
-    features, torch's memory-efficient kernel for fp32 and wider heads. Where none serves, it is written out in fp32
-    tiles, right and slow: scores with a soft-cap, unless the package flash_attn is installed; attention dropout; keys
-    that are chosen for each query; sliding windows in fp32 or with wider heads. The estimate counts the plain rate.
-    Heads that are no multiple of 8, and values narrower than keys (latent attention), are padded for fused kernels.""",
-    wrong={"model": {"preset": "gemma-2-9b"}, "cluster": {"accelerator": "h100-sxm"}},
-    right={"model": {"preset": "llama-3.2-1b"}, "cluster": {"accelerator": "h100-sxm"}},
-    severity=Severity.WARNING,
-    sources=("torch aten/src/ATen/native/transformers/cuda", "github.com/Dao-AILab/flash-attention"),
-    targets=("runtime",),
-)
+@rule("T013", severity=Severity.WARNING, targets=("runtime",))
 def attention_is_fused(spec: Resolution) -> Iterator[Finding]:
     """Fires for plans on GPUs of which some layers have no fused kernel."""
     if spec.cluster.accelerator == "cpu":
@@ -190,24 +128,8 @@ _FUSED_WAYS = {
 
 # A module of the user: tp divides what its rules cut.
 
-_UNEVEN = {"embed.weight": [1024, 64], "layers.*.up.weight": [258, 64], "head.weight": [1024, 64]}
 
-
-@rule(
-    "T011",
-    "a module's weight does not divide over tp",
-    """A linear is split evenly: what "column" or "row" splits has to be a multiple of tp. Heads are never split; fewer
-    kv heads than ranks are replicated, other fused parts are not.""",
-    wrong={
-        "model": {
-            **MODULE,
-            "parameters": _UNEVEN,
-            "injection": {"embed": "vocab", "layers.*.up": "column", "layers.*.core": "attention", "head": "vocab"},
-        },
-        "parallelism": {"tp": 4},
-    },
-    right={"model": MODULE, "parallelism": {"tp": 4}},
-)
+@rule("T011")
 def module_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires for each rule whose parts tp does not divide."""
     shape, tp = spec.shape, spec.axis(Axis.TP)

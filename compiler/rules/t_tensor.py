@@ -13,7 +13,7 @@ from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
-from .registry import HYBRID, Finding, rule
+from .registry import Finding, rule
 
 _TP = ("parallelism", "tp")
 
@@ -95,14 +95,7 @@ def tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-@rule(
-    "T001",
-    "attention heads do not divide over tp",
-    """Each tensor-parallel rank computes whole attention heads: num_attention_heads % tp = 0.""",
-    wrong={"model": {"preset": "gpt2-xl"}, "parallelism": {"tp": 2}, "training": {"sequence_length": 1024}},
-    right={"model": {"preset": "gpt2-medium"}, "parallelism": {"tp": 2}, "training": {"sequence_length": 1024}},
-    sources=("Megatron-Core transformer_config.py",),
-)
+@rule("T001")
 def heads_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when num_attention_heads % tp is not 0."""
     tp = spec.axis(Axis.TP)
@@ -116,17 +109,7 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T002",
-    "kv heads neither divide over tp nor replicate",
-    """Key and value heads are divided over tp when num_key_value_heads % tp = 0, and replicated when
-    tp % num_key_value_heads = 0: consecutive ranks then hold the same head. A fused projection that holds a group of
-    queries with their key and value (Falcon 40B) is split between groups only, one of blocks of heads (CodeGen) between
-    blocks. Where pairs of heads work together (DiffLlama), pairs are divided.""",
-    wrong={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 12}, "cluster": {"gpus_per_node": 12}},
-    right={"model": {"preset": "llama-3.2-3b"}, "parallelism": {"tp": 8}, "cluster": {"gpus_per_node": 8}},
-    sources=("Megatron-Core attention.py; torchtitan#2577",),
-)
+@rule("T002")
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
     """Fires when neither way divides."""
     tp, paired = spec.axis(Axis.TP), spec.shape.heads.paired
@@ -155,15 +138,7 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "T004",
-    "the MLP does not divide over tp",
-    """The hidden width of the MLP (of each expert, in a mixture of experts) is split over tp: intermediate_size % tp =
-    0. The width that Llama's rule gives is int(4 · hidden_size · 2/3 / 64) · 64.""",
-    wrong={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 5}, "cluster": {"gpus_per_node": 5}},
-    right={"model": {"preset": "llama-2-13b"}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
-    sources=("Megatron-LM arguments.py",),
-)
+@rule("T004")
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     """Fires when intermediate_size % tp, an expert's width % tp, or the rows of a table % tp, is not 0."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
@@ -189,15 +164,7 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
             return
 
 
-@rule(
-    "T012",
-    "groups of linear-attention/SSM heads do not divide over tp",
-    """A linear-attention/SSM layer has groups of heads (key heads with their value heads): each tensor-parallel rank
-    computes whole groups, with their channels of the convolution and their states. A Mamba-2 layer of one group is
-    split by heads, and each rank has what the group shares. A Mamba-1 layer is split by channels.""",
-    wrong={"model": {**HYBRID}, "parallelism": {"tp": 8}, "training": {"sequence_length": 4096}},
-    right={"model": {**HYBRID}, "parallelism": {"tp": 4}, "training": {"sequence_length": 4096}},
-)
+@rule("T012")
 def groups_divide(spec: Resolution) -> Iterator[Finding]:
     """Fires when the groups of a layer with a state do not divide."""
     tp = spec.axis(Axis.TP)
@@ -207,20 +174,7 @@ def groups_divide(spec: Resolution) -> Iterator[Finding]:
             yield _indivisible(spec, message, f"choose a tp that divides the {one.size} {one.each}", one.key)
 
 
-@rule(
-    "T009",
-    "Megatron-LM runs experts with tp only under sequence parallelism",
-    """Megatron-LM's mixture-of-experts layer needs sequence parallelism when tp > 1, and says so only in the first
-    training step.""",
-    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 8}, "cluster": {"nodes": 2}},
-    right={
-        "model": {"preset": "mixtral-8x7b"},
-        "parallelism": {"tp": 8, "sequence_parallel": True},
-        "cluster": {"nodes": 2},
-    },
-    sources=("Megatron-LM core/transformer/moe/moe_layer.py",),
-    targets=("megatron",),
-)
+@rule("T009", targets=("megatron",))
 def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Finding]:
     """Fires for experts with tp > 1 and no sequence parallelism."""
     path, tp = ("parallelism", "sequence_parallel"), spec.axis(Axis.TP)

@@ -16,7 +16,6 @@ from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .arithmetic import axis_path
-from .m_experts import MIXTRAL
 from .registry import EXPERTS_RULE, Finding, rule
 
 if TYPE_CHECKING:
@@ -74,18 +73,7 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
         yield axis, here, best if faster and there.keeps(axis) else None
 
 
-@rule(
-    "W010",
-    "an order of the axes keeps tp or cp off its node",
-    """Tensor and context parallelism communicate in every
-    layer, data parallelism once in a step. Inner axes get neighbouring ranks: when groups of tp or cp lie on several
-    nodes although another order would keep them on one, every layer waits for the network. The order that is offered is
-    the one that `parcompile search` gives this layout.""",
-    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "dp-tp-cp-pp"}},
-    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "order": "tp-cp-dp-pp"}},
-    severity=Severity.WARNING,
-    sources=("Megatron-LM, arXiv 2104.04473, section 3.2: tensor parallelism inside a node",),
-)
+@rule("W010", severity=Severity.WARNING)
 def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
     """Fires when the order that a search gives this layout keeps groups of tp or cp on a node and is faster."""
     for axis, here, better in _leaving(spec):
@@ -104,17 +92,7 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "W011",
-    "the ring of cp leaves the node",
-    """A ring that is larger than what tp leaves of a node crosses nodes, and no order of the axes makes it faster. The
-    ring hides its exchange behind attention when the local sequence is long enough for the
-    network.""",
-    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 4}},
-    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 4, "cp": 2}},
-    severity=Severity.INFO,
-    sources=("ring attention, arXiv 2310.01889, section 3",),
-)
+@rule("W011", severity=Severity.INFO)
 def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says how far the ring reaches and what it sends."""
     for axis, here, better in _leaving(spec):
@@ -128,18 +106,7 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
             )
 
 
-@rule(
-    EXPERTS_RULE,
-    "experts are exchanged between nodes",
-    """Tokens travel to their experts and back in every layer, forward and backward, and each layer waits for them. When
-    the ranks that share experts lie on several nodes, all of that goes over the network. ep is laid over cp first and
-    then over dp, next to tp: tp · ep ranks that fit on a node keep it there. The ep that is offered is the one that a
-    search gives this layout; where no other ep is faster, this is a remark.""",
-    wrong={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 4}},
-    right={"model": {**MIXTRAL}, "cluster": {"nodes": 2}, "parallelism": {"tp": 4, "ep": 2}},
-    severity=Severity.WARNING,
-    sources=("GShard, arXiv 2006.16668, section 3: the all-to-all of experts",),
-)
+@rule(EXPERTS_RULE, severity=Severity.WARNING)
 def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
     """Fires when groups of ep lie on several nodes; says what they send and the share of a step that it takes."""
     if spec.axis(Axis.EP) == 1 or spec.cluster.nodes == 1:

@@ -21,15 +21,7 @@ from .registry import Finding, rule
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
 
-@rule(
-    "W001",
-    "the axes do not multiply to the world size",
-    """The world has nodes · gpus_per_node ranks, as the spec declares; no machine is asked. Each rank has exactly one
-    place on the grid: tp · cp · pp · dp = world size.""",
-    wrong={"parallelism": {"tp": 3}},
-    right={"parallelism": {"tp": 2}},
-    sources=("Megatron-LM arguments.py; parallel_state.py", "gpt-neox#1251"),
-)
+@rule("W001")
 def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
     """Fires when the product differs, or does not leave a whole number for the "auto" axis."""
     if len(spec.auto_axes) > 1:
@@ -80,13 +72,7 @@ def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
     return Fix(f"set {axis} to {size}", layout_change(spec), (Edit(axis_path(axis), size),))
 
 
-@rule(
-    "W002",
-    'more than one axis is "auto"',
-    """One axis can be inferred from the world size; two cannot. Choosing several is a search over layouts.""",
-    wrong={"parallelism": {"tp": "auto", "dp": "auto"}},
-    right={"parallelism": {"tp": 2, "dp": "auto"}},
-)
+@rule("W002")
 def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
     """Fires when two axes or more are "auto"."""
     if len(spec.auto_axes) > 1:
@@ -106,15 +92,7 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "W003",
-    "the expert grid does not cover the world",
-    """Experts are laid over the same ranks on a grid of their own: expert_tp · ep · expert-dp · pp = world size, so ep
-    divides dp · cp, and with an expert_tp smaller than tp it divides tp / expert_tp · dp · cp.""",
-    wrong={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 4}},
-    right={"model": {"preset": "mixtral-8x7b"}, "parallelism": {"tp": 4, "ep": 2}, "cluster": {"accelerator": "b200"}},
-    sources=("Megatron-LM parallel_state.py",),
-)
+@rule("W003")
 def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
     """Fires when ep does not fit into the ranks that experts are laid over."""
     ep, dp, cp = spec.axis(Axis.EP), spec.axis(Axis.DP), spec.axis(Axis.CP)
@@ -135,14 +113,7 @@ def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "W005",
-    "an axis follows from the world size",
-    """An axis that is "auto" (dp when it is left out) is the world size divided by the product of the other axes.""",
-    wrong={"parallelism": {"tp": 2}},
-    right={"parallelism": {"tp": 2, "dp": 4}},
-    severity=Severity.INFO,
-)
+@rule("W005", severity=Severity.INFO)
 def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
     """Says what was inferred."""
     for axis in spec.auto_axes[:1]:
@@ -151,16 +122,7 @@ def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
         yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
 
 
-@rule(
-    "W008",
-    "tensor parallelism leaves the node",
-    """Tensor parallelism communicates twice in every layer and direction; between nodes that is several times slower
-    than within one. Groups of tp neighbouring ranks stay on a node only when tp divides its GPUs.""",
-    wrong={"cluster": {"nodes": 2}, "parallelism": {"tp": 16, "dp": 1}},
-    right={"cluster": {"nodes": 2}, "parallelism": {"tp": 8, "dp": 2}},
-    severity=Severity.WARNING,
-    sources=("arXiv 2104.04473, section 3.2",),
-)
+@rule("W008", severity=Severity.WARNING)
 def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
     """Fires when some tp group has ranks on two nodes in every order."""
     tp, node = spec.axis(Axis.TP), spec.cluster.gpus_per_node
@@ -181,15 +143,7 @@ _ORDER = ("parallelism", "order")
 _MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
 
 
-@rule(
-    "W004",
-    "the order does not name every axis once",
-    """The order lists the axes from the innermost to the outermost, each at most once; an axis may be left out only
-    when its size is 1.""",
-    wrong={"parallelism": {"cp": 2, "order": "tp-dp-pp"}},
-    right={"parallelism": {"cp": 2, "order": "tp-cp-dp-pp"}},
-    sources=("Megatron-LM parallel_state.py, RankGenerator",),
-)
+@rule("W004")
 def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
     """Fires on repeated axes and on axes larger than 1 that are missing."""
     if not spec.given(*_ORDER):
@@ -217,23 +171,7 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "W006",
-    "Megatron-LM needs pp as the outermost axis",
-    """Megatron-LM builds one grid for dense layers and one for experts, and both have to give the same pipeline groups.
-    With another axis outside pp that holds only when both grids have the same number of data-parallel ranks:
-    dp = dp · cp / ep, that is cp = ep.""",
-    wrong={
-        "parallelism": {"cp": 2, "pp": 2, "order": "tp-cp-ep-pp-dp"},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    right={
-        "parallelism": {"cp": 2, "pp": 2, "order": "tp-cp-ep-dp-pp"},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    sources=("Megatron-LM parallel_state.py",),
-    targets=("megatron",),
-)
+@rule("W006", targets=("megatron",))
 def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
     """Fires when an axis larger than 1 stands outside pp and the two grids differ."""
     pp, cp, ep, order = spec.axis(Axis.PP), spec.axis(Axis.CP), spec.axis(Axis.EP), spec.order
@@ -249,16 +187,7 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "W007",
-    "Megatron-LM's command line cannot express the order",
-    """Megatron-LM's arguments know two orders: tp-cp-ep-dp-pp, and tp-cp-ep-pp-dp with --use-tp-pp-dp-mapping. Axes of
-    size 1 do not matter.""",
-    wrong={"parallelism": {"tp": 2, "cp": 2, "order": "cp-tp-dp-pp"}},
-    right={"parallelism": {"tp": 2, "cp": 2, "order": "tp-cp-dp-pp"}},
-    sources=("Megatron-LM training/initialize.py",),
-    targets=("megatron",),
-)
+@rule("W007", targets=("megatron",))
 def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
     """Fires for every other order of the axes that are larger than 1."""
     larger = tuple(axis for axis in spec.order if spec.axis(axis) > 1)
@@ -284,15 +213,7 @@ _CP = ("parallelism", "cp")
 _SIZES = ("parallelism", "hierarchical_cp_sizes")
 
 
-@rule(
-    "W012",
-    "the levels of cp do not multiply to it",
-    """usp and double_ring split the context-parallel ranks into inner and outer ones:
-    hierarchical_cp_sizes[0] · hierarchical_cp_sizes[1] = cp.""",
-    wrong={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}},
-    right={"parallelism": {"cp": 8, "cp_implementation": "usp", "hierarchical_cp_sizes": [4, 2]}},
-    sources=("Megatron-LM arguments.py, hierarchical_context_parallel_sizes",),
-)
+@rule("W012")
 def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires for another product."""
     sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation

@@ -21,51 +21,12 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
 from .arithmetic import also, model_path
-from .m_experts import MIXTRAL
-from .registry import OTHER_TOOL, SHARED_KEYS, Finding, rule
-from .s_model import MODULE, RULES
+from .registry import OTHER_TOOL, Finding, rule
 
 # What the runtime executes today. Other plans compile for other tools; the runtime refuses them.
 
-_WINDOWED = {
-    "model_type": "phimoe",
-    "hidden_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "intermediate_size": 3584,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
 
-_SHARING = {
-    "model": {"preset": "nemotron-3-nano-30b-a3b"},
-    "cluster": {"nodes": 2},
-    "training": {"precision": "bf16", "gradient_accumulation_dtype": "fp32"},
-}
-"""On 16 ranks of tp two each have a group of a Mamba-2 layer, whose rows lie in one weight with those of its heads."""
-
-
-@rule(
-    "X002",
-    "the runtime needs the experts of a rank in its own stage",
-    """Experts are laid over dp · cp on a grid of their own. The runtime deals the experts of a pipeline stage to the
-    ranks of that stage, and splits them as these are split over tp: each rank has to have the same index on tp and pp
-    in both grids. That holds when tp is the innermost axis and pp the outermost one.""",
-    wrong={
-        "model": {**MIXTRAL},
-        "parallelism": {"cp": 2, "ep": 4, "pp": 2, "order": "tp-cp-ep-pp-dp"},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    right={
-        "model": {**MIXTRAL},
-        "parallelism": {"cp": 2, "ep": 4, "pp": 2, "order": "tp-cp-ep-dp-pp"},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
+@rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires where the two grids give a rank different indices on tp or pp."""
     ep = spec.axis(Axis.EP)
@@ -88,20 +49,7 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "X006",
-    "the runtime holds experts whole, or split like the dense layers",
-    """With expert_tp 1 each rank has whole experts, and ep takes the ranks of tp too: every tensor-parallel rank sends
-    its share of the tokens to the ranks of their experts, and nothing is gathered. ep has to be a multiple of tp, and
-    the order of the axes has to begin with tp and end with pp: the ranks that hold the same experts share the states of
-    their optimizer, within the dp · cp ranks of one index on tp, where checkpoints keep them. Experts that are split
-    over a part of the tp ranks are planned for Megatron-LM, and so is expert_tp at ZeRO stage 0.""",
-    wrong={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 1, "expert_tp": 1}},
-    right={"model": {**MIXTRAL}, "parallelism": {"tp": 2, "ep": 4, "expert_tp": 1}},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=("megatron",),
-)
+@rule("X006", severity=Severity.WARNING, targets=("runtime",), run_by=("megatron",))
 def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires for an expert_tp between 1 and tp, and where several tp ranks hold the same experts."""
     expert_tp, ep, tp = spec.expert_tp, spec.axis(Axis.EP), spec.axis(Axis.TP)
@@ -142,18 +90,7 @@ def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Fin
         )
 
 
-@rule(
-    "X004",
-    "the runtime cannot inject this model",
-    """The runtime replaces the linears, the attention and the loss of a model. It does not replace an attention whose
-    sliding window stands in transformers' mask alone (qwen2_moe, phimoe) or is missing there (olmoe): which numbers
-    are meant depends on the kernel that transformers chooses. Some families do not run over every axis.""",
-    wrong={"model": {**_WINDOWED, "sliding_window": 2048}},
-    right={"model": _WINDOWED},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
+@rule("X004", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
     """Fires for families of plug-ins, axes that a family does not run over, and windows that stand in one place."""
     family = spec.shape.model_type
@@ -198,18 +135,7 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "X005",
-    "pipeline stages of a user module or a classifier",
-    """A stage runs the forward of a Hugging Face model with its own layers alone, between an embedding and a head
-    that other stages hold. The rules of a user module do not say in which order it calls its layers, and with which
-    inputs. The loss of a classifier (num_labels) is a trainer's, which sees the last stage alone.""",
-    wrong={"model": MODULE, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    right={"model": MODULE, "parallelism": {"tp": 2}},
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
+@rule("X005", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[Finding]:
     """Fires for pp > 1 with a user module or a classifier."""
     pp, labels = spec.axis(Axis.PP), spec.shape.head.labels
@@ -222,14 +148,7 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
         )
 
 
-@rule(
-    "X011",
-    "the loss of a user module or a classifier takes its logits",
-    """With linear_cross_entropy the head leaves its product to the loss. The runtime knows the head of a Hugging Face
-    language model; the forward of a user module calls its own, and a classifier (num_labels) has no words.""",
-    wrong={"model": MODULE, "training": {"linear_cross_entropy": True}},
-    right={"model": MODULE},
-)
+@rule("X011")
 def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
     """Fires for linear_cross_entropy with a user module or a classifier."""
     place, labels = ("training", "linear_cross_entropy"), spec.shape.head.labels
@@ -243,16 +162,7 @@ def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "X012",
-    "tiles of an MLP that no layer has",
-    """With tiled_mlp the runtime computes the dense MLP of a layer in tiles of tokens. It needs a module that is this
-    MLP and nothing else. Layers with experts stay as they are: their experts take rows of tokens already, and their
-    shared expert stands in one block with these. Nor are linears tiled that stand in the layer itself, as OPT has them,
-    blocks of hybrid models that are one layer each, stacks that run several times, and the modules of users.""",
-    wrong={"model": MODULE, "training": {"tiled_mlp": True}},
-    right={"training": {"tiled_mlp": True}},
-)
+@rule("X012")
 def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
     """Fires for tiled_mlp where no layer has a dense MLP in a module of its own."""
     place, shape = ("training", "tiled_mlp"), spec.shape
@@ -272,20 +182,7 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule(
-    "X009",
-    "sums of gradients in fp32 with weights that ranks share in part",
-    """Where tp is larger than the number of kv heads, several ranks hold the same kv heads, and of a weight that fuses
-    queries, keys and values (phi3) some rows are on several ranks; so are rows of Mamba-2 layers. They count once in
-    the gradient norm. DeepSpeed's optimizer for 16-bit weights with sums in fp32 at ZeRO stage 1 takes a weight into
-    the norm wholly or not at all, and the runtime refuses it.""",
-    wrong={**_SHARING, "parallelism": {"tp": 16}},
-    right={**_SHARING, "parallelism": {"tp": 8}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed 0.19.8 runtime/bf16_optimizer.py",),
-    targets=("runtime",),
-    run_by=("megatron",),
-)
+@rule("X009", severity=Severity.WARNING, targets=("runtime",), run_by=("megatron",))
 def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
     """Fires where a rank shares some rows of a weight and DeepSpeed's BF16_Optimizer computes the norm."""
     tp = spec.axis(Axis.TP)
@@ -308,18 +205,7 @@ def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "X010",
-    "sequence parallelism of a user module without its embedding and head",
-    """With sequence parallelism the tokens are dealt over tp behind the embedding, and gathered in front of the head.
-    Both are the runtime's own layers then: the table of the embedding, and the linear that gives the logits unless both
-    are one weight (tie_word_embeddings), need the rule "vocab".""",
-    wrong={
-        "model": {**MODULE, "injection": {name: kind for name, kind in RULES.items() if name != "head"}},
-        "parallelism": {"tp": 2, "sequence_parallel": True},
-    },
-    right={"model": MODULE, "parallelism": {"tp": 2, "sequence_parallel": True}},
-)
+@rule("X010")
 def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
     """Fires where fewer weights have the rule than a model has ends."""
     module, needed = spec.shape.user_module, 1 if spec.shape.tie_word_embeddings else 2
@@ -347,23 +233,7 @@ def _is_partly_shared(work: Workload, parameter: Parameter) -> bool:
 # Layers of different shapes: what the runtime does not run of them.
 
 
-@rule(
-    "X007",
-    "a stage ends between layers that share keys and values",
-    """In Gemma 3n and Gemma 4 the last num_kv_shared_layers layers attend with the keys and values of earlier layers:
-    those of the last layer of the same kind (sliding or full) before them. The runtime hands hidden states to
-    the next stage, and no keys and values: these layers have to be on one stage with the layers whose keys and values
-    they use.""",
-    wrong={"model": {**SHARED_KEYS}, "parallelism": {"pp": 2}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    right={
-        "model": {**SHARED_KEYS},
-        "parallelism": {"pp": 2, "num_layers_in_first_pipeline_stage": 4},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
+@rule("X007", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
     """Fires for the first layer whose keys and values are on another stage."""
     pp, shape = spec.axis(Axis.PP), spec.shape
@@ -404,24 +274,7 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
     return found
 
 
-@rule(
-    "X008",
-    "kv heads of different layers are replicated by different numbers of ranks",
-    """With fewer kv heads than tensor-parallel ranks, ranks hold the same heads and add up their gradients. The runtime
-    has one kind of groups for that: layers that replicate their kv heads have to do so over the same number of
-    ranks.""",
-    wrong={
-        "model": {**SHARED_KEYS, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
-        "parallelism": {"tp": 8},
-    },
-    right={
-        "model": {**SHARED_KEYS, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
-        "parallelism": {"tp": 4},
-    },
-    severity=Severity.WARNING,
-    targets=("runtime",),
-    run_by=(OTHER_TOOL,),
-)
+@rule("X008", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def kv_heads_are_replicated_alike(spec: Resolution) -> Iterator[Finding]:
     """Fires for two counts below tp."""
     tp = spec.axis(Axis.TP)

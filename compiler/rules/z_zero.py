@@ -19,22 +19,7 @@ _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
 _RATE = ("training", "router", "bias_update_rate")
 
 
-@rule(
-    "Z001",
-    "ZeRO stage 2 or 3 with pipeline stages",
-    """A pipeline stage adds up gradients of several micro-batches, and reduces them when all have gone backward. ZeRO
-    stages 2 and 3 reduce and let go of each gradient in the backward of its micro-batch, and stage 3 would gather the
-    weights of a stage again for each of them; DeepSpeed's pipeline engine refuses both. With pp 1, stage 3 shrinks
-    weights instead: it shards them over dp · cp.""",
-    wrong={"parallelism": {"pp": 2}, "zero": {"stage": 2}},
-    right={
-        "parallelism": {"pp": 2},
-        "zero": {"stage": 1},
-        "training": {"gradient_accumulation_dtype": "fp32"},
-    },
-    sources=("DeepSpeed runtime/pipe/engine.py",),
-    targets=("deepspeed",),
-)
+@rule("Z001", targets=("deepspeed",))
 def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
     """Fires for stage ≥ 2 and pp > 1."""
     stage, pp = spec.zero_stage, spec.axis(Axis.PP)
@@ -51,31 +36,7 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "Z002",
-    "experts with ZeRO options that do not go with them",
-    """Experts that are dealt over ep are reduced over fewer ranks than the rest of the model. DeepSpeed's ZeRO stages 1
-    and 2 do that with reduce_scatter, and stage 2 with contiguous_gradients too: an assertion stops it otherwise.
-    Stage 3 shards all parameters. In afmoe, ernie4_5_moe and laguna the correction bias of a router is one, so that no
-    rank holds it when bias_update_rate moves it; in other models it is a buffer, which stays replicated.""",
-    wrong={
-        "model": {"preset": "qwen3-30b-a3b"},
-        "parallelism": {"tp": 2, "ep": 8},
-        "deepspeed": {"zero_optimization": {"reduce_scatter": False}},
-        "cluster": {"nodes": 4},
-    },
-    right={
-        "model": {"preset": "qwen3-30b-a3b"},
-        "parallelism": {"tp": 2, "ep": 8},
-        "zero": {"stage": 1},
-        "cluster": {"nodes": 4},
-    },
-    sources=(
-        "DeepSpeed 0.19.8 runtime/zero/stage_1_and_2.py, _configure_moe_settings",
-        "transformers models/ernie4_5_moe, Ernie4_5_MoeStatics",
-    ),
-    targets=("deepspeed",),
-)
+@rule("Z002", targets=("deepspeed",))
 def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
     """Fires for what stages 1 and 2 assert where ep > 1, and for a bias that moves and that stage 3 shards."""
     stage, ep = spec.zero_stage, spec.axis(Axis.EP)
@@ -107,18 +68,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "Z003",
-    "a ZeRO key has no effect at this stage",
-    """DeepSpeed takes every key of zero_optimization at every stage and silently ignores those that the stage does not
-    read: a stage-3 key below stage 3, bucket sizes at stage 0, ignore_unused_parameters at stage 3. The runtime itself
-    reads and writes checkpoints and models of stage 3: DeepSpeed's keys for that change nothing.""",
-    wrong={"deepspeed": {"zero_optimization": {"stage3_prefetch_bucket_size": 10000000}}},
-    right={"deepspeed": {"zero_optimization": {"overlap_comm": True}}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed 0.19.8 runtime/engine.py, runtime/zero",),
-    targets=("deepspeed",),
-)
+@rule("Z003", severity=Severity.WARNING, targets=("deepspeed",))
 def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key of zero_optimization that the stage ignores."""
     stage = spec.zero_stage
@@ -139,15 +89,7 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
             )
 
 
-@rule(
-    "Z004",
-    "ZeRO has nothing to shard",
-    """ZeRO shards over the dp · cp ranks that hold the same weights. When there is only one, each rank keeps the whole
-    state of what it holds.""",
-    wrong={"parallelism": {"tp": 8}},
-    right={"parallelism": {"tp": 4}},
-    severity=Severity.INFO,
-)
+@rule("Z004", severity=Severity.INFO)
 def zero_has_something_to_shard(spec: Resolution) -> Iterator[Finding]:
     """Says that dp · cp is 1."""
     stage = spec.zero_stage
@@ -156,18 +98,7 @@ def zero_has_something_to_shard(spec: Resolution) -> Iterator[Finding]:
         yield Finding(f"zero.stage {stage} with dp 1 · cp 1 = 1 shard: nothing is divided", place)
 
 
-@rule(
-    "Z005",
-    "DeepSpeed's own stage 0 sums gradients in the type of the weights",
-    """Without ZeRO DeepSpeed adds the gradients of micro-batches up where autograd leaves them, in the type of the
-    weights, and has no optimizer for another type of sums: it stops with an error. The runtime brings an optimizer that
-    sums in fp32. Whoever takes ds_config.json to DeepSpeed alone needs stage 1, or sums in the type of the weights.""",
-    wrong={"zero": {"stage": 0}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    right={"zero": {"stage": 1}, "training": {"gradient_accumulation_dtype": "fp32"}},
-    severity=Severity.INFO,
-    sources=("DeepSpeed 0.19.8 runtime/engine.py, _do_optimizer_sanity_check",),
-    targets=("deepspeed",),
-)
+@rule("Z005", severity=Severity.INFO, targets=("deepspeed",))
 def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Finding]:
     """Says so at stage 0 with sums in another type than the weights."""
     weights, sums = spec.precision.value, spec.gradient_accumulation_dtype.value
@@ -181,18 +112,7 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
         )
 
 
-@rule(
-    "Z006",
-    "the optimizer cannot be on the host",
-    """DeepSpeed moves master weights and optimizer state to the host at ZeRO stages 1 to 3, with and without pipeline
-    stages; stage 0 leaves them on the accelerator. Muon's matrices are put together from the shards of several ranks,
-    and the messages of accelerators do not reach shards on the host: AdamW, Adam, SGD and Adagrad step there. States on
-    NVMe are refused: DeepSpeed reads and writes them at stage 3 alone, with an operator that is compiled first
-    (async_io), and checkpoints of the runtime would lack them.""",
-    wrong={"zero": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-    right={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-    sources=("DeepSpeed 0.19.8 runtime/engine.py, runtime/zero, runtime/swap_tensor",),
-)
+@rule("Z006")
 def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires at stage 0, for Muon, and for NVMe."""
     offload, stage, place = spec.offload_optimizer, spec.zero_stage, ("zero", "offload_optimizer", "device")

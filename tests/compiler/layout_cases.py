@@ -17,6 +17,17 @@ from parcompile.plan import Plan
 
 AXES = ("tp", "cp", "dp", "pp")
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3584,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+    "num_local_experts": 4,
+}
 SMALL_MODEL = {
     "model_type": "llama",
     "hidden_size": 64,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import parcompile
-from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.lint.registry import FILE_CODES
 from parcompile.text import parse
 
 FOLDER = Path(parcompile.__file__).parent

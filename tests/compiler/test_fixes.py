@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import spec_tree
+from layout_cases import MIXTRAL, spec_tree
 
 from parcompile import schema
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Safety, Severity
 from parcompile.pipeline import check_read
-from parcompile.rules.m_experts import MIXTRAL
 from parcompile.text import Document, parse, read_file
 from parcompile.text.edits import EditError, apply_edit
 from parcompile.text.fixes import apply_fixes, save

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import SMALL_MODEL, spec_tree
+from layout_cases import MIXTRAL, SMALL_MODEL, spec_tree
 
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.pipeline import check_file
-from parcompile.rules.m_experts import MIXTRAL
 
 
 def found(folder: Path, tree: dict[str, Any]) -> dict[str, Diagnostic]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from parcompile import schema
+from parcompile import lint, schema
+from parcompile import rules as rules_room
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Severity
 from parcompile.layout.groups import divisors
+from parcompile.lint.advisories import advisories
 from parcompile.lint.registry import file_rules
 from parcompile.rules import CONCERNED, DEFAULT_TARGETS, Rule, all_rules, check, registry
 from parcompile.rules.arithmetic import nearest_divisors, nearest_multiples
-from parcompile.rules.registry import BASE, example_spec
+from parcompile.rules.registry import BASE, BROKEN_PLUGIN, INEXPRESSIBLE, example_spec
 from parcompile.spec.resolve import Resolution
+from parcompile.user_files import shipped
 
 RULES = all_rules()
 
@@ -54,6 +58,23 @@ def test_a_page_is_complete(rule: Rule) -> None:
     assert set(rule.targets) <= {"all", *CONCERNED}
     if rule.severity is Severity.ERROR:
         assert rule.sources or "all" in rule.targets
+
+
+@pytest.mark.parametrize(
+    ("package", "codes"),
+    [
+        (rules_room, {rule.code for rule in RULES} | {BROKEN_PLUGIN, INEXPRESSIBLE}),
+        (lint, {rule.code for rule in file_rules() if rule.code not in {one.id for one in advisories()}}),
+    ],
+    ids=["rules", "lint"],
+)
+def test_each_page_is_that_of_a_code_and_has_the_types_of_one(package: ModuleType, codes: set[str]) -> None:
+    stored = shipped(package.__name__, "pages.json")
+    assert set(stored) == codes
+    types = {"title": str, "explanation": str, "wrong": dict, "right": dict, "sources": list}
+    for code, page in stored.items():
+        assert {name: type(value) for name, value in page.items()}.items() <= types.items(), code
+        assert all(type(source) is str for source in page.get("sources", ())), code
 
 
 def test_megatron_rules_are_quiet_unless_asked_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 from spec_cases import Case, cases
 
 from parcompile.diagnostics import Severity
-from parcompile.diagnostics.file_codes import FILE_CODES
+from parcompile.lint.registry import FILE_CODES
 from parcompile.pipeline import Checked, check_file, check_read, compile_file
 from parcompile.plan import plan_from_tree, plan_tree
 from parcompile.rules import all_rules

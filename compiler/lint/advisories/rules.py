@@ -77,33 +77,19 @@ def _usage(one: Advisory) -> UsageOptions:
 for _one in advisories():
     if _one.wrong is not None and _one.right is not None:
         _said = f"{_one.effect} Affected: {_one.versions}." + (f" Only when {_one.when}." if _one.when else "")
-        file_rule(
-            _one.id,
-            _KINDS[_one.tool],
-            _one.title,
-            f"{_said} To avoid it: {_one.avoid}.",
-            wrong=_one.wrong,
-            right=_one.right,
-            severity=Severity(_one.severity),
-            sources=_one.sources,
-            usage=_usage(_one),
-        )(_rule(_one))
+        _page = {
+            "title": _one.title,
+            "explanation": f"{_said} To avoid it: {_one.avoid}.",
+            "wrong": _one.wrong,
+            "right": _one.right,
+            "sources": _one.sources,
+        }
+        file_rule(_one.id, _KINDS[_one.tool], severity=Severity(_one.severity), usage=_usage(_one), page=_page)(
+            _rule(_one)
+        )
 
 
-@file_rule(
-    "A900",
-    DEEPSPEED,
-    "another advisory concerns this version and these keys",
-    "`parcompile advisories --tool deepspeed` lists all. The message names the one that is meant.",
-    wrong={
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000}},
-    },
-    right={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0},
-    severity=Severity.WARNING,
-    usage=UsageOptions(version="0.18.9"),
-)
+@file_rule("A900", DEEPSPEED, severity=Severity.WARNING, usage=UsageOptions(version="0.18.9"))
 def _others(settings: Settings) -> Iterator[Finding]:
     """Fires for each advisory without a rule of its own whose version and keys are those of the file."""
     for advisory in affecting(DEEPSPEED_TOOL, settings.usage.version):

@@ -16,7 +16,7 @@ from parcompile.rules.arithmetic import listed
 from parcompile.rules.registry import Finding
 
 from .optimizer import ranks
-from .stages import BATCH, ZERO, stage_of
+from .stages import ZERO, stage_of
 
 # A DeepSpeed configuration on its own: DeepSpeed's own tensor and sequence parallelism.
 
@@ -35,16 +35,7 @@ def _inner(settings: Settings) -> str:
     return "tensor_parallel" if "tensor_parallel" in settings.section(_TP_SECTION) else "tp"
 
 
-@file_rule(
-    "F030",
-    DEEPSPEED,
-    "tensor parallelism that shards nothing",
-    """AutoTP shards a model by tensor_parallel.autotp_size. tensor_parallel.tp.tp_size alone shards nothing in
-    training, and beside autotp_size it must be equal. A preset that does not exist is ignored.""",
-    wrong={**BATCH, _TP_SECTION: {"autotp_size": 2, "tp": {"tp_size": 4}}, ZERO: {"stage": 1}},
-    right={**BATCH, _TP_SECTION: {"autotp_size": 2}, ZERO: {"stage": 1}},
-    sources=("DeepSpeed runtime/engine.py, runtime/tensor_parallel/config.py; DeepSpeed#7389",),
-)
+@file_rule("F030", DEEPSPEED)
 def tensor_parallelism_shards(settings: Settings) -> Iterator[Finding]:
     """Fires for the size that does nothing, for two different ones, and for an unknown preset."""
     given, inner = settings.number(*_SIZE), _inner(settings)
@@ -72,23 +63,7 @@ def tensor_parallelism_shards(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, (_TP_SECTION, "preset_model"), help=advice, severity=Severity.WARNING)
 
 
-@file_rule(
-    "F031",
-    DEEPSPEED,
-    "AutoTP and a sequence mesh over the same ranks",
-    """AutoTP takes neighbouring ranks for tensor parallelism, a mesh of sequence_parallel_size and data_parallel_size
-    takes neighbouring ranks for a sequence. DeepSpeed has no layout for both, and does not refuse them.""",
-    wrong={
-        **BATCH,
-        _TP_SECTION: {"autotp_size": 2},
-        "sequence_parallel_size": 2,
-        "data_parallel_size": 4,
-        ZERO: {"stage": 1},
-    },
-    right={**BATCH, _TP_SECTION: {"autotp_size": 2}, ZERO: {"stage": 1}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed __init__.py, runtime/engine.py, utils/groups.py",),
-)
+@file_rule("F031", DEEPSPEED, severity=Severity.WARNING)
 def autotp_is_alone(settings: Settings) -> Iterator[Finding]:
     """Fires for both at once."""
     size, sequence = autotp_size(settings), settings.number("sequence_parallel_size")
@@ -98,18 +73,7 @@ def autotp_is_alone(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("sequence_parallel_size",), help="remove one of the two", related=related)
 
 
-@file_rule(
-    "F032",
-    DEEPSPEED,
-    "sequence parallelism that only divides the batch",
-    """sequence_parallel_size alone divides the number of ranks in the equation of the batch, and makes no groups: the
-    program that starts DeepSpeed has to pass them (the mpu of Ulysses). With data_parallel_size beside it DeepSpeed
-    makes a mesh of both, whose product is the number of all ranks.""",
-    wrong={"train_batch_size": 8, "sequence_parallel_size": 2, "gradient_clipping": 1.0},
-    right={"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 4, "gradient_clipping": 1.0},
-    severity=Severity.INFO,
-    sources=("DeepSpeed runtime/config.py, __init__.py; DeepSpeed#6868",),
-)
+@file_rule("F032", DEEPSPEED, severity=Severity.INFO)
 def sequence_parallelism_has_groups(settings: Settings) -> Iterator[Finding]:
     """Says that the groups have to come from elsewhere."""
     sequence, data = (settings.number(name) for name in ("sequence_parallel_size", "data_parallel_size"))
@@ -137,8 +101,6 @@ _ATTRIBUTES = (
     "shared_experts_pattern",
     "shared_experts_gate_pattern",
 )
-_SWITCHED_OFF = {"autoep_size": 4, "preset_model": "mixtral"}
-_EXPERTS = {"enabled": True, **_SWITCHED_OFF}
 
 
 def _at(key: str) -> Path:
@@ -158,16 +120,7 @@ def _size(settings: Settings) -> int:
     return int(size) if size else 1
 
 
-@file_rule(
-    "F033",
-    DEEPSPEED,
-    "a value that AutoEP refuses",
-    """DeepSpeed checks the section expert_parallel when it starts: presets and activations by name, as many groups for
-    a token as there are, attributes of the model without dots.""",
-    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {**_EXPERTS, "preset_model": "mixtrall"}},
-    right={**BATCH, ZERO: {"stage": 1}, _SECTION: _EXPERTS},
-    sources=("DeepSpeed module_inject/auto_ep_config.py",),
-)
+@file_rule("F033", DEEPSPEED)
 def autoep_takes_the_values(settings: Settings) -> Iterator[Finding]:
     """Fires for each value that is none of those; with AutoEP switched off it is a warning."""
     severity = None if _enabled(settings) else Severity.WARNING
@@ -203,21 +156,7 @@ def _attributes(settings: Settings) -> Iterator[Finding]:
             yield Finding(message, _at(name), help='write it like "experts"')
 
 
-@file_rule(
-    "F034",
-    DEEPSPEED,
-    "ways of computing experts that exclude each other",
-    """Fused implementations of AutoEP run on one route only: the fused sum without tensor parallelism and without
-    DeepEP, fused row weights with DeepEP on more than one rank, a fused gate and up projection with the grouped matrix
-    product. DeepEP has to be told how many tokens a rank can route.""",
-    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: {**_EXPERTS, "comm_backend": "deepep"}},
-    right={
-        **BATCH,
-        ZERO: {"stage": 1},
-        _SECTION: {**_EXPERTS, "comm_backend": "deepep", "comm_max_tokens_per_rank": 8192},
-    },
-    sources=("DeepSpeed module_inject/auto_ep_config.py",),
-)
+@file_rule("F034", DEEPSPEED)
 def autoep_routes_agree(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the combinations."""
     if not _enabled(settings):
@@ -249,18 +188,7 @@ def autoep_routes_agree(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, _at("async_split_plan"), help="remove one of the two")
 
 
-@file_rule(
-    "F035",
-    DEEPSPEED,
-    "AutoEP with a layout or a stage that it does not have",
-    """AutoEP spreads experts over ranks of its own. Together with AutoTP it needs autoep_size > 1, the same preset, no
-    sequence parallelism, no offload and no DeepCompile. At ZeRO stage 3 it has neither sequence parallelism nor
-    ZeRO++. Experts themselves are not split (expert_tensor_parallel_size 1). autoep_size divides the ranks of the
-    job.""",
-    wrong={**BATCH, ZERO: {"stage": 3, "zero_quantized_gradients": True}, _SECTION: _EXPERTS},
-    right={**BATCH, ZERO: {"stage": 3}, _SECTION: _EXPERTS},
-    sources=("DeepSpeed module_inject/auto_ep_folding.py, runtime/engine.py",),
-)
+@file_rule("F035", DEEPSPEED)
 def autoep_has_the_layout(settings: Settings) -> Iterator[Finding]:
     """Fires for each of these conditions that does not hold."""
     if not _enabled(settings):
@@ -325,17 +253,7 @@ def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None)
         yield Finding(message, ("compile", "deepcompile"), help="remove it", related=related)
 
 
-@file_rule(
-    "F036",
-    DEEPSPEED,
-    "expert parallelism that is not switched on",
-    """The section expert_parallel does nothing without "enabled": true. With autoep_size 1 AutoEP replaces the layers,
-    and every rank keeps all experts.""",
-    wrong={**BATCH, ZERO: {"stage": 1}, _SECTION: _SWITCHED_OFF},
-    right={**BATCH, ZERO: {"stage": 1}, _SECTION: _EXPERTS},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed module_inject/auto_ep_config.py",),
-)
+@file_rule("F036", DEEPSPEED, severity=Severity.WARNING)
 def autoep_is_on(settings: Settings) -> Iterator[Finding]:
     """Fires for a section without the switch, and for a size of 1 beside it."""
     section = settings.section(_SECTION)

@@ -23,24 +23,14 @@ from parcompile.lint.deepspeed.usage import (
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.registry import Finding
 
-from .stages import BATCH, ZERO
+from .stages import ZERO
 
 # A DeepSpeed configuration on its own: keys of old that still work, and sections that need another key.
 
 _SAMPLING: Path = ("data_efficiency", "data_sampling")
 
 
-@file_rule(
-    "F010",
-    DEEPSPEED,
-    "an old key that another one has replaced",
-    """DeepSpeed still reads some old keys and translates them: cpu_offload true means offload_optimizer to the host,
-    false means none. It refuses an old key beside its replacement. The fix keeps the meaning.""",
-    wrong={**BATCH, ZERO: {"stage": 2, "cpu_offload": True}},
-    right={**BATCH, ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed runtime/config_utils.py, runtime/zero/config.py",),
-)
+@file_rule("F010", DEEPSPEED, severity=Severity.WARNING)
 def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
     """Fires for each deprecated key; an error when the new one stands beside it."""
     for path, key in _deprecated(settings):
@@ -102,25 +92,7 @@ def _deprecated_keys(version: str) -> dict[str, dict[str, Key]]:
     return {name: keys for name, keys in found.items() if keys}
 
 
-@file_rule(
-    "F028",
-    DEEPSPEED,
-    "data efficiency without what it needs",
-    """Curriculum learning in data_efficiency needs curriculum_metrics, dynamic batching needs max_tokens: DeepSpeed
-    stops without.""",
-    wrong={
-        **BATCH,
-        "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": {"enabled": True}}},
-    },
-    right={
-        **BATCH,
-        "data_efficiency": {
-            "enabled": True,
-            "data_sampling": {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 4096}},
-        },
-    },
-    sources=("DeepSpeed runtime/data_pipeline/config.py",),
-)
+@file_rule("F028", DEEPSPEED)
 def data_efficiency_is_complete(settings: Settings) -> Iterator[Finding]:
     """Fires for both."""
     for section, needed in (("curriculum_learning", "curriculum_metrics"), ("dynamic_batching", "max_tokens")):
@@ -130,16 +102,7 @@ def data_efficiency_is_complete(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"{section} is enabled without {needed}", (*path, "enabled"), help=f"add {needed}")
 
 
-@file_rule(
-    "F029",
-    DEEPSPEED,
-    "the old way to switch ZeRO on",
-    """"zero_optimization": true is the way of DeepSpeed 0.1: it means stage 1, with the bucket of allgather_size.""",
-    wrong={**BATCH, ZERO: True},
-    right={**BATCH, ZERO: {"stage": 1}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed runtime/zero/config.py",),
-)
+@file_rule("F029", DEEPSPEED, severity=Severity.WARNING)
 def zero_is_a_section(settings: Settings) -> Iterator[Finding]:
     """Fires for true and false."""
     value = settings.get(ZERO)
@@ -166,31 +129,7 @@ def _fills(filler: str, path: Path, settings: Settings) -> bool:
     return _dotted(path, settings.usage.version) in fillers.filled(filler)
 
 
-@file_rule(
-    "F001",
-    DEEPSPEED,
-    '"auto" that nobody replaces',
-    """DeepSpeed has no "auto". transformers and accelerate replace it in some keys before DeepSpeed starts, and refuse
-    a file with an "auto" that they cannot replace. DeepSpeed itself drops an "auto" from its own classes, so that the
-    default counts: "stage": "auto" runs at stage 0. In the keys that it takes from plain dictionaries the text arrives
-    as it stands. --used-with says who replaces it.""",
-    wrong={
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        _ZERO: {"stage": 2, "allgather_bucket_size": "auto"},
-    },
-    right={
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": "auto",
-        _ZERO: {"stage": 2},
-    },
-    sources=(
-        "accelerate utils/dataclasses.py; transformers integrations/deepspeed.py; DeepSpeed#1270; accelerate#3152",
-    ),
-    usage=UsageOptions(used_with=TRANSFORMERS),
-)
+@file_rule("F001", DEEPSPEED, usage=UsageOptions(used_with=TRANSFORMERS))
 def auto_is_not_a_value(settings: Settings) -> Iterator[Finding]:
     """Fires for each "auto" at a place that the filler does not fill, and at which it is not a value of its own."""
     usage = settings.usage
@@ -233,18 +172,7 @@ def _nobody(settings: Settings) -> str:
     return f"with {TITLES[filler]} nobody replaces"
 
 
-@file_rule(
-    "F002",
-    DEEPSPEED,
-    'who replaces "auto"',
-    """Where nothing beside the file shows how it is used, an "auto" in it means that the Trainer of transformers or
-    accelerate will replace it: the file is read so, and this remark says it once. With deepspeed.initialize alone each
-    "auto" in one of DeepSpeed's own classes becomes the default.""",
-    wrong={"train_micro_batch_size_per_gpu": "auto", _ZERO: {"stage": 1}, "gradient_clipping": "auto"},
-    right={"train_micro_batch_size_per_gpu": 1, _ZERO: {"stage": 1}, "gradient_clipping": 1.0},
-    severity=Severity.INFO,
-    sources=("transformers integrations/deepspeed.py",),
-)
+@file_rule("F002", DEEPSPEED, severity=Severity.INFO)
 def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
     """One line for a file with "auto" whose filler was guessed, or whose "auto" falls back to defaults."""
     usage = settings.usage
@@ -265,17 +193,7 @@ def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, defaults[0], help="write values", related=related, severity=Severity.WARNING)
 
 
-@file_rule(
-    "F011",
-    DEEPSPEED,
-    "the tool that reads the file refuses it",
-    """accelerate, and the Trainer of transformers through it, refuse a file without zero_optimization. Lightning
-    refuses one that sets gradient_accumulation_steps, which its Trainer sets itself.""",
-    wrong={"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0},
-    right={"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, _ZERO: {"stage": 0}},
-    sources=("accelerate utils/dataclasses.py; lightning strategies/deepspeed.py",),
-    usage=UsageOptions(used_with=ACCELERATE),
-)
+@file_rule("F011", DEEPSPEED, usage=UsageOptions(used_with=ACCELERATE))
 def the_reader_takes_the_file(settings: Settings) -> Iterator[Finding]:
     """Fires for a missing section under accelerate, and for steps under Lightning; a warning where they are guessed."""
     filler = settings.usage.filler

@@ -14,7 +14,7 @@ from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.registry import Finding
 
 from .optimizer import ranks
-from .stages import BATCH, ZERO, stage_of
+from .stages import ZERO, stage_of
 
 # A DeepSpeed configuration on its own: types of weights, gradients and sums.
 
@@ -46,15 +46,7 @@ def model_dtype(settings: Settings) -> str | None:
     return "fp32"
 
 
-@file_rule(
-    "F004",
-    DEEPSPEED,
-    "two precisions at once",
-    """fp16 and bf16 exclude each other.""",
-    wrong={**BATCH, "bf16": {"enabled": True}, "fp16": {"enabled": True}},
-    right={**BATCH, "bf16": {"enabled": True}, "fp16": {"enabled": False}},
-    sources=("DeepSpeed runtime/config.py",),
-)
+@file_rule("F004", DEEPSPEED)
 def one_precision(settings: Settings) -> Iterator[Finding]:
     """Fires when both are enabled."""
     on = [name for name in (bf16_name(settings), "fp16") if settings.get(name, "enabled") is True]
@@ -71,21 +63,7 @@ def one_precision(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F013",
-    DEEPSPEED,
-    "master weights in half precision need ZeRO and an optimizer on the host",
-    """fp16_master_weights_and_grads and bf16_master_weights_and_grads work at ZeRO stages 1 to 3 and with DeepSpeed's
-    Adam on the host (offload_optimizer). bf16_optimizer_states needs bf16_master_weights_and_grads, and then the host
-    is not needed.""",
-    wrong={**BATCH, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, ZERO: {"stage": 2}},
-    right={
-        **BATCH,
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-        ZERO: {"stage": 2},
-    },
-    sources=("DeepSpeed runtime/config.py, runtime/base_optimizer.py",),
-)
+@file_rule("F013", DEEPSPEED)
 def half_master_weights_have_their_place(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the three keys whose conditions do not hold."""
     stage = stage_of(settings)
@@ -110,16 +88,7 @@ def half_master_weights_have_their_place(settings: Settings) -> Iterator[Finding
         yield Finding("fp16 and bf16 master weights exclude each other", (sections["bf16"], _MASTERS["bf16"]))
 
 
-@file_rule(
-    "F014",
-    DEEPSPEED,
-    "a type that cannot be combined with the weights",
-    """data_types.param_dtype must name the type that fp16 or bf16 switches on, fp32 without them. Without ZeRO
-    data_types.grad_accum_dtype must be that type too: sums in another type need stage 1 or more.""",
-    wrong={**BATCH, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    right={**BATCH, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, ZERO: {"stage": 1}},
-    sources=("DeepSpeed runtime/engine.py",),
-)
+@file_rule("F014", DEEPSPEED)
 def types_agree(settings: Settings) -> Iterator[Finding]:
     """Fires for another type of parameters, and for one of sums at stage 0."""
     weights, stage = model_dtype(settings), stage_of(settings)
@@ -136,16 +105,7 @@ def types_agree(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F015",
-    DEEPSPEED,
-    "a loss scale that cannot work",
-    """With fp16 and loss_scale 0 DeepSpeed adapts the scale: it looks every loss_scale_window steps and never goes
-    below min_loss_scale, which must both be above 0. Lamb works with the adapted scale only.""",
-    wrong={**BATCH, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 0}},
-    right={**BATCH, "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000}},
-    sources=("DeepSpeed runtime/precision_config.py; DeepSpeed#8050, #7889",),
-)
+@file_rule("F015", DEEPSPEED)
 def loss_scale_works(settings: Settings) -> Iterator[Finding]:
     """Fires for a negative scale, and for a window or a floor of 0 under the adapted one."""
     scale = settings.number("fp16", "loss_scale")
@@ -169,16 +129,7 @@ def loss_scale_works(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("fp16", "loss_scale"), help="write 0")
 
 
-@file_rule(
-    "F016",
-    DEEPSPEED,
-    "bf16 under two names",
-    """bfloat16 is the old name of bf16. DeepSpeed reads it only where bf16 is not given.""",
-    wrong={**BATCH, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
-    right={**BATCH, "bf16": {"enabled": True}},
-    severity=Severity.WARNING,
-    sources=("DeepSpeed runtime/precision_config.py",),
-)
+@file_rule("F016", DEEPSPEED, severity=Severity.WARNING)
 def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
     """Fires when both stand in the file."""
     if "bf16" in settings.tree and "bfloat16" in settings.tree:
@@ -196,17 +147,7 @@ def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
 _PREDIVIDE, _PRESCALE, _SCATTER = "gradient_predivide_factor", "prescale_gradients", (ZERO, "reduce_scatter")
 
 
-@file_rule(
-    "F009",
-    DEEPSPEED,
-    "a way of scaling gradients that the stage does not have",
-    """With reduce_scatter, which is on unless it is switched off, ZeRO stages 2 and 3 refuse prescale_gradients and a
-    gradient_predivide_factor other than 1. Without reduce_scatter they take a factor, but stage 3 forgets to multiply
-    it back when it equals the number of data-parallel ranks.""",
-    wrong={**BATCH, _PREDIVIDE: 2.0, ZERO: {"stage": 2, "reduce_scatter": True}},
-    right={**BATCH, _PREDIVIDE: 2.0, ZERO: {"stage": 2, "reduce_scatter": False}},
-    sources=("DeepSpeed runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py",),
-)
+@file_rule("F009", DEEPSPEED)
 def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
     """Fires for what DeepSpeed refuses, and for a factor that is not taken back."""
     stage = stage_of(settings)
@@ -232,16 +173,7 @@ def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F019",
-    DEEPSPEED,
-    "a sum of gradients that the engine does not support",
-    """gradient_allreduce_op "sum" adds gradients over the ranks without dividing by their number. ZeRO stage 3,
-    ZenFlow and DeepCompile do not support it.""",
-    wrong={**BATCH, "gradient_allreduce_op": "sum", ZERO: {"stage": 3}},
-    right={**BATCH, "gradient_allreduce_op": "sum", ZERO: {"stage": 2}},
-    sources=("DeepSpeed runtime/config.py; DeepSpeed#8232",),
-)
+@file_rule("F019", DEEPSPEED)
 def sums_have_their_engine(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the three."""
     operation = settings.get("gradient_allreduce_op")
@@ -258,17 +190,7 @@ def sums_have_their_engine(settings: Settings) -> Iterator[Finding]:
         yield Finding(f'gradient_allreduce_op "sum" with {name}: DeepSpeed refuses the combination', path, fixes=(fix,))
 
 
-@file_rule(
-    "F020",
-    DEEPSPEED,
-    "the gradient norm is needed after all",
-    """compute_grad_norm false saves the norm of the whole gradient at ZeRO stages 1 and 2. It is needed for clipping,
-    which is on unless gradient_clipping is 0, for an optimizer on the host, for ZenFlow, and for bf16 weights with
-    sums in fp32 at stage 1.""",
-    wrong={**BATCH, ZERO: {"stage": 2, "compute_grad_norm": False}},
-    right={**BATCH, "gradient_clipping": 0.0, ZERO: {"stage": 2, "compute_grad_norm": False}},
-    sources=("DeepSpeed runtime/zero/config.py, runtime/zero/stage_1_and_2.py, runtime/engine.py",),
-)
+@file_rule("F020", DEEPSPEED)
 def the_norm_is_not_needed(settings: Settings) -> Iterator[Finding]:
     """Fires for whatever needs the norm."""
     path, stage = (ZERO, "compute_grad_norm"), stage_of(settings)
@@ -293,16 +215,7 @@ def the_norm_is_not_needed(settings: Settings) -> Iterator[Finding]:
         yield Finding(f"compute_grad_norm false does not go {reason}", path, fixes=(fix,))
 
 
-@file_rule(
-    "F021",
-    DEEPSPEED,
-    "accumulation that the caller manages has limits",
-    """managed_gradient_accumulation false leaves the boundary of a step to the caller. It goes with overlap_comm at
-    ZeRO stages 2 and 3 only, and not with DeepCompile.""",
-    wrong={**BATCH, "managed_gradient_accumulation": False, ZERO: {"stage": 1, "overlap_comm": True}},
-    right={**BATCH, "managed_gradient_accumulation": False, ZERO: {"stage": 1, "overlap_comm": False}},
-    sources=("DeepSpeed runtime/engine.py",),
-)
+@file_rule("F021", DEEPSPEED)
 def callers_can_manage_accumulation(settings: Settings) -> Iterator[Finding]:
     """Fires for overlap_comm below stage 2, and for DeepCompile."""
     path, stage = ("managed_gradient_accumulation",), stage_of(settings)
@@ -319,15 +232,7 @@ def callers_can_manage_accumulation(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F022",
-    DEEPSPEED,
-    "buckets of odd size",
-    """ZeRO stages 1 and 2 gather parameters in buckets of an even number of elements.""",
-    wrong={**BATCH, ZERO: {"stage": 2, "allgather_bucket_size": 500000001}},
-    right={**BATCH, ZERO: {"stage": 2, "allgather_bucket_size": 500000000}},
-    sources=("DeepSpeed runtime/zero/stage_1_and_2.py",),
-)
+@file_rule("F022", DEEPSPEED)
 def buckets_are_even(settings: Settings) -> Iterator[Finding]:
     """Fires for an odd allgather_bucket_size."""
     path, size = (ZERO, "allgather_bucket_size"), settings.number(ZERO, "allgather_bucket_size")

@@ -13,20 +13,9 @@ from parcompile.rules.registry import Finding
 from parcompile.user_files import shipped
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
-_SOURCE = "gpt-neox megatron/neox_arguments/arguments.py"
 
 
-@file_rule(
-    "F201",
-    GPT_NEOX,
-    "a gpt-neox configuration is checked in part",
-    """The names and types of all keys of a gpt-neox file are checked, and the keys for DeepSpeed are checked as a
-    DeepSpeed configuration. The rules between gpt-neox's own values are checked only in part. gpt-neox combines
-    several files, so a missing key is not reported.""",
-    wrong={"pipe_parallel_size": 1, "model_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
-    right={"train_micro_batch_size_per_gpu": 4},
-    severity=Severity.INFO,
-)
+@file_rule("F201", GPT_NEOX, severity=Severity.INFO)
 def keys_of_its_own(settings: Settings) -> Iterator[Finding]:
     """Says it, at the key by which the file is told."""
     told = next((key for key in settings.tree if key in NEOX_KEYS), "")
@@ -38,16 +27,7 @@ def keys_of_its_own(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F202",
-    GPT_NEOX,
-    "ZeRO 2 or 3 in a pipeline",
-    """With pipe_parallel_size 1 or more gpt-neox runs DeepSpeed's pipeline engine, which refuses ZeRO stages 2 and 3:
-    they would reduce the gradients of a micro-batch before the last one. pipe_parallel_size 0 runs without it.""",
-    wrong={"pipe_parallel_size": 1, "zero_optimization": {"stage": 2}},
-    right={"pipe_parallel_size": 0, "zero_optimization": {"stage": 2}},
-    sources=("DeepSpeed runtime/pipe/engine.py", "gpt-neox megatron/training.py"),
-)
+@file_rule("F202", GPT_NEOX)
 def a_pipeline_goes_with_stage_one(settings: Settings) -> Iterator[Finding]:
     """Fires when both stand in the file."""
     stages, zero = settings.number(_PP), settings.number("zero_optimization", "stage")
@@ -60,16 +40,7 @@ def a_pipeline_goes_with_stage_one(settings: Settings) -> Iterator[Finding]:
         )
 
 
-@file_rule(
-    "F203",
-    GPT_NEOX,
-    "heads that cannot be divided",
-    """Each tensor-parallel rank holds as many attention heads as the others, and as many key/value heads where there
-    are fewer of these; a query head belongs to one key/value head, and the heads share hidden_size.""",
-    wrong={"num_attention_heads": 12, "model_parallel_size": 8},
-    right={"num_attention_heads": 16, "model_parallel_size": 8},
-    sources=(_SOURCE, "gpt-neox megatron/model/transformer.py"),
-)
+@file_rule("F203", GPT_NEOX)
 def heads_are_divided(settings: Settings) -> Iterator[Finding]:
     """Fires for each pair of which one does not divide the other."""
     kinds = settings.get("attention_config")
@@ -90,16 +61,7 @@ def heads_are_divided(settings: Settings) -> Iterator[Finding]:
             )
 
 
-@file_rule(
-    "F204",
-    GPT_NEOX,
-    "a limit that is exceeded",
-    """seq_length has to be at most max_position_embeddings, and min_lr at most the learning rate of the optimizer:
-    gpt-neox stops otherwise.""",
-    wrong={"seq_length": 4096, "max_position_embeddings": 2048},
-    right={"seq_length": 2048, "max_position_embeddings": 2048},
-    sources=(_SOURCE,),
-)
+@file_rule("F204", GPT_NEOX)
 def limits_are_kept(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the two."""
     for name, *limit in (("seq_length", "max_position_embeddings"), ("min_lr", "optimizer", "params", "lr")):
@@ -117,16 +79,7 @@ _ATTENTION: Sequence[str] = shipped(__package__, "attention.json")
 """ATTENTION_TYPE_CHOICES of gpt-neox's neox_args.py; older versions have fewer."""
 
 
-@file_rule(
-    "F205",
-    GPT_NEOX,
-    "a name that gpt-neox does not know",
-    """gpt-neox constructs optimizers by the name in optimizer.type, and layers by those in attention_config. With
-    another name it stops before training.""",
-    wrong={"pipe_parallel_size": 1, "optimizer": {"type": "AdamX"}},
-    right={"pipe_parallel_size": 1, "optimizer": {"type": "Adam"}},
-    sources=("gpt-neox megatron/training.py", "gpt-neox megatron/neox_arguments/neox_args.py"),
-)
+@file_rule("F205", GPT_NEOX)
 def names_are_known(settings: Settings) -> Iterator[Finding]:
     """Fires for an optimizer, and for each kind of attention."""
     optimizers = [str(one) for one in fields()["optimizer_type"].choices]
@@ -147,17 +100,7 @@ def _unknown_name(what: str, name: str, known: Sequence[str], path: tuple[str | 
     return Finding(f"gpt-neox has no {what} {name!r}", path, help=help_)
 
 
-@file_rule(
-    "F206",
-    GPT_NEOX,
-    "a warm-up that never ends",
-    """warmup is the share of all steps during which the learning rate rises, not their number: with 1 or more, it rises
-    until the run ends.""",
-    wrong={"pipe_parallel_size": 1, "warmup": 100},
-    right={"pipe_parallel_size": 1, "warmup": 0.01},
-    severity=Severity.WARNING,
-    sources=("gpt-neox megatron/training.py: warmup * lr_decay_iters",),
-)
+@file_rule("F206", GPT_NEOX, severity=Severity.WARNING)
 def warm_up_is_a_share(settings: Settings) -> Iterator[Finding]:
     """Fires from 1 on."""
     share, steps = settings.number("warmup"), settings.number("lr_decay_iters") or settings.number("train_iters")

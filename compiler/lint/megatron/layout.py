@@ -17,25 +17,12 @@ from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, si
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 
-ARGUMENTS = ("Megatron-LM arguments.py",)
 _TP, PP, _CP, _EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-BASE = {
-    _TP: 2,
-    PP: 2,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "seq_length": 4096,
-    "max_position_embeddings": 4096,
-    "micro_batch_size": 1,
-    "global_batch_size": 64,
-}
-"""Arguments in which nothing is wrong."""
 
 
 def _world(settings: Settings) -> int | None:
@@ -52,15 +39,7 @@ def _model_ranks(settings: Settings) -> int:
     return size(settings, _TP) * size(settings, PP) * size(settings, _CP)
 
 
-@file_rule(
-    "F101",
-    MEGATRON,
-    "the axes do not divide the world size",
-    """The number of ranks that torchrun starts has to be a multiple of tp · pp · cp; the quotient is dp.""",
-    wrong={**BASE, "nnodes": 1, "nproc_per_node": 6},
-    right={**BASE, "nnodes": 1, "nproc_per_node": 8},
-    sources=ARGUMENTS,
-)
+@file_rule("F101", MEGATRON)
 @where_decided
 def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
     """Fires when the world is known and not a multiple."""
@@ -72,15 +51,7 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, (names[0],), related=also(settings, "nnodes", "nproc_per_node", *names[1:]))
 
 
-@file_rule(
-    "F102",
-    MEGATRON,
-    "the global batch does not divide",
-    """global_batch_size is a multiple of micro_batch_size · dp; the ratio is the number of micro-batches.""",
-    wrong={**BASE, "nproc_per_node": 8, "global_batch_size": 63},
-    right={**BASE, "nproc_per_node": 8, "global_batch_size": 64},
-    sources=("Megatron-LM core/num_microbatches_calculator.py",),
-)
+@file_rule("F102", MEGATRON)
 @where_decided
 def batch_divides(settings: Settings) -> Iterator[Finding]:
     """Fires with dp where the world is known, else for the micro-batch alone."""
@@ -100,16 +71,7 @@ def _dp(settings: Settings) -> int:
     return world // ranks if world and world % ranks == 0 else 1
 
 
-@file_rule(
-    "F103",
-    MEGATRON,
-    "heads or widths do not divide over tp",
-    """tp splits attention heads, query groups (unless tp is a multiple of them) and the hidden width of the MLP. Query
-    groups divide the heads, and heads the hidden size where kv_channels does not give their width.""",
-    wrong={**BASE, "num_attention_heads": 25},
-    right={**BASE, "num_attention_heads": 32},
-    sources=("Megatron-Core transformer_config.py, attention.py",),
-)
+@file_rule("F103", MEGATRON)
 @where_decided
 def tp_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
@@ -143,16 +105,7 @@ def _divides_over_tp(settings: Settings, name: str, tp: int) -> Iterator[Finding
         )
 
 
-@file_rule(
-    "F106",
-    MEGATRON,
-    "the sequence does not divide",
-    """Context parallelism splits a sequence into 2 · cp chunks; sequence parallelism splits each rank's share over
-    tp.""",
-    wrong={**BASE, _CP: 4, "seq_length": 4092},
-    right={**BASE, _CP: 4, "seq_length": 4096},
-    sources=(*ARGUMENTS, "TransformerEngine context_parallel.py"),
-)
+@file_rule("F106", MEGATRON)
 @where_decided
 def sequence_divides(settings: Settings) -> Iterator[Finding]:
     """Fires for the joint factor."""
@@ -164,15 +117,7 @@ def sequence_divides(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("seq_length",), related=also(settings, _CP, _TP))
 
 
-@file_rule(
-    "F107",
-    MEGATRON,
-    "heads do not divide over an all-to-all context parallelism",
-    """With cp_comm_type a2a each rank attends over the whole sequence with heads / tp / cp heads.""",
-    wrong={**BASE, _CP: 8, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
-    right={**BASE, _CP: 4, "cp_comm_type": "a2a", "group_query_attention": True, "num_query_groups": 8},
-    sources=("TransformerEngine context_parallel.py",),
-)
+@file_rule("F107", MEGATRON)
 @where_decided
 def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
     """Fires for heads and query groups."""
@@ -189,15 +134,7 @@ def heads_divide_over_cp(settings: Settings) -> Iterator[Finding]:
             yield Finding(message, (_CP,), related=also(settings, name, "cp_comm_type"))
 
 
-@file_rule(
-    "F108",
-    MEGATRON,
-    "the hierarchical ring does not multiply to cp",
-    """The product of hierarchical_context_parallel_sizes is cp, and cp_comm_type a2a+p2p needs them.""",
-    wrong={**BASE, _CP: 8, "cp_comm_type": "a2a+p2p"},
-    right={**BASE, _CP: 8, "cp_comm_type": "p2p"},
-    sources=ARGUMENTS,
-)
+@file_rule("F108", MEGATRON)
 @where_decided
 def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
     """Fires when a2a+p2p has no sizes, and when sizes multiply to something else."""
@@ -212,17 +149,7 @@ def hierarchy_is_given(settings: Settings) -> Iterator[Finding]:
         yield Finding(f"cp_comm_type a2a+p2p without {sizes_name}", ("cp_comm_type",))
 
 
-@file_rule(
-    "F109",
-    MEGATRON,
-    "experts do not divide",
-    """Expert parallelism needs experts, a number of them that it divides, and at least as many as a token visits; with
-    tp > 1 it needs sequence parallelism, which Megatron-LM says only in the first training step, and no biases in
-    experts that tp splits.""",
-    wrong={**BASE, _EP: 4, "num_experts": 6, "sequence_parallel": True, "disable_bias_linear": True},
-    right={**BASE, _EP: 4, "num_experts": 8, "sequence_parallel": True, "disable_bias_linear": True},
-    sources=(*ARGUMENTS, "Megatron-LM core/transformer/moe/moe_layer.py"),
-)
+@file_rule("F109", MEGATRON)
 @where_decided
 def experts_divide(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
@@ -270,16 +197,7 @@ def _experts_with_tp(settings: Settings, experts: int) -> Iterator[Finding]:
         yield Finding(message, ("num_experts",), help="add --sequence-parallel", related=also(settings, _TP))
 
 
-@file_rule(
-    "F110",
-    MEGATRON,
-    "sequence parallelism is switched off",
-    """With tp 1 Megatron-LM silently switches sequence_parallel off.""",
-    wrong={**BASE, _TP: 1, "sequence_parallel": True},
-    right={**BASE, "sequence_parallel": True},
-    severity=Severity.WARNING,
-    sources=ARGUMENTS,
-)
+@file_rule("F110", MEGATRON, severity=Severity.WARNING)
 @where_decided
 def sequence_parallel_has_an_effect(settings: Settings) -> Iterator[Finding]:
     """Fires for the flag at tp 1."""
@@ -290,22 +208,7 @@ def sequence_parallel_has_an_effect(settings: Settings) -> Iterator[Finding]:
 # Megatron-LM arguments on their own: layers over pipeline stages.
 
 
-@file_rule(
-    "F104",
-    MEGATRON,
-    "the layers do not divide into stages",
-    """num_layers is a multiple of pp, unless embedding and loss are counted as layers, or the first and last stage get
-    numbers of their own; then what is left divides over the other stages.""",
-    wrong={**BASE, PP: 16, "num_layers": 126},
-    right={
-        **BASE,
-        PP: 16,
-        "num_layers": 126,
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    },
-    sources=(*ARGUMENTS, "Megatron-LM#1304"),
-)
+@file_rule("F104", MEGATRON)
 @where_decided
 def layers_divide(settings: Settings) -> Iterator[Finding]:
     """Fires when the layers that are left over do not divide."""
@@ -338,16 +241,7 @@ def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
     )
 
 
-@file_rule(
-    "F105",
-    MEGATRON,
-    "virtual stages do not fit",
-    """Interleaving needs pp > 1 (pp > 2 without overlap_p2p_communication), one of its two options, and layers of a
-    stage that divide into virtual stages.""",
-    wrong={**BASE, "num_layers_per_virtual_pipeline_stage": 5},
-    right={**BASE, "num_layers_per_virtual_pipeline_stage": 4},
-    sources=ARGUMENTS,
-)
+@file_rule("F105", MEGATRON)
 @where_decided
 def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
     """Fires for each of the three."""

@@ -11,20 +11,8 @@ from parcompile.rules.registry import Finding
 
 from .settings import also, attempt, flag, is_nvidias, is_open, size, spelled, where_decided
 
-_ARGUMENTS = ("Megatron-LM arguments.py",)
-_BASE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "num_layers": 32, "seq_length": 4096}
 
-
-@file_rule(
-    "F121",
-    MEGATRON,
-    "flags that exclude each other",
-    """Pairs of which Megatron-LM takes one: two precisions, iterations and samples as the length of a run, and the
-    like.""",
-    wrong={**_BASE, "fp16": True, "bf16": True},
-    right={**_BASE, "bf16": True},
-    sources=_ARGUMENTS,
-)
+@file_rule("F121", MEGATRON)
 @where_decided
 def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
     """Fires for each pair of which both are given."""
@@ -50,21 +38,7 @@ def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"{first} and {second} exclude each other", (second,), related=also(settings, first))
 
 
-@file_rule(
-    "F122",
-    MEGATRON,
-    "a flag needs another one",
-    """Flags that mean something only together: overlapped gathering of parameters needs the distributed optimizer and
-    overlapped reduction, overlapped tensor-parallel communication needs sequence parallelism.""",
-    wrong={**_BASE, "overlap_param_gather": True},
-    right={
-        **_BASE,
-        "overlap_param_gather": True,
-        "overlap_grad_reduce": True,
-        "use_distributed_optimizer": True,
-    },
-    sources=_ARGUMENTS,
-)
+@file_rule("F122", MEGATRON)
 @where_decided
 def flags_have_what_they_need(settings: Settings) -> Iterator[Finding]:
     """Fires for each flag that lacks what it needs."""
@@ -96,16 +70,7 @@ def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, .
         yield Finding(f"{name} needs {' and '.join(missing)}", (name,), help=f"add {flags}")
 
 
-@file_rule(
-    "F123",
-    MEGATRON,
-    "recomputation is not described as it has to be",
-    """Full recomputation needs recompute_method and recompute_num_layers; selective takes no method. Distributing saved
-    activations needs tp > 1, full recomputation and no sequence parallelism.""",
-    wrong={**_BASE, "recompute_granularity": "full"},
-    right={**_BASE, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    sources=(*_ARGUMENTS, "Megatron-Core transformer_config.py"),
-)
+@file_rule("F123", MEGATRON)
 @where_decided
 def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
@@ -124,16 +89,7 @@ def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
             yield Finding(f"{saved} needs tp > 1 and no sequence_parallel", (saved,))
 
 
-@file_rule(
-    "F124",
-    MEGATRON,
-    "a limit lies on the wrong side",
-    """max_position_embeddings reaches as far as seq_length, min_lr is no more than lr, and checkpoints are kept at a
-    multiple of the interval at which they are saved.""",
-    wrong={**_BASE, "max_position_embeddings": 2048},
-    right={**_BASE, "max_position_embeddings": 4096},
-    sources=_ARGUMENTS,
-)
+@file_rule("F124", MEGATRON)
 @where_decided
 def limits_hold(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
@@ -155,15 +111,7 @@ def _checkpoints_are_kept(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, ("save_retain_interval",), related=also(settings, "save_interval"))
 
 
-@file_rule(
-    "F125",
-    MEGATRON,
-    "FSDP2 with a layout that it does not run",
-    """PyTorch's FSDP2 in Megatron-LM runs without pipeline and expert parallelism and with untied embeddings.""",
-    wrong={**_BASE, "use_torch_fsdp2": True},
-    right={**_BASE, "use_torch_fsdp2": True, "untie_embeddings_and_output_weights": True},
-    sources=_ARGUMENTS,
-)
+@file_rule("F125", MEGATRON)
 @where_decided
 def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
@@ -176,16 +124,7 @@ def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
         yield Finding("use_torch_fsdp2 with tied embeddings", ("use_torch_fsdp2",), help="untie them")
 
 
-@file_rule(
-    "F126",
-    MEGATRON,
-    "the warm-up is longer than the schedule",
-    """The learning rate rises for lr_warmup_iters (or lr_warmup_samples) and has fallen to min_lr after lr_decay_iters,
-    which is train_iters where it is left out; the first is smaller than the second.""",
-    wrong={**_BASE, "train_iters": 1000, "lr_warmup_iters": 2000},
-    right={**_BASE, "train_iters": 1000, "lr_warmup_iters": 200},
-    sources=("Megatron-LM core/optimizer_param_scheduler.py",),
-)
+@file_rule("F126", MEGATRON)
 @where_decided
 def warm_up_ends_in_time(settings: Settings) -> Iterator[Finding]:
     """Fires where both are counted in the same unit."""
@@ -209,18 +148,7 @@ _REPLACED = {
 }
 
 
-@file_rule(
-    "F127",
-    MEGATRON,
-    "an option that Megatron-LM only refuses",
-    """Megatron-LM's parser still has --batch-size, --warmup, --model-parallel-size and --checkpoint-activations, and
-    its checks stop at each of them with the name of what replaced it. The first three meant something in version 1,
-    the last one up to version 2.6.""",
-    wrong={**_BASE, "checkpoint_activations": True},
-    right={**_BASE, "recompute_activations": True},
-    severity=Severity.WARNING,
-    sources=_ARGUMENTS,
-)
+@file_rule("F127", MEGATRON, severity=Severity.WARNING)
 @where_decided
 def replaced_options_are_named(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them, where no fork reads the arguments."""
