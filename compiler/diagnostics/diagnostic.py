@@ -118,6 +118,17 @@ class Fix:
     edits: tuple[Edit, ...]
     replacement: Replacement | None = None
 
+    @classmethod
+    def removing(cls, path: Path, safety: Safety) -> Fix:
+        """Leaves the key at `path` out."""
+        return cls(f"remove {path[-1]}", safety, (Edit(path, remove=True),))
+
+    @classmethod
+    def setting(cls, path: Path, value: object, safety: Safety) -> Fix:
+        """Gives the key at `path` another value."""
+        said = str(value).lower() if isinstance(value, bool) else value
+        return cls(f"set {path[-1]} to {said}", safety, (Edit(path, value),))
+
 
 @dataclass(frozen=True, slots=True)
 class Related:

@@ -34,13 +34,11 @@ def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
     if total % divisor == 0:
         return
     near = nearest_multiples(total, divisor)
-    fixes = [
-        Fix(f"set global_batch_size to {value}", Safety.CHANGES_NUMERICS, (Edit(_TOTAL, value),)) for value in near
-    ]
+    fixes = [Fix.setting(_TOTAL, value, Safety.CHANGES_NUMERICS) for value in near]
     if total % dp == 0:
         smaller = [size for size in divisors(total // dp) if size < factor]
         if smaller:
-            fixes.insert(0, Fix(f"set {path[1]} to {smaller[-1]}", Safety.CHANGES_COST, (Edit(path, smaller[-1]),)))
+            fixes.insert(0, Fix.setting(path, smaller[-1], Safety.CHANGES_COST))
     yield Finding(
         f"global_batch_size {total} ≠ {equation}: {total} / {divisor} is not whole; nearest: {listed(near)}",
         _TOTAL,
@@ -61,11 +59,11 @@ def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
     if total == product:
         return
     fixes = [
-        Fix(f"set {path[1]} to {total // factor}", Safety.CHANGES_COST, (Edit(path, total // factor),))
+        Fix.setting(path, total // factor, Safety.CHANGES_COST)
         for path, factor in ((_STEPS, micro * dp), (_MICRO, steps * dp))
         if total % factor == 0
     ]
-    fixes.append(Fix(f"set global_batch_size to {product}", Safety.CHANGES_NUMERICS, (Edit(_TOTAL, product),)))
+    fixes.append(Fix.setting(_TOTAL, product, Safety.CHANGES_NUMERICS))
     yield Finding(
         f"global_batch_size {total} ≠ micro {micro} × steps {steps} × dp {dp} = {product}",
         _TOTAL,
@@ -145,7 +143,7 @@ def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
         message = f"{steps} micro-batches in groups of {group}: {steps} % {group} = {rest} is neither 0 nor pp {pp}"
     # Every divisor of the micro-batches that is no smaller than pp makes whole groups.
     near = sorted((size for size in divisors(steps) if size >= pp), key=lambda size: (abs(size - group), size))[:2]
-    fixes = [Fix(f"set {_GROUP[-1]} to {size}", Safety.CHANGES_COST, (Edit(_GROUP, size),)) for size in near]
+    fixes = [Fix.setting(_GROUP, size, Safety.CHANGES_COST) for size in near]
     fixes += _other_batches(spec)
     fixes.append(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, _without(spec)))
     yield Finding(
@@ -162,7 +160,7 @@ def _other_batches(spec: Resolution) -> list[Fix]:
         return []
     whole = spec.axis(Axis.PP) * spec.micro_batch_size * spec.axis(Axis.DP)
     near = [value for value in nearest_multiples(spec.global_batch_size, whole) if value != spec.global_batch_size]
-    return [Fix(f"set global_batch_size to {value}", Safety.CHANGES_NUMERICS, (Edit(_TOTAL, value),)) for value in near]
+    return [Fix.setting(_TOTAL, value, Safety.CHANGES_NUMERICS) for value in near]
 
 
 def _without(spec: Resolution) -> tuple[Edit, ...]:
@@ -177,7 +175,7 @@ def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
             f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1",
             _GROUP,
             help=f"remove it, or set {_VIRTUAL[-1]}",
-            fixes=(Fix(f"remove {_GROUP[-1]}", Safety.SAFE, (Edit(_GROUP, remove=True),)),),
+            fixes=(Fix.removing(_GROUP, Safety.SAFE),),
             related=also(spec, _VIRTUAL),
         )
 
@@ -205,10 +203,7 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
         given[0],
         help=f"write a multiple of {micro * dp}",
         fixes=(
-            *(
-                Fix(f"set {_EVAL_TOTAL[1]} to {value}", Safety.CHANGES_COST, (Edit(_EVAL_TOTAL, value),))
-                for value in near
-            ),
+            *(Fix.setting(_EVAL_TOTAL, value, Safety.CHANGES_COST) for value in near),
             Fix("remove both", Safety.CHANGES_COST, tuple(Edit(path, remove=True) for path in given)),
         ),
         related=also(spec, *given[1:], ("training", "global_batch_size"), ("parallelism", "dp")),

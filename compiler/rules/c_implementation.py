@@ -108,7 +108,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
             _NAME,
             help="write cp_layout zigzag, or another implementation",
             fixes=(
-                Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),
+                Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST),
                 _use(CpImplementation.RING),
             ),
             related=also(spec, _LAYOUT),
@@ -146,7 +146,7 @@ def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for either key where nothing reads it."""
 
     def unused(path: Path, message: str) -> Finding:
-        fix = Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.SAFE)
         return Finding(message, path, fixes=(fix,))
 
     cp = spec.axis(Axis.CP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Related, Safety, Severity
+from parcompile.diagnostics import Fix, Related, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpLayout
 from parcompile.spec.resolve import Resolution
@@ -34,9 +34,7 @@ def length_finding(spec: Resolution, message: str, related: tuple[Related, ...])
         f"{message}; nearest: {listed(near)}",
         _LENGTH,
         help=f"write a multiple of {divisor}",
-        fixes=tuple(
-            Fix(f"set sequence_length to {value}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, value),)) for value in near
-        ),
+        fixes=tuple(Fix.setting(_LENGTH, value, Safety.CHANGES_NUMERICS) for value in near),
         related=related,
     )
 
@@ -63,7 +61,7 @@ def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
             _LAYOUT,
-            fixes=(Fix("remove cp_layout", Safety.SAFE, (Edit(_LAYOUT, remove=True),)),),
+            fixes=(Fix.removing(_LAYOUT, Safety.SAFE),),
         )
 
 
@@ -81,10 +79,7 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
             f"cp_layout striped with {what}",
             _LAYOUT,
             help="zigzag and contiguous deal pieces of the sequence",
-            fixes=tuple(
-                Fix(f"set cp_layout to {name}", Safety.CHANGES_COST, (Edit(_LAYOUT, name),))
-                for name in ("zigzag", "contiguous")
-            ),
+            fixes=tuple(Fix.setting(_LAYOUT, name, Safety.CHANGES_COST) for name in ("zigzag", "contiguous")),
             related=also(spec, _CP),
         )
 
@@ -106,7 +101,7 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
         f"convolution of the next piece sees {longest.tokens} tokens of it",
         _LENGTH,
         help=f"write {least} or more, or a smaller cp",
-        fixes=(Fix(f"set sequence_length to {least}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, least),)),),
+        fixes=(Fix.setting(_LENGTH, least, Safety.CHANGES_NUMERICS),),
         related=also(spec, _CP, _LAYOUT),
     )
 
@@ -123,6 +118,6 @@ def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
             f"cp_layout contiguous with cp {cp}: on average a rank does {share:.0%} of the busiest rank's attention",
             _LAYOUT,
             help="zigzag gives all ranks equal work",
-            fixes=(Fix("set cp_layout to zigzag", Safety.CHANGES_COST, (Edit(_LAYOUT, "zigzag"),)),),
+            fixes=(Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST),),
             related=also(spec, _CP),
         )

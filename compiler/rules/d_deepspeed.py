@@ -13,7 +13,7 @@ from parcompile.backends.deepspeed.facts import (
     refused_scaling,
     wrong_scale,
 )
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
@@ -63,7 +63,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
                 '"auto" would be passed to DeepSpeed unchanged',
                 path,
                 help="write a value, or remove the key",
-                fixes=(Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
             )
         elif isinstance(node, Mapping):
             for key, value in node.items():
@@ -77,7 +77,7 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
 
 
 def _refused(path: Path, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:
-    fixes = (Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),)
+    fixes = (Fix.removing(path, Safety.CHANGES_COST),)
     return Finding(message, path, help=hint, fixes=fixes, related=related)
 
 
@@ -150,4 +150,4 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
 
 
 def _removal(path: tuple[str, ...]) -> Fix:
-    return Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+    return Fix.removing(path, Safety.CHANGES_NUMERICS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.spec.resolve import Resolution
 
 from .registry import Finding, rule
@@ -25,7 +25,7 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
         why = refusal(name, value, has_schedule=has_schedule, balances=balances)
         if why is not None:
             place = (*_MEGATRON, name)
-            fix = Fix(f"remove {name}", Safety.CHANGES_NUMERICS, (Edit(place, remove=True),))
+            fix = Fix.removing(place, Safety.CHANGES_NUMERICS)
             yield Finding(why, place, help="remove it, or write it as the message says", fixes=(fix,))
 
 

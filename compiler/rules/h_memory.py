@@ -100,7 +100,7 @@ def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool =
             f"{format_bytes(taken)} with it and of {format_bytes(without)} without",
             place,
             help="leave it out: it saves memory for longer sequences",
-            fixes=(Fix(f"set {name} to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
         )
 
 
@@ -307,7 +307,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
             f"{said} {sign} {format_bytes(room)}, beside the processes themselves",
             place,
             help="use more nodes, a larger tp or pp, or leave the optimizer on the accelerators",
-            fixes=(Fix("remove offload_optimizer", Safety.CHANGES_COST, (Edit(place, remove=True),)),),
+            fixes=(Fix.removing(place, Safety.CHANGES_COST),),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,
         )

@@ -48,7 +48,7 @@ def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
     if fixes:
         extra = sum(edit.value is True for edit in fixes[0].edits)
         hint += f"; or {fixes[0].title}: ({layers} + {extra}) / {pp} = {(layers + extra) // pp}"
-    fixes += [Fix(f"set pp to {size}", layout_change(spec), (Edit(_PP, size),)) for size in near]
+    fixes += [Fix.setting(_PP, size, layout_change(spec)) for size in near]
     yield Finding(
         f"{terms} on pp {pp}: {total} / {pp} is not whole; nearest: {listed(near[:2])}",
         _PP,
@@ -128,7 +128,7 @@ def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
         why = f"{rest} / {middle} is not whole"
     path = next(iter(ends))
     near = _nearest_end(path, ends, layers, middle)
-    fixes = [Fix(f"set {path[-1]} to {value}", Safety.CHANGES_COST, (Edit(path, value),)) for value in near]
+    fixes = [Fix.setting(path, value, Safety.CHANGES_COST) for value in near]
     fixes.append(
         Fix(
             f"remove {' and '.join(one[-1] for one in ends)}",
@@ -173,9 +173,7 @@ def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
         f"{listed(near[:2])}",
         _VIRTUAL,
         help=f"use a divisor of {listed(set(counts))}",
-        fixes=tuple(
-            Fix(f"set {_VIRTUAL[-1]} to {size}", Safety.CHANGES_COST, (Edit(_VIRTUAL, size),)) for size in near
-        ),
+        fixes=tuple(Fix.setting(_VIRTUAL, size, Safety.CHANGES_COST) for size in near),
         related=also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS),
     )
 
@@ -201,7 +199,7 @@ def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
             f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave",
             _VIRTUAL,
             help=f"remove {_VIRTUAL[-1]}, or use pp 2 or more",
-            fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.SAFE, (Edit(_VIRTUAL, remove=True),)),),
+            fixes=(Fix.removing(_VIRTUAL, Safety.SAFE),),
             related=also(spec, _PP),
         )
 
@@ -221,7 +219,7 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
             f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}",
             _VIRTUAL,
             help=f"remove {_VIRTUAL[-1]}",
-            fixes=(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, (Edit(_VIRTUAL, remove=True),)),),
+            fixes=(Fix.removing(_VIRTUAL, Safety.CHANGES_COST),),
             related=also(spec, _PP),
         )
 
@@ -268,7 +266,7 @@ def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
                 f"{path[-1]} has no effect with pp 1: one stage holds all layers",
                 path,
                 help=f"remove {path[-1]}",
-                fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.SAFE),),
                 related=also(spec, _PP),
             )
 
@@ -294,5 +292,5 @@ def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
             "module",
             _PP,
             help=f"give each stage a multiple of {together} layers; pp can be {listed(sizes)}",
-            fixes=tuple(Fix(f"set pp to {pp}", layout_change(spec), (Edit(_PP, pp),)) for pp in sizes),
+            fixes=tuple(Fix.setting(_PP, pp, layout_change(spec)) for pp in sizes),
         )

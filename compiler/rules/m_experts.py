@@ -27,7 +27,7 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
     ep, moe = spec.axis(Axis.EP), spec.shape.moe
     related = also(spec, model_path(spec, *_EXPERTS, "model_type"))
     if ep > 1 and moe is None:
-        removal = Fix("remove ep", Safety.CHANGES_COST, (Edit(_EP, remove=True),))
+        removal = Fix.removing(_EP, Safety.CHANGES_COST)
         message = f"ep {ep}, but {spec.shape.model_type} has no experts"
         yield Finding(message, _EP, help="remove ep", fixes=(removal,), related=related)
     elif moe is not None and (moe.num_experts % ep or moe.num_identities % ep):
@@ -38,7 +38,7 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
             f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}",
             _EP,
             help="choose an ep that divides the experts",
-            fixes=tuple(Fix(f"set ep to {size}", layout_change(spec), (Edit(_EP, size),)) for size in near),
+            fixes=tuple(Fix.setting(_EP, size, layout_change(spec)) for size in near),
             related=related,
         )
 
@@ -49,7 +49,7 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
     expert_tp, tp, moe = spec.expert_tp, spec.axis(Axis.TP), spec.shape.moe
     if expert_tp is None:
         return
-    removal = Fix("remove expert_tp", Safety.CHANGES_COST, (Edit(_EXPERT_TP, remove=True),))
+    removal = Fix.removing(_EXPERT_TP, Safety.CHANGES_COST)
     if moe is None:
         message = f"expert_tp {expert_tp}, but {spec.shape.model_type} has no experts"
         related = also(spec, model_path(spec, "model_type"))
@@ -101,7 +101,7 @@ def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
         else f"bias_update_rate {spec.get(*_RATE)}, but {spec.shape.model_type} has no experts",
         _RATE,
         help="remove it" + (", or set aux_loss beside it" if spec.shape.has_moe else ""),
-        fixes=(Fix("remove bias_update_rate", Safety.SAFE, (Edit(_RATE, remove=True),)),),
+        fixes=(Fix.removing(_RATE, Safety.SAFE),),
         related=also(spec, model_path(spec, "model_type")),
     )
 
@@ -115,12 +115,12 @@ def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
             f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0",
             _SCOPE,
             help="set aux_loss, or remove aux_loss_scope",
-            fixes=(Fix("remove aux_loss_scope", Safety.SAFE, (Edit(_SCOPE, remove=True),)),),
+            fixes=(Fix.removing(_SCOPE, Safety.SAFE),),
         )
     kind, related = spec.shape.model_type, also(spec, model_path(spec, "model_type"))
     scope = (Edit(_SCOPE, remove=True),) if spec.given(*_SCOPE) else ()
     without_aux = Fix("remove aux_loss", Safety.CHANGES_NUMERICS, (Edit(_AUX, remove=True), *scope))
-    without_z = Fix("remove z_loss", Safety.CHANGES_NUMERICS, (Edit(_Z, remove=True),))
+    without_z = Fix.removing(_Z, Safety.CHANGES_NUMERICS)
     for path, weight in weights.items():
         if not spec.shape.has_moe:
             why = f"{kind} has no experts, and so no router"
@@ -183,7 +183,7 @@ def latent_attention_is_not_grouped(spec: Resolution) -> Iterator[Finding]:
     heads, path = shape.num_attention_heads, model_path(spec, "num_key_value_heads")
     fixes: tuple[Fix, ...] = ()
     if path[-1] == "num_key_value_heads":
-        fixes = (Fix("remove num_key_value_heads", Safety.SAFE, (Edit(path, remove=True),)),)
+        fixes = (Fix.removing(path, Safety.SAFE),)
     yield Finding(
         f"num_key_value_heads {shape.num_key_value_heads} ≠ num_attention_heads {heads} with latent attention",
         path,

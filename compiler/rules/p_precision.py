@@ -51,8 +51,8 @@ def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
             path,
             help="remove loss_scale, or set precision to fp16",
             fixes=(
-                Fix("remove loss_scale", Safety.SAFE, (Edit(path, remove=True),)),
-                Fix("set precision to fp16", Safety.CHANGES_NUMERICS, (Edit(_PRECISION, "fp16"),)),
+                Fix.removing(path, Safety.SAFE),
+                Fix.setting(_PRECISION, "fp16", Safety.CHANGES_NUMERICS),
             ),
             related=also(spec, _PRECISION),
         )
@@ -102,7 +102,7 @@ def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
                 f"optimizer {kind} has no {key}: it is of {owners}",
                 path,
                 help=f"remove it, or choose one of {owners}",
-                fixes=(Fix(f"remove {key}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
             )
     if kind == "sgd" and spec.optimizer.nesterov and not spec.optimizer.momentum:
         path = (*_OPTIMIZER, "nesterov")

@@ -38,7 +38,7 @@ def deepspeed_checkpointing_is_unused(spec: Resolution) -> Iterator[Finding]:
             "deepspeed.activation_checkpointing has no effect: training.activation_checkpointing decides",
             path,
             help='remove it, and set "activation_checkpointing": "full" under training',
-            fixes=(Fix("remove activation_checkpointing", Safety.SAFE, (Edit(path, remove=True),)),),
+            fixes=(Fix.removing(path, Safety.SAFE),),
         )
 
 
@@ -50,7 +50,7 @@ def one_word_for_each_stage(spec: Resolution) -> Iterator[Finding]:
         return
     words, pp, virtual = ", ".join(given), spec.axis(Axis.PP), spec.virtual_stages
     most = "full" if "full" in given else given[0]
-    fixes = [Fix(f"set activation_checkpointing to {most}", Safety.CHANGES_COST, (Edit(_PATH, most),))]
+    fixes = [Fix.setting(_PATH, most, Safety.CHANGES_COST)]
     if len(given) != pp:
         longer = [*given, *[given[-1]] * (pp - len(given))][:pp]
         if pp > 1:

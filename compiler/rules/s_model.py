@@ -70,7 +70,7 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
             f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows",
             _LENGTH,
             help=f"write {limit} or less",
-            fixes=(Fix(f"set sequence_length to {limit}", Safety.CHANGES_NUMERICS, (Edit(_LENGTH, limit),)),),
+            fixes=(Fix.setting(_LENGTH, limit, Safety.CHANGES_NUMERICS),),
         )
 
 
@@ -102,7 +102,7 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
         fitting = divisors(heads)
         near = min(fitting, key=lambda one: abs(one - kv_heads))
         path = model_path(spec, "num_key_value_heads")
-        fix = Fix(f"set num_key_value_heads to {near}", Safety.CHANGES_NUMERICS, (Edit(path, near),))
+        fix = Fix.setting(path, near, Safety.CHANGES_NUMERICS)
         yield Finding(
             f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole",
             path,
@@ -141,7 +141,7 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
                 f"{key} has no effect: a {family} model does not read it",
                 ("model", key),
                 help="remove it, or choose the model_type that has it",
-                fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(("model", key), remove=True),)),),
+                fixes=(Fix.removing(("model", key), Safety.SAFE),),
             )
 
 
@@ -192,7 +192,7 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
             path,
             help=f"write a {name} of {lr:g} or less, for example {lr / 10:g}",
             fixes=(
-                Fix(f"remove {name}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),)),
+                Fix.removing(path, Safety.CHANGES_NUMERICS),
                 Fix(f"set {name} to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(path, lr),)),
             ),
             related=also(spec, _LR),
@@ -217,8 +217,8 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
         )
     elif steps is not None and schedule.warmup_steps >= steps:
         shorter = max(_LEAST_WARMUP, steps // 10)
-        removal = Fix("remove lr_scheduler", Safety.CHANGES_NUMERICS, (Edit(_SCHEDULE, remove=True),))
-        change = Fix(f"set warmup_steps to {shorter}", Safety.CHANGES_NUMERICS, (Edit(_WARMUP, shorter),))
+        removal = Fix.removing(_SCHEDULE, Safety.CHANGES_NUMERICS)
+        change = Fix.setting(_WARMUP, shorter, Safety.CHANGES_NUMERICS)
         yield Finding(
             f"warmup_steps {schedule.warmup_steps} ≥ {end[-1]} {steps}: the warm-up does not end",
             _WARMUP,
@@ -238,7 +238,7 @@ def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tupl
                 f"{path[-1]} has no effect on the schedule {schedule.type}: it is {owner}",
                 path,
                 help=f"remove it, or set type to {instead}",
-                fixes=(Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.SAFE),),
             )
     if schedule.type != "wsd":
         return
@@ -254,7 +254,7 @@ def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tupl
             f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {end[-1]} {steps}",
             _DECAY,
             help=f"use a decay_steps of {most} or less",
-            fixes=(Fix(f"set decay_steps to {most}", Safety.CHANGES_NUMERICS, (Edit(_DECAY, most),)),),
+            fixes=(Fix.setting(_DECAY, most, Safety.CHANGES_NUMERICS),),
             related=also(spec, end),
         )
 
@@ -269,7 +269,7 @@ def one_schedule(spec: Resolution) -> Iterator[Finding]:
             help="keep one of them; training.lr_scheduler is known to every target",
             fixes=(
                 Fix("remove deepspeed.scheduler", Safety.CHANGES_NUMERICS, (Edit(_FURTHER, remove=True),)),
-                Fix("remove lr_scheduler", Safety.CHANGES_NUMERICS, (Edit(_SCHEDULE, remove=True),)),
+                Fix.removing(_SCHEDULE, Safety.CHANGES_NUMERICS),
             ),
             related=also(spec, _SCHEDULE),
         )

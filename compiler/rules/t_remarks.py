@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.machines.accelerator import accelerators
 from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
@@ -59,7 +59,7 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
             "sequence_parallel has no effect with tp 1: the plan switches it off",
             path,
             help="remove it, or set tp to 2 or more",
-            fixes=(Fix("remove sequence_parallel", Safety.SAFE, (Edit(path, remove=True),)),),
+            fixes=(Fix.removing(path, Safety.SAFE),),
             related=also(spec, _TP),
         )
 

@@ -183,6 +183,6 @@ def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Fin
             f"a mixture of experts with tp {tp} and sequence_parallel false",
             path if spec.given(*path) else _TP,
             help='set "sequence_parallel": true',
-            fixes=(Fix("set sequence_parallel to true", Safety.CHANGES_COST, (Edit(path, value=True),)),),
+            fixes=(Fix.setting(path, True, Safety.CHANGES_COST),),
             related=also(spec, _TP),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid
 from parcompile.machines.accelerator import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -88,7 +88,7 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
             f"{format_seconds(better.step.seconds)}",
             _place(spec, axis),
             help=f"write order {order}",
-            fixes=(Fix(f"set order to {order}", Safety.CHANGES_COST, (Edit(_ORDER, order),)),),
+            fixes=(Fix.setting(_ORDER, order, Safety.CHANGES_COST),),
         )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.layout.groups import AXES, Axis, divisors
 from parcompile.layout.sequence import CpImplementation
 from parcompile.spec.resolve import Resolution
@@ -69,7 +69,7 @@ def _resized(spec: Resolution, given: list[Axis], sizes: dict[Axis, int]) -> tup
 
 
 def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
-    return Fix(f"set {axis} to {size}", layout_change(spec), (Edit(axis_path(axis), size),))
+    return Fix.setting(axis_path(axis), size, layout_change(spec))
 
 
 @rule("W002")
@@ -84,9 +84,7 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
             help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
             "CHOSEN` choose",
             fixes=tuple(
-                Fix(f"set {axis} to 1", layout_change(spec), (Edit(axis_path(axis), 1),))
-                for axis in spec.auto_axes
-                if axis is not Axis.DP
+                Fix.setting(axis_path(axis), 1, layout_change(spec)) for axis in spec.auto_axes if axis is not Axis.DP
             ),
             related=also(spec, axis_path(first)),
         )
@@ -204,7 +202,7 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
 
 def _reorder(order: str, safety: Safety) -> Fix:
     path: Path = _ORDER
-    return Fix(f"set order to {order}", safety, (Edit(path, order),))
+    return Fix.setting(path, order, safety)
 
 
 # The two levels of a context-parallel implementation.

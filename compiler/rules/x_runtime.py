@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from parcompile.cost.memory import keeps_both_gradients
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places, repeated_ranges
@@ -158,7 +158,7 @@ def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
             f"linear_cross_entropy with {whose}: parcompile.runtime leaves out the logits of language models only",
             place,
             help="set it to false",
-            fixes=(Fix("set linear_cross_entropy to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
         )
 
 
@@ -178,7 +178,7 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
         f"tiled_mlp with {why}",
         place,
         help="set it to false",
-        fixes=(Fix("set tiled_mlp to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+        fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
     )
 
 
@@ -220,7 +220,7 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
             ("model", "injection"),
             help='give the embedding and the head the rule "vocab", or set sequence_parallel to false',
             related=also(spec, place),
-            fixes=(Fix("set sequence_parallel to false", Safety.CHANGES_COST, (Edit(place, value=False),)),),
+            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
         )
 
 

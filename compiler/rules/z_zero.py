@@ -49,7 +49,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
                 help="use stage 2, or remove bias_update_rate",
                 fixes=(
                     Fix("set zero.stage to 2", Safety.CHANGES_COST, (Edit(_STAGE, 2),)),
-                    Fix("remove bias_update_rate", Safety.CHANGES_NUMERICS, (Edit(_RATE, remove=True),)),
+                    Fix.removing(_RATE, Safety.CHANGES_NUMERICS),
                 ),
                 related=also(spec, _RATE),
             )
@@ -63,7 +63,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
                 f"{key} false with ep {ep} at zero.stage {stage}: DeepSpeed stops with an assertion",
                 path,
                 help="remove it",
-                fixes=(Fix(f"remove {key}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
                 related=also(spec, ("parallelism", "ep")),
             )
 
@@ -84,7 +84,7 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
                 f"{key} has no effect at zero.stage {stage}: {reason}",
                 path,
                 help="remove it",
-                fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.SAFE),),
                 related=also(spec, _STAGE),
             )
 
@@ -116,7 +116,7 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
 def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires at stage 0, for Muon, and for NVMe."""
     offload, stage, place = spec.offload_optimizer, spec.zero_stage, ("zero", "offload_optimizer", "device")
-    removal = Fix("remove offload_optimizer", Safety.CHANGES_COST, (Edit(place[:2], remove=True),))
+    removal = Fix.removing(place[:2], Safety.CHANGES_COST)
     if offload is not None and offload.device == "nvme":
         yield Finding(
             f"device nvme: {NO_NVME}",

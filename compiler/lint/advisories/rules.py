@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parcompile.backends.deepspeed.table import known
 from parcompile.backends.kinds import DEEPSPEED, MEGATRON
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.lint.advisories import Advisory, advisories, affecting
 from parcompile.lint.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
 from parcompile.lint.deepspeed.usage import LIGHTNING, UsageOptions
@@ -46,7 +46,7 @@ def _finding(one: Advisory, settings: Settings) -> Finding:
     if one.id == "A001":
         does = "clips at 1.0 since 0.19.3, older versions do not clip"
         message = f"gradient_clipping is not given: DeepSpeed {does}"
-        fixes = (Fix("set gradient_clipping to 1.0", Safety.CHANGES_NUMERICS, (Edit(_CLIPPING, 1.0),)),)
+        fixes = (Fix.setting(_CLIPPING, 1.0, Safety.CHANGES_NUMERICS),)
         if usage.pinned:
             severity = Severity.INFO
     elif one.tool == DEEPSPEED_TOOL:

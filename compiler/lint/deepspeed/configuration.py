@@ -213,7 +213,7 @@ class _Walk:
     def _removed(self, path: Path, key: Key) -> None:
         gone = ended(facts()["keys"][key.path])
         message = f"{quoted(path[-1])} was removed in DeepSpeed {gone}, which refuses the file"
-        fix = Fix(f"remove {path[-1]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.CHANGES_NUMERICS)
         self.findings.say("K010", path, message, words.instead(key.path), at_key=True, fixes=(fix,))
 
     def _of_another_version(self, path: Path, dotted: str, entry: Any, *, strict: bool) -> None:
@@ -225,7 +225,7 @@ class _Walk:
         else:
             message = f"{quoted(path[-1])} was removed in DeepSpeed {last}: {self.version} {does}"
             advice = words.instead(dotted) or "remove it"
-        fix = Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.CHANGES_COST)
         self.findings.say("K010", path, message, advice, at_key=True, fixes=(fix,))
 
     def template(self) -> None:

@@ -40,7 +40,7 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
         holder = settings.section(*map(str, path[:-1]))
         target = find(settings.usage.version, *path[:-1], new) if facts.get("set_new_param", True) else None
         if target is None:
-            fix = Fix(f"remove {path[-1]}", Safety.SAFE, (Edit(path, remove=True),))
+            fix = Fix.removing(path, Safety.SAFE)
             advice = f"give it in {new}" if new else "remove it"
             yield Finding(f"{path[-1]} is deprecated and has no effect", path, help=advice, fixes=(fix,))
             continue
@@ -50,7 +50,7 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
                 f"{path[-1]} beside {beside}, which replaced it: DeepSpeed refuses the combination",
                 path,
                 help=f"remove {path[-1]}",
-                fixes=(Fix(f"remove {path[-1]}", Safety.CHANGES_COST, (Edit(path, remove=True),)),),
+                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
                 related=(Related("the new one", (*path[:-1], beside)),),
                 severity=Severity.ERROR,
             )
@@ -205,7 +205,7 @@ def the_reader_takes_the_file(settings: Settings) -> Iterator[Finding]:
         advice = 'add "zero_optimization": {"stage": 0}'
         yield Finding(message, path, help=advice, fixes=(fix,), severity=Severity.WARNING if guessed else None)
     if filler == LIGHTNING and _STEPS in settings.tree:
-        fix = Fix(f"remove {_STEPS}", Safety.SAFE, (Edit((_STEPS,), remove=True),))
+        fix = Fix.removing((_STEPS,), Safety.SAFE)
         message = f"{_STEPS} is set by Lightning's Trainer, which refuses it in the file"
         yield Finding(message, (_STEPS,), help="set accumulate_grad_batches of the Trainer", fixes=(fix,))
 

@@ -48,9 +48,7 @@ def batches_multiply(settings: Settings) -> Iterator[Finding]:
             f"{TOTAL} {int(total)} / ({terms}) is not whole; nearest: {listed(near)}",
             (TOTAL,),
             help=f"write a multiple of {divisor}",
-            fixes=tuple(
-                Fix(f"set {TOTAL} to {value}", Safety.CHANGES_NUMERICS, (Edit((TOTAL,), value),)) for value in near
-            ),
+            fixes=tuple(Fix.setting((TOTAL,), value, Safety.CHANGES_NUMERICS) for value in near),
             related=tuple(Related(f"{name} is set here", (name,)) for name in given),
         )
 
@@ -73,7 +71,7 @@ def optimizer_goes_with_zero(settings: Settings) -> Iterator[Finding]:
     own = kind.lower() in optimizers(settings.usage.version)
     if own and kind.lower() in _COMPRESSED:
         message = f"{kind} compresses gradients itself and cannot be combined with ZeRO stage {stage}"
-        fixes = (Fix("set stage to 0", Safety.CHANGES_COST, (Edit((ZERO, "stage"), 0),)),)
+        fixes = (Fix.setting((ZERO, "stage"), 0, Safety.CHANGES_COST),)
         yield Finding(message, _TYPE, help="use stage 0, or AdamW", fixes=fixes, related=related)
     elif not (own and kind.lower() in _TESTED) and kind not in _TESTED_OF_TORCH:
         if settings.get("zero_allow_untested_optimizer") is True:
@@ -97,7 +95,7 @@ def implementation_has_it(settings: Settings) -> Iterator[Finding]:
     fused = kind.lower() in ADAM and not params.get("torch_adam") and not on_host(settings.tree)
     if fused or kind.lower() == "lamb":
         path: Path = ("optimizer", "params", "amsgrad")
-        fix = Fix("remove amsgrad", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.CHANGES_NUMERICS)
         yield Finding(f"DeepSpeed's {kind} has no AMSGrad and refuses it", path, help="remove it", fixes=(fix,))
 
 
@@ -112,7 +110,7 @@ def muon_has_whole_matrices(settings: Settings) -> Iterator[Finding]:
             "Muon at stage 3 with reduce_scatter: DeepSpeed refuses the combination",
             _TYPE,
             help='write "reduce_scatter": false',
-            fixes=(Fix("set reduce_scatter to false", Safety.CHANGES_COST, (Edit(path, value=False),)),),
+            fixes=(Fix.setting(path, False, Safety.CHANGES_COST),),
         )
 
 
@@ -122,13 +120,13 @@ def switches_work(settings: Settings) -> Iterator[Finding]:
     stage = stage_of(settings)
     path: Path = (ZERO, "legacy_stage1")
     if settings.get(*path) is True and stage:
-        fix = Fix("remove legacy_stage1", Safety.SAFE, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.SAFE)
         yield Finding(
             "legacy_stage1: DeepSpeed has no such implementation any more", path, help="remove it", fixes=(fix,)
         )
     path = (ZERO, "elastic_checkpoint")
     if settings.get(*path) is True and stage == 3:
-        fix = Fix("remove elastic_checkpoint", Safety.SAFE, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.SAFE)
         message = "elastic_checkpoint has no effect at stage 3"
         advice = "use universal checkpoints: checkpoint.load_universal"
         yield Finding(message, path, help=advice, fixes=(fix,), severity=Severity.WARNING)
@@ -163,7 +161,7 @@ def warm_up_fits(settings: Settings) -> Iterator[Finding]:
         does = (
             f"DeepSpeed refuses it since {_REFUSED_SINCE}" if refused else f"DeepSpeed {version} warms up for 2 steps"
         )
-        fix = Fix("set warmup_num_steps to 1", Safety.CHANGES_NUMERICS, (Edit(_params("warmup_num_steps"), 1),))
+        fix = Fix.setting(_params("warmup_num_steps"), 1, Safety.CHANGES_NUMERICS)
         yield Finding(
             f"warmup_num_steps {warm:g}: {does}",
             _params("warmup_num_steps"),

@@ -137,7 +137,7 @@ def bf16_has_one_name(settings: Settings) -> Iterator[Finding]:
             "bfloat16 has no effect: it is the old name of bf16, which is set too",
             ("bfloat16",),
             help="remove it",
-            fixes=(Fix("remove bfloat16", Safety.SAFE, (Edit(("bfloat16",), remove=True),)),),
+            fixes=(Fix.removing(("bfloat16",), Safety.SAFE),),
             related=(Related("bf16 is given here", ("bf16",)),),
         )
 
@@ -159,7 +159,7 @@ def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
     predivide = 1.0 if factor is None else factor
     path: Path = (_PREDIVIDE,) if predivide != 1 else (_PRESCALE,)
     refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide)
-    fixes = (Fix(f"remove {path[0]}", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),)),)
+    fixes = (Fix.removing(path, Safety.CHANGES_NUMERICS),)
     related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
     if refused:
         yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=fixes, related=related)
@@ -186,7 +186,7 @@ def sums_have_their_engine(settings: Settings) -> Iterator[Finding]:
     }
     for name in (name for name, given in others.items() if given):
         path: Path = ("gradient_allreduce_op",)
-        fix = Fix("remove gradient_allreduce_op", Safety.CHANGES_NUMERICS, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.CHANGES_NUMERICS)
         yield Finding(f'gradient_allreduce_op "sum" with {name}: DeepSpeed refuses the combination', path, fixes=(fix,))
 
 
@@ -211,7 +211,7 @@ def the_norm_is_not_needed(settings: Settings) -> Iterator[Finding]:
     }
     reason = next((text for text, holds in reasons.items() if holds), None)
     if reason is not None:
-        fix = Fix("remove compute_grad_norm", Safety.CHANGES_COST, (Edit(path, remove=True),))
+        fix = Fix.removing(path, Safety.CHANGES_COST)
         yield Finding(f"compute_grad_norm false does not go {reason}", path, fixes=(fix,))
 
 
@@ -238,7 +238,7 @@ def buckets_are_even(settings: Settings) -> Iterator[Finding]:
     path, size = (ZERO, "allgather_bucket_size"), settings.number(ZERO, "allgather_bucket_size")
     if size is not None and int(size) % 2 and stage_of(settings) in (1, 2):
         even = int(size) + 1
-        fix = Fix(f"set allgather_bucket_size to {even}", Safety.SAFE, (Edit(path, even),))
+        fix = Fix.setting(path, even, Safety.SAFE)
         yield Finding(
             f"allgather_bucket_size {int(size)} is odd: DeepSpeed refuses it", path, help=f"write {even}", fixes=(fix,)
         )

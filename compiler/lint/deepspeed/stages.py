@@ -50,7 +50,7 @@ def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
             f"{key} has no effect at stage {stage}: DeepSpeed reads it {reach(key)}",
             (ZERO, key),
             help=f"remove it, or set stage to {first_stage(key) if stage < first_stage(key) else last_stage(key)}",
-            fixes=(Fix(f"remove {key}", Safety.SAFE, (Edit((ZERO, key), remove=True),)),),
+            fixes=(Fix.removing((ZERO, key), Safety.SAFE),),
             related=related,
         )
     rest = [key for key in idle if key not in heavy]
@@ -77,7 +77,7 @@ def zero_has_a_stage(settings: Settings) -> Iterator[Finding]:
             "zero_optimization has no stage: the default is 0, nothing is sharded",
             (ZERO,),
             help='write "stage": 1, 2 or 3',
-            fixes=(Fix("set stage to 1", Safety.CHANGES_COST, (Edit((ZERO, "stage"), 1),)),),
+            fixes=(Fix.setting((ZERO, "stage"), 1, Safety.CHANGES_COST),),
         )
 
 
