@@ -11,9 +11,9 @@ from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.diagnostics.reporters.dispatch import Style
 from parcompile.plan import Plan, PlanError
-from parcompile.show.page.run_page import run_page
+from parcompile.show.page.run_page import run_page, short, text
 from parcompile.show.pictures.shapes import Subject
-from parcompile.show.run import NoRunError, Run, figures, read_run, short, text
+from parcompile.show.run import NoRunError, Run, figures, read_run
 
 from .main import say
 from .options import read_plan

@@ -1,20 +1,17 @@
-"""How a run went, beside what its plan predicted: what `parcompile report` says, read from the files of the run."""
+"""The figures of a run, beside what its plan predicted, read from the files of the run."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
 from parcompile.doctor.metrics import MAX_BYTES, METRICS, RUN, WINDOW, read_metrics, usual
-from parcompile.show.pictures.curves import spark
 from parcompile.show.pictures.shapes import Subject
-from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json, read_bytes, read_text
 
 WARM_UP = 3
@@ -101,10 +98,10 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
         "damaged_lines": [number for number, _ in run.damaged],
     }
     timed = rows[WARM_UP:] if len(rows) > 2 * WARM_UP else rows
-    found |= _measured("step_seconds", _values(timed, "seconds"))
-    rates = [value / size for value in _values(timed, "tokens_per_s")]
+    found |= _measured("step_seconds", known_values(timed, "seconds"))
+    rates = [value / size for value in known_values(timed, "tokens_per_s")]
     found |= _measured("tokens_per_second" + "_per_gpu" * (subject is not None), rates)
-    found |= _measured("mfu", _values(timed, "mfu"))
+    found |= _measured("mfu", known_values(timed, "mfu"))
     peaks = [row for row in rows if _known(row, "memory_peak_bytes")]
     if peaks:
         most = max(peaks, key=lambda row: row["memory_peak_bytes"])
@@ -125,7 +122,7 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
     found["spikes"] = [one for name in ("loss", "gradient_norm") for one in _spikes(run.rows, name)]
     finite = ("loss", "gradient_norm")
     wrong = [int(row["step"]) for row in run.rows if not all(math.isfinite(row.get(name, 0.0)) for name in finite)]
-    skipped = _values(run.rows, "skipped_steps")
+    skipped = known_values(run.rows, "skipped_steps")
     found["skipped_steps"] = int(skipped[-1]) if skipped else 0
     found["nonfinite_steps"] = wrong
     found |= _slowest(rows) | _loads(rows)
@@ -150,7 +147,8 @@ def _known(row: Row, name: str) -> bool:
     return abs(row.get(name, math.nan)) < _MOST
 
 
-def _values(rows: Sequence[Row], name: str) -> list[float]:
+def known_values(rows: Sequence[Row], name: str) -> list[float]:
+    """The values of a figure that can be computed with."""
     return [row[name] for row in rows if _known(row, name)]
 
 
@@ -199,7 +197,7 @@ def _slowest(rows: Sequence[Row]) -> dict[str, Any]:
         return {}
     ((rank, times),) = Counter(int(row["slowest_rank"]) for row in told).most_common(1)
     own = [row for row in told if row["slowest_rank"] == rank]
-    seconds = {name: statistics.median(_values(own, f"{name}_seconds")) for name in ("slowest", "fastest")}
+    seconds = {name: statistics.median(known_values(own, f"{name}_seconds")) for name in ("slowest", "fastest")}
     return {"slowest_rank": {"rank": rank, "times": times, "of": len(told), **seconds}}
 
 
@@ -218,115 +216,3 @@ def _loads(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "router_load": {"layer": fullest, "largest": medians[fullest], "median": statistics.median(medians.values())}
     }
-
-
-def text(run: Run, subject: Subject | None, note: str, style: Style) -> str:
-    """One screen for a terminal. `note` says why there is no plan, or what is not known of it."""
-    tree = figures(run, subject)
-    rows = [(name, said) for name, said in described(tree, note) if said]
-    lines = [style.paint(verdict(tree), "1"), ""]
-    for name, said in rows:
-        lines.append(hanging(f"{name:<14}", said, style.width))
-        if name == "loss":
-            losses = _values(run.rows, "loss")
-            scale = "" if style.unicode else " (9 the highest)"
-            lines.append(f"{'':<14}{spark(losses, style.width - 32, unicode=style.unicode)}{scale}")
-    return "\n".join(lines) + "\n"
-
-
-def verdict(tree: Mapping[str, Any]) -> str:
-    """One line: whether steps took what was predicted, and what came of the loss."""
-    steps, loss = tree["steps"], tree.get("loss")
-    parts = [f"{steps['count']:,} step{'s' * (steps['count'] > 1)}"]
-    word = "NOT COMPARED WITH A PLAN"
-    if (taken := tree.get("step_seconds")) is not None:
-        parts.append(f"{format_seconds(taken['median'])}/step")
-        if "predicted_low" in taken:
-            slow, fast = taken["median"] > taken["predicted_high"], taken["median"] < taken["predicted_low"]
-            word = "SLOWER THAN PREDICTED" if slow else "FASTER THAN PREDICTED" if fast else "AS FAST AS PREDICTED"
-            word = "PREDICTED FOR ANOTHER MACHINE" if tree["other_machine"] else word
-    if loss is not None:
-        parts.append(f"loss {loss['first']:.3f} to {loss['last']:.3f}")
-    return " · ".join([word, *parts])
-
-
-def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
-    """Name and words of each figure that is known."""
-    steps, plan = tree["steps"], tree["plan"]
-    compared = f"; compared with plan {short(plan)}" if plan else ""
-    rows = [("run", f"{tree['run']}: steps {steps['first']:,} to {steps['last']:,}{compared}")]
-    rows += [("plan", note)] if note else []
-    rows += [("machine", tree["other_machine"])] if tree.get("other_machine") else []
-    rows.append(("step", _beside(tree.get("step_seconds"), format_seconds)))
-    for name, unit in (
-        ("tokens_per_second_per_gpu", "tokens/s per GPU"),
-        ("tokens_per_second", "tokens/s of all GPUs"),
-    ):
-        if name in tree:
-            rows.append(("throughput", f"{unit}: {_beside(tree[name], '{:,.0f}'.format)}"))
-    rows.append(("MFU", _beside(tree.get("mfu"), "{:.1%}".format)))
-    if (peak := tree.get("memory_peak_bytes")) is not None:
-        rank = "" if peak["rank"] is None else f" on rank {peak['rank']}"
-        rows.append(("memory peak", f"{format_bytes(peak['largest'])}{rank}{_predicted(peak, format_bytes)}"))
-    if (loss := tree.get("loss")) is not None:
-        lowest = f"lowest {loss['lowest']:.4f} at step {loss['lowest_step']:,}"
-        rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last, {lowest}"))
-    if (norm := tree.get("gradient_norm")) is not None:
-        largest = f"largest {norm['highest']:.3g} at step {norm['highest_step']:,}"
-        rows.append(("norm", f"{norm['first']:.3g} at first, {norm['last']:.3g} at last, {largest}"))
-    if (rate := tree.get("lr")) is not None:
-        highest = f"highest {rate['highest']:.3g} at step {rate['highest_step']:,}"
-        rows.append(("learning rate", f"{rate['first']:.3g} at first, {rate['last']:.3g} at last, {highest}"))
-    rows.append(("spikes", _spikes_in_words(tree["spikes"])))
-    wrong = tree["nonfinite_steps"]
-    said = f"{tree['skipped_steps']:,} by the loss scale of fp16" if tree["skipped_steps"] else "none"
-    said += f"; no finite loss or norm in {len(wrong):,}, first step {wrong[0]:,}" if wrong else ""
-    rows.append(("skipped steps", said))
-    if (slow := tree.get("slowest_rank")) is not None:
-        own = f"{format_seconds(slow['slowest'])} of own work, the fastest {format_seconds(slow['fastest'])}"
-        rows.append(("slowest rank", f"rank {slow['rank']}: {own}; slowest {slow['times']:,} of {slow['of']:,} times"))
-    if (load := tree.get("router_load")) is not None:
-        largest = f"fullest expert {load['largest']:.2f} × the mean in layer {load['layer']}"
-        rows.append(("router load", f"{largest}, {load['median']:.2f} × in the middle of all layers"))
-    return [*rows, *_evaluated(tree["evaluations"])]
-
-
-def short(plan_hash: str) -> str:
-    """As much of a plan's hash as tells it apart."""
-    return plan_hash.removeprefix("sha256:")[:12]
-
-
-def _beside(one: Mapping[str, float] | None, unit: Callable[[float], str]) -> str:
-    if one is None:
-        return ""
-    return f"{unit(one['median'])} median, 90 % in {unit(one['low'])} to {unit(one['high'])}{_predicted(one, unit)}"
-
-
-def _predicted(one: Mapping[str, float], unit: Callable[[float], str]) -> str:
-    if "predicted" not in one:
-        return ""
-    ends = f", {unit(one['predicted_low'])} to {unit(one['predicted_high'])}" if "predicted_low" in one else ""
-    return f"; predicted {unit(one['predicted'])}{ends}"
-
-
-def _spikes_in_words(spikes: Sequence[Mapping[str, Any]]) -> str:
-    names = {"loss": "loss", "gradient_norm": "norm"}
-    shown = [
-        f"step {one['step']:,}: {names[one['figure']]} {one['value']:.3g}, usual {one['usual']:.3g}"
-        for one in spikes[:3]
-    ]
-    more = f"; {len(spikes) - 3:,} more" if len(spikes) > 3 else ""
-    return "; ".join(shown) + more if shown else "none"
-
-
-def _evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The last evaluation, the lowest loss, and the last of each domain."""
-    finite = [one for one in evaluations if one["eval_loss"] is not None]
-    if not finite:
-        return []
-    last, lowest = finite[-1], min(finite, key=lambda one: one["eval_loss"])
-    perplexity = f", perplexity {last['eval_perplexity']:,.4g}" if last.get("eval_perplexity") is not None else ""
-    said = f"loss {last['eval_loss']:.4f}{perplexity} at step {last['step']:,}"
-    rows = [("evaluation", f"{said}; lowest {lowest['eval_loss']:.4f} at step {lowest['step']:,}")]
-    domains = [f"{name[10:]} {value:.4f}" for name, value in last.items() if name.startswith("eval_loss/") and value]
-    return [*rows, ("", "; ".join(domains))] if domains else rows
