@@ -1,4 +1,4 @@
-"""Megatron-LM arguments on their own: the layout. The names are those of flags, with underscores."""
+"""Megatron-LM arguments on their own: the layout, and training. The names are those of flags, with underscores."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules.arithmetic import listed, nearest_multiples
 from parcompile.rules.registry import Finding
 
-from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, trains, where_decided
+from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, spelled, trains, where_decided
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 
-_TP, PP, _CP, _EP = (
+_TP, _PP, _CP, _EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -36,7 +36,7 @@ def _world(settings: Settings) -> int | None:
 
 
 def _model_ranks(settings: Settings) -> int:
-    return size(settings, _TP) * size(settings, PP) * size(settings, _CP)
+    return size(settings, _TP) * size(settings, _PP) * size(settings, _CP)
 
 
 @file_rule("F101", MEGATRON)
@@ -45,7 +45,7 @@ def axes_divide_the_world(settings: Settings) -> Iterator[Finding]:
     """Fires when the world is known and not a multiple."""
     world, ranks = _world(settings), _model_ranks(settings)
     if world and world % ranks:
-        names = [name for name in (_TP, PP, _CP) if size(settings, name) > 1]
+        names = [name for name in (_TP, _PP, _CP) if size(settings, name) > 1]
         terms = " · ".join(f"{name} {size(settings, name)}" for name in names)
         message = f"world size {world} / ({terms}) = {world} / {ranks} is not whole"
         yield Finding(message, (names[0],), related=also(settings, "nnodes", "nproc_per_node", *names[1:]))
@@ -218,7 +218,7 @@ def layers_divide(settings: Settings) -> Iterator[Finding]:
     try:
         _split(settings).counts(layers)
     except ValueError as error:
-        yield Finding(str(error), (PP,), related=also(settings, "num_layers", *_ENDS))
+        yield Finding(str(error), (_PP,), related=also(settings, "num_layers", *_ENDS))
 
 
 def _counts_layers(settings: Settings) -> bool:
@@ -232,7 +232,7 @@ _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 def _split(settings: Settings, virtual: int = 1) -> PipelineSplit:
     first, last = (settings.number(name) for name in _ENDS)
     return PipelineSplit(
-        size(settings, PP),
+        size(settings, _PP),
         virtual,
         embedding=flag(settings, "account_for_embedding_in_pipeline_split"),
         loss=flag(settings, "account_for_loss_in_pipeline_split"),
@@ -251,13 +251,13 @@ def virtual_stages_fit(settings: Settings) -> Iterator[Finding]:
         return
     if len(given) == 2:
         yield Finding(f"{each} and {virtual} exclude each other", (virtual,), related=also(settings, each))
-    pp = size(settings, PP)
+    pp = size(settings, _PP)
     least = 3 if settings.get("no_overlap_p2p_communication") is True else 2
     stages, problem = _virtual(settings, given[0])
     if stages > 1 and pp < least:
-        yield Finding(f"{given[0]} with {PP} {pp}: it needs {least} or more", (given[0],), related=also(settings, PP))
+        yield Finding(f"{given[0]} with {_PP} {pp}: it needs {least} or more", (given[0],), related=also(settings, _PP))
     elif problem:
-        yield Finding(problem, (given[0],), related=also(settings, "num_layers", PP, *_ENDS))
+        yield Finding(problem, (given[0],), related=also(settings, "num_layers", _PP, *_ENDS))
 
 
 def _virtual(settings: Settings, name: str) -> tuple[int, str]:
@@ -286,3 +286,148 @@ def _indivisible(split: PipelineSplit, layers: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@file_rule("F121", MEGATRON)
+@where_decided
+def pairs_exclude_each_other(settings: Settings) -> Iterator[Finding]:
+    """Fires for each pair of which both are given."""
+    pairs = (
+        ("fp16", "bf16"),
+        ("fp8_format", "fp4_format"),
+        ("train_iters", "train_samples"),
+        ("train_iters", "lr_decay_samples"),
+        ("train_iters", "lr_warmup_samples"),
+        ("train_samples", "lr_decay_iters"),
+        ("train_samples", "lr_warmup_iters"),
+        ("lr_warmup_fraction", "lr_warmup_iters"),
+        ("lr_warmup_fraction", "lr_warmup_samples"),
+        ("use_torch_fsdp2", "use_distributed_optimizer"),
+        ("use_torch_fsdp2", "fp16"),
+        ("cpu_offloading", "recompute_granularity"),
+        ("deterministic_mode", "cross_entropy_loss_fusion"),
+        ("deterministic_mode", "tp_comm_overlap"),
+    )
+    for first, second in pairs:
+        # A value that is not known still says that the flag is given.
+        if settings.tree.get(first) and settings.tree.get(second):
+            yield Finding(f"{first} and {second} exclude each other", (second,), related=also(settings, first))
+
+
+@file_rule("F122", MEGATRON)
+@where_decided
+def flags_have_what_they_need(settings: Settings) -> Iterator[Finding]:
+    """Fires for each flag that lacks what it needs."""
+    for name, needed in _NEEDS.items():
+        yield from attempt(_has_what_it_needs, settings, name, needed)
+    if settings.get("optimizer_cpu_offload") is True and settings.get("optimizer") in (None, "adam"):
+        yield from attempt(_has_what_it_needs, settings, "optimizer_cpu_offload", ((_PRECISION_AWARE,),))
+
+
+_SHARDED = ("use_distributed_optimizer", "use_megatron_fsdp", "use_custom_fsdp")
+_PRECISION_AWARE = "use_precision_aware_optimizer"
+_NEEDS = {
+    "overlap_param_gather": (_SHARDED, ("overlap_grad_reduce",)),
+    "fp8_param_gather": ((*_SHARDED, "use_torch_fsdp2"),),
+    "tp_comm_overlap": (("sequence_parallel",),),
+    "fp16_lm_cross_entropy": (("fp16",),),
+}
+"""For each flag the groups of flags of which it needs one each."""
+
+
+def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, ...], ...]) -> Iterator[Finding]:
+    if settings.get(name) is not True:
+        return
+    if name == "overlap_param_gather" and settings.get("optimizer") == "dist_muon":
+        needed = needed[1:]
+    missing = [group[0] for group in needed if not any(settings.get(other) is True for other in group)]
+    if missing and not is_open(settings):
+        flags = " and ".join(map(spelled, missing))
+        yield Finding(f"{name} needs {' and '.join(missing)}", (name,), help=f"add {flags}")
+
+
+@file_rule("F123", MEGATRON)
+@where_decided
+def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of them."""
+    kind, path = settings.get("recompute_granularity"), ("recompute_granularity",)
+    if kind == "full":
+        # The number of layers has the default 1 and nothing to fall back on for a method.
+        if settings.left_out("recompute_method") and not is_open(settings):
+            yield Finding("recompute_granularity full without recompute_method", path)
+    elif kind == "selective" and not settings.left_out("recompute_method"):
+        yield Finding("recompute_granularity selective takes no recompute_method", ("recompute_method",))
+    saved = "distribute_saved_activations"
+    if settings.get(saved) is True:
+        if kind != "full":
+            yield Finding(f"{saved} needs recompute_granularity full", (saved,))
+        if settings.get("sequence_parallel") is True or size(settings, "tensor_model_parallel_size") == 1:
+            yield Finding(f"{saved} needs tp > 1 and no sequence_parallel", (saved,))
+
+
+@file_rule("F124", MEGATRON)
+@where_decided
+def limits_hold(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of them."""
+    for low, high in (("seq_length", "max_position_embeddings"), ("min_lr", "lr")):
+        yield from attempt(_is_no_more, settings, low, high)
+    yield from attempt(_checkpoints_are_kept, settings)
+
+
+def _is_no_more(settings: Settings, low: str, high: str) -> Iterator[Finding]:
+    least, most = settings.number(low), settings.number(high)
+    if least is not None and most is not None and least > most:
+        yield Finding(f"{low} {least} > {high} {most}", (low,), related=also(settings, high))
+
+
+def _checkpoints_are_kept(settings: Settings) -> Iterator[Finding]:
+    kept, saved = size(settings, "save_retain_interval", 0), size(settings, "save_interval", 0)
+    if kept and saved and kept % saved:
+        message = f"save_retain_interval {kept} / save_interval {saved} is not whole"
+        yield Finding(message, ("save_retain_interval",), related=also(settings, "save_interval"))
+
+
+@file_rule("F125", MEGATRON)
+@where_decided
+def fsdp2_runs_the_layout(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of them."""
+    if settings.get("use_torch_fsdp2") is not True:
+        return
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if size(settings, name) > 1:
+            yield Finding(f"use_torch_fsdp2 with {name} {size(settings, name)}", (name,))
+    if not flag(settings, "untie_embeddings_and_output_weights"):
+        yield Finding("use_torch_fsdp2 with tied embeddings", ("use_torch_fsdp2",), help="untie them")
+
+
+@file_rule("F126", MEGATRON)
+@where_decided
+def warm_up_ends_in_time(settings: Settings) -> Iterator[Finding]:
+    """Fires where both are counted in the same unit."""
+    for unit in ("iters", "samples"):
+        warmup, end = f"lr_warmup_{unit}", f"lr_decay_{unit}"
+        if settings.left_out(end):
+            end = f"train_{unit}"
+        rises, ends = settings.number(warmup), settings.number(end)
+        if rises is not None and ends is not None and 0 < ends <= rises:
+            yield Finding(f"{warmup} {rises:.16g} ≥ {end} {ends:.16g}", (warmup,), related=also(settings, end))
+    fraction = settings.number("lr_warmup_fraction")
+    if fraction is not None and fraction >= 1:
+        yield Finding(f"lr_warmup_fraction {fraction:g} ≥ 1", ("lr_warmup_fraction",))
+
+
+_REPLACED = {
+    "batch_size": "--micro-batch-size",
+    "warmup": "--lr-warmup-fraction",
+    "model_parallel_size": "--tensor-model-parallel-size",
+    "checkpoint_activations": "--recompute-activations, or --recompute-granularity with --recompute-method",
+}
+
+
+@file_rule("F127", MEGATRON, severity=Severity.WARNING)
+@where_decided
+def replaced_options_are_named(settings: Settings) -> Iterator[Finding]:
+    """Fires for each of them, where no fork reads the arguments."""
+    for name, other in _REPLACED.items():
+        if settings.tree.get(name) and is_nvidias(settings):
+            yield Finding(f"Megatron-LM refuses {spelled(name)}", (name,), help=f"use {other}")
