@@ -20,6 +20,7 @@ from parcompile.diagnostics.diagnostic import closest
 from .keys import (
     choice,
     form,
+    known_key,
     mismatch,
     missing_keys,
     needed_keys,
@@ -32,7 +33,6 @@ from .keys import (
     wrong_form,
     wrong_type,
 )
-from .synonyms import known_key
 from .values import Findings, as_number, describe_expected, fitting, is_type, listed, named, quoted, types_of
 from .view import SchemaView, Violation, about
 

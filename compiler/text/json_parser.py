@@ -5,8 +5,7 @@ from __future__ import annotations
 from parcompile.diagnostics import Path
 
 from .document import Document, Place, Result, SourceText
-from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token
-from .literals import duplicate_key, shown
+from .json_scanner import END, NUMBER, PUNCTUATION, STRING, WORD, Fatal, Scanner, Token, duplicate_key, shown
 
 MAX_DEPTH = 100
 """Brackets inside brackets; a spec needs 6."""

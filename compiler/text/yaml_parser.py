@@ -19,8 +19,7 @@ from parcompile.user_files import shipped
 
 from .document import Document, Place, Result, SourceText
 from .json_parser import MAX_DEPTH
-from .json_scanner import Fatal
-from .literals import duplicate_key, read_number, shown
+from .json_scanner import Fatal, duplicate_key, read_number, shown
 
 if TYPE_CHECKING:
     import yaml
