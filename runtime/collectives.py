@@ -1,7 +1,7 @@
 """Differentiable collectives over a process group.
 
 A collective on tensors spread over ranks is a linear map, and its backward is the transposed map: another collective.
-The six functions are three such pairs; the backward of each is its partner.
+`linear_map` makes a function of such a pair. The six functions are three pairs; the backward of each is its partner.
 
 | function | forward | backward | where tensor parallelism uses it |
 |---|---|---|---|
@@ -25,6 +25,8 @@ arXiv 2205.05198, section 4).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,6 +52,7 @@ __all__ = [
     "gather_from_sequence",
     "group_rank",
     "group_size",
+    "linear_map",
     "pad_to_multiple",
     "reduce_from_group",
     "reduce_scatter_to_sequence",
@@ -58,14 +61,21 @@ __all__ = [
 ]
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Use a replicated tensor in rank-dependent work: its gradient is the sum of what the ranks contribute."""
-    return x if group_size(group) == 1 else _apply(_Copy, x, group)
+    if group is None or group_size(group) == 1:
+        return x
+    return linear_map(x, _view, partial(reduce_from_group, group=group))
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum partial results over the ranks; every rank gets the sum, bit for bit the same."""
-    return x if group_size(group) == 1 else _apply(_Reduce, x, group)
+    if group is None or group_size(group) == 1:
+        return x
+    return linear_map(x, partial(_sum, group=group), partial(copy_to_group, group=group))
 
 
 def gather_from_sequence(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -76,7 +86,7 @@ def gather_from_sequence(x: Tensor, dim: int, group: Group, size: int | None = N
     Raises:
         ValueError: The slices are not those of `size`.
     """
-    return cut_padding(x if group_size(group) == 1 else _apply(_GatherSum, x, dim, group), dim, group, size)
+    return _gather(x, dim, group, size, reduce_scatter_to_sequence)
 
 
 def reduce_scatter_to_sequence(x: Tensor, dim: int, group: Group, *, pad: bool = False) -> Tensor:
@@ -85,9 +95,7 @@ def reduce_scatter_to_sequence(x: Tensor, dim: int, group: Group, *, pad: bool =
     Raises:
         ValueError: The size along `dim` is not a multiple of the number of ranks, and `pad` is not set.
     """
-    if group_size(group) == 1:
-        return x
-    return _apply(_ReduceScatter, pad_to_multiple(x, dim, group) if pad else x, dim, group)
+    return _scatter(x, dim, group, _scattered_sum, gather_from_sequence, pad=pad)
 
 
 def scatter_to_group(x: Tensor, dim: int, group: Group, *, pad: bool = False) -> Tensor:
@@ -96,9 +104,16 @@ def scatter_to_group(x: Tensor, dim: int, group: Group, *, pad: bool = False) ->
     Raises:
         ValueError: The size along `dim` is not a multiple of the number of ranks, and `pad` is not set.
     """
-    if group_size(group) == 1:
+    return _scatter(x, dim, group, _own_slice, gather_from_group, pad=pad)
+
+
+def _scatter(
+    x: Tensor, dim: int, group: Group, own: Callable[..., Tensor], transposed: Callable[..., Tensor], *, pad: bool
+) -> Tensor:
+    if group is None or group_size(group) == 1:
         return x
-    return _apply(_Scatter, pad_to_multiple(x, dim, group) if pad else x, dim, group)
+    x = pad_to_multiple(x, dim, group) if pad else x
+    return linear_map(x, partial(own, dim=dim, group=group), partial(transposed, dim=dim, group=group))
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group, size: int | None = None) -> Tensor:
@@ -110,7 +125,13 @@ def gather_from_group(x: Tensor, dim: int, group: Group, size: int | None = None
     Raises:
         ValueError: The slices are not those of `size`.
     """
-    return cut_padding(x if group_size(group) == 1 else _apply(_Gather, x, dim, group), dim, group, size)
+    return _gather(x, dim, group, size, scatter_to_group)
+
+
+def _gather(x: Tensor, dim: int, group: Group, size: int | None, transposed: Callable[..., Tensor]) -> Tensor:
+    if group is not None and group_size(group) > 1:
+        x = linear_map(x, partial(_gathered, dim=dim, group=group), partial(transposed, dim=dim, group=group))
+    return cut_padding(x, dim, group, size)
 
 
 def pad_to_multiple(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -144,73 +165,39 @@ scatter_to_sequence = scatter_to_group
 """`scatter_to_group`, by the name that matches the other two of the sequence-parallel region."""
 
 
-def _apply(function: Any, *arguments: object) -> Tensor:
-    return cast(Tensor, function.apply(*arguments))
+def linear_map(x: Tensor, forward: Map, transposed: Map) -> Tensor:
+    """What `forward` makes of x, a linear map over ranks; backward makes what `transposed` does of the gradient."""
+    return cast(Tensor, cast(Any, _LinearMap).apply(x, forward, transposed))
 
 
-class _Copy(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_from_group(grads[0], ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        # Not in place: x, or the gradient that this is called on, may be in use elsewhere.
-        return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+    def forward(ctx: Any, x: Tensor, forward: Map, transposed: Map) -> Tensor:
+        ctx.transposed = transposed
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return copy_to_group(grads[0], ctx.group), None
+        return ctx.transposed(grads[0]), None, None
 
 
-class _GatherSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, group).wait(dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter_to_sequence(grads[0], ctx.dim, ctx.group), None, None
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_reduce_scatter(x, dim, group).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_from_sequence(grads[0], ctx.dim, ctx.group), None, None
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # Not in place: x, or the gradient that this is called on, may be in use elsewhere.
+    return start_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        size = slice_size(x.shape, dim, group_size(group))
-        return x.narrow(dim, group_rank(group) * size, size).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_from_group(grads[0], ctx.dim, ctx.group), None, None
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return start_all_gather(x, group).wait(dim)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return start_all_gather(x, group).wait(dim)
+def _scattered_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    return start_reduce_scatter(x, dim, group).wait()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scatter_to_group(grads[0], ctx.dim, ctx.group), None, None
+
+def _own_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    size = slice_size(x.shape, dim, group_size(group))
+    return x.narrow(dim, group_rank(group) * size, size).clone(memory_format=torch.contiguous_format)

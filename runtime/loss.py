@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.collectives import gather_from_group
+from parcompile.runtime.collectives import gather_from_group, linear_map
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
@@ -86,23 +86,12 @@ _WITHOUT_VALUE = frozenset(
 """What may be asked before the sum is there."""
 
 
-class _Sum(torch.autograd.Function):
-    """To memory of its own, in which the sum will be; the gradient stays this rank's."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:  # noqa: ARG004 -- torch's signature
-        return part.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004 -- torch's signature
-        return grads[0]
-
-
 def over_sequence(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The loss of whole sequences from each rank's part of it; `group` holds the ranks that share them, if any do."""
     if group is None:
         return part
-    whole: Tensor = cast(Any, _Sum).apply(part)
+    # To memory of its own, in which the sum will be; the gradient stays this rank's.
+    whole = linear_map(part, Tensor.clone, lambda gradient: gradient)
     if torch.compiler.is_compiling():
         dist.all_reduce(whole.detach(), group=group)
         return whole

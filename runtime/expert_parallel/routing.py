@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parcompile.layout.shards import balanced_rows, shared_tokens
+from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.transport import Pending
 
 
@@ -182,13 +183,21 @@ def exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group
 
     Its backward is the exchange the other way. Every rank takes part in both, also one that sends or gets nothing.
     """
-    return cast(Tensor, cast(Any, _Exchange).apply(rows_RH, list(send), list(receive), group))
+
+    def sent(rows: Tensor) -> Tensor:
+        got_QH = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(got_QH, rows.contiguous(), list(receive), list(send), group=group)
+        return got_QH
+
+    return linear_map(rows_RH, sent, lambda gradient: exchange(gradient, receive, send, group))
 
 
 def start_exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Started:
     """The same, under way: what is computed until `wait` runs meanwhile, and so does its backward in backward."""
     started = Started(list(send), list(receive), group)
-    started.rows = cast(Tensor, cast(Any, _Start).apply(rows_RH, started))
+    started.rows = linear_map(
+        rows_RH, lambda rows: started.begin(rows, started.send, started.receive), lambda _: started.end()
+    )
     return started
 
 
@@ -203,7 +212,12 @@ class Started:
     def wait(self) -> Tensor:
         """[Q, H], when they have come."""
         rows_QH, self.rows = self.rows, None
-        return cast(Tensor, cast(Any, _Wait).apply(rows_QH, self))
+        assert rows_QH is not None
+        return linear_map(rows_QH, lambda rows: self.end().view_as(rows), self._back)
+
+    def _back(self, gradient: Tensor) -> Tensor:
+        self.begin(gradient, self.receive, self.send)
+        return gradient
 
     def begin(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Starts one way; returns what the rows come to."""
@@ -218,43 +232,6 @@ class Started:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         return pending.wait()
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, started: Started) -> Tensor:
-        ctx.started = started
-        return started.begin(rows_RH, started.send, started.receive)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.started.end(), None
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_QH: Tensor, started: Started) -> Tensor:
-        ctx.started = started
-        return started.end().view_as(rows_QH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        started = ctx.started
-        started.begin(gradients[0], started.receive, started.send)
-        return gradients[0], None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = receive, send, group
-        got_QH = rows_RH.new_empty(sum(receive), *rows_RH.shape[1:])
-        dist.all_to_all_single(got_QH, rows_RH.contiguous(), receive, send, group=group)
-        return got_QH
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(gradients[0], *ctx.back), None, None, None
 
 
 def gather_rows(rows_QH: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:

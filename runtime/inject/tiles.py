@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.layout.shards import mlp_tile_length
 from parcompile.model.derived_rows import dense_mlps
+from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current, working_on
@@ -71,17 +72,8 @@ class _Leaf:
     """Mixed into the class of a leaf, whose hooks make its output a view: falcon adds to it in place."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return cast(Any, _Own).apply(super().__call__(*args, **kwargs))  # type: ignore[misc]
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+        found: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return linear_map(found, Tensor.detach, lambda gradient: gradient)
 
 
 class _TiledMlp:
