@@ -44,23 +44,6 @@ from .transport import (
     start_reduce_scatter,
 )
 
-__all__ = [
-    "Group",
-    "copy_to_group",
-    "cut_padding",
-    "gather_from_group",
-    "gather_from_sequence",
-    "group_rank",
-    "group_size",
-    "linear_map",
-    "pad_to_multiple",
-    "reduce_from_group",
-    "reduce_scatter_to_sequence",
-    "scatter_to_group",
-    "scatter_to_sequence",
-]
-
-
 Map = Callable[[Tensor], Tensor]
 
 

@@ -39,18 +39,6 @@ from parcompile.runtime.tensor_parallel import (
 
 # A loss whose value is that of whole sequences and whose gradient is this rank's part of them.
 
-__all__ = [
-    "ParallelCausalLoss",
-    "SequenceLoss",
-    "entropy",
-    "kl_divergence",
-    "log_probs",
-    "over_sequence",
-    "own_part",
-    "reduce_loss",
-    "whole_sequences",
-]
-
 
 class SequenceLoss(Tensor):
     """A scalar that is being summed over ranks. Functions of torch that read its value wait for the sum.

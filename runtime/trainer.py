@@ -53,8 +53,6 @@ from .ring_attention import split_sequence
 from .router_losses import RouterLosses
 from .tensor_parallel import VocabParallelEmbedding
 
-__all__ = ["PlanTrainer", "parallelise", "training_arguments"]
-
 T = TypeVar("T", bound=type[Trainer])
 
 

@@ -21,8 +21,6 @@ from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.micro_batch import MicroBatch, current, working_on
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
 
-__all__ = ["DeferredLogits", "defer_logits"]
-
 _Function = Callable[[Tensor], Tensor]
 
 

@@ -30,8 +30,6 @@ from .masks import check_masks
 from .positions import embeddings_by_length, scaled_by_place
 from .ring_place import RingPlace
 
-__all__ = ["OwnRing", "register_ring"]
-
 _CHECKED = "parcompile_checked_tokens"
 """The attribute of an attention: the longest sequence for which its model was checked."""
 

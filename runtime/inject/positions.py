@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import group_rank, group_size
 from parcompile.runtime.micro_batch import current
+from parcompile.runtime.transport import group_rank, group_size
 
 from .regions import SEQUENCE_DIM, Region
 from .ring_place import RingPlace, token_order

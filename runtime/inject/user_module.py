@@ -37,8 +37,6 @@ from .ring_place import RingPlace
 
 # Attention of modules that are no Hugging Face models: their calls of torch's own run around the ring.
 
-__all__ = ["run_around_ring"]
-
 
 class _Ring(TorchFunctionMode):
     """Sends torch's attention around the ring."""

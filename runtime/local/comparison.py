@@ -38,8 +38,6 @@ from parcompile.units import format_bytes
 
 from .world import MAX_RANKS, run_local
 
-__all__ = ["LocalRun", "StepResult", "run_and_compare", "slice_table"]
-
 TOLERANCE = {Precision.FP32: 1e-5}
 """How far loss and gradient norm may be from those of one process, relative; see `HALF_TOLERANCE`."""
 

@@ -37,8 +37,6 @@ from typing_extensions import Self
 from parcompile.runtime.errors import LOST_PEER
 from parcompile.runtime.settings import HEARTBEAT
 
-__all__ = ["MAX_RANKS", "LocalWorld", "RankError", "run_local"]
-
 MAX_RANKS = 16
 """More processes than this on one machine show nothing that fewer do not, and may exhaust it."""
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcompile.runtime.collectives import Group, copy_to_group, cut_padding, pad_to_multiple, scatter_to_group
+from parcompile.runtime.collectives import copy_to_group, cut_padding, pad_to_multiple, scatter_to_group
+from parcompile.runtime.transport import Group
 
 from .linear import ParallelLinear
 from .matmul import column_matmul, row_matmul

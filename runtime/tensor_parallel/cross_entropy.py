@@ -23,8 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.runtime.transport import Group, group_rank, group_size, start_all_gather
 
-__all__ = ["vocab_parallel_cross_entropy"]
-
 
 def vocab_parallel_cross_entropy(
     logits: Tensor,
@@ -181,6 +179,7 @@ def gradient_of_logits(
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of `dtype` are added up: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 

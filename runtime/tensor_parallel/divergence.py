@@ -24,8 +24,6 @@ from parcompile.runtime.transport import Group, group_size, start_all_gather
 
 from .cross_entropy import Shard, exact, shard_of
 
-__all__ = ["vocab_parallel_entropy", "vocab_parallel_kl_divergence"]
-
 
 def vocab_parallel_entropy(
     logits: Tensor, *, group: Group = None, vocab_size: int | None = None, chunk_tokens: int | None = None

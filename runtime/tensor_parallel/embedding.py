@@ -9,18 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from parcompile.runtime.collectives import (
-    Group,
-    group_rank,
-    group_size,
-    reduce_from_group,
-    reduce_scatter_to_sequence,
-)
+from parcompile.runtime.collectives import reduce_from_group, reduce_scatter_to_sequence
+from parcompile.runtime.transport import Group, group_rank, group_size
 
 from .partial import draw_slice, mark_shard, master_seed, normal
 from .weights import even_range, slice_parameter
-
-__all__ = ["VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -23,12 +23,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from parcompile.runtime.collectives import Group, group_rank, group_size
+from parcompile.runtime.transport import Group, group_rank, group_size
 
 from .partial import draw_slice, mark_shard, master_seed, uniform
 from .weights import Ranges, even_range, slice_parameter
-
-__all__ = ["ParallelLinear"]
 
 
 class ParallelLinear(nn.Module):

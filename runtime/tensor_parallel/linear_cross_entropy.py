@@ -27,8 +27,6 @@ from parcompile.runtime.transport import Group, group_size, start_all_gather, st
 from .cross_entropy import Shard, exact, gradient_of_logits, losses_of_tokens, refuse_unknown, shard_of
 from .matmul import as_autocast
 
-__all__ = ["linear_cross_entropy"]
-
 Elementwise = Callable[[Tensor], Tensor]
 """What a model makes of the logits of each token by itself: [t, v] to [t, v]."""
 

@@ -47,8 +47,6 @@ from parcompile.runtime.transport import (
     travels_in_pieces,
 )
 
-__all__ = ["column_matmul", "row_matmul"]
-
 
 def column_matmul(
     x: Tensor,

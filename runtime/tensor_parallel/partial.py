@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import Group, copy_to_group, group_rank
+from parcompile.runtime.collectives import copy_to_group
+from parcompile.runtime.transport import Group, group_rank
 
 from .weights import Ranges, take_ranges
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Ranges", "even_range", "merge_ranges", "slice_parameter", "take_ranges"]
-
 Ranges = Sequence[tuple[int, int]]
 """Half-open index ranges `(start, stop)` along one dim, in the order in which a rank holds them."""
 

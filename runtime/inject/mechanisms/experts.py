@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from parcompile.runtime.collectives import (
     copy_to_group,
     gather_from_sequence,
-    group_size,
     reduce_from_group,
     reduce_scatter_to_sequence,
 )
@@ -35,6 +34,7 @@ from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
+from parcompile.runtime.transport import group_size
 
 from .mechanism import Placed
 

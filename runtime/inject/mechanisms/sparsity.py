@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.collectives import copy_to_group, group_size, reduce_from_group
+from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.transport import group_size
 
 from .mechanism import Placed
 
