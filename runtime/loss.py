@@ -34,11 +34,6 @@ from parcompile.runtime.tensor_parallel import (
     vocab_parallel_kl_divergence,
 )
 
-# The loss of a plan over all its ranks.
-
-
-# A loss whose value is that of whole sequences and whose gradient is this rank's part of them.
-
 
 class SequenceLoss(Tensor):
     """A scalar that is being summed over ranks. Functions of torch that read its value wait for the sum.

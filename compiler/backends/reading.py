@@ -20,8 +20,6 @@ from parcompile.user_files import shipped
 
 from .artefacts import Loss
 
-# Another tool's options as they are read into a spec, and what became of each of them.
-
 DECAY_AS_UPSTREAM = "the runtime's `decay_groups` leaves them out too"
 """How the runtime leaves biases and norms out of weight decay."""
 SpecPath = tuple[str, ...]

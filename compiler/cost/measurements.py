@@ -21,8 +21,6 @@ from parcompile.user_files import MAX_TABLE_BYTES, parse_json, read_text
 
 from .workload import Workload
 
-# Measured runs as workloads: a CSV file with a column for each size of a layout.
-
 
 class MeasurementError(ValueError):
     """A file of measurements that cannot be used; the message is meant for the user."""

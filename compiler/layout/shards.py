@@ -38,8 +38,6 @@ from parcompile.model.table import Parameter, Part, Split
 
 from .groups import Axis, Grid
 
-# Which routed experts each rank of an ep group holds, and how many rows of hidden states it sends to the others.
-
 LOSS_CHUNK_ELEMENTS = 2**25
 """Logits that the loss holds in fp32 at a time, on an accelerator."""
 

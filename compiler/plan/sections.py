@@ -38,8 +38,6 @@ from parcompile.units import format_bytes, format_milliseconds
 
 from .plan import Plan
 
-# The sections of a plan that follow from its layout.
-
 EXPANDED_CP = 1024
 """Up to this cp the plan lists the tokens of each cp rank; beyond, they follow from `layout.sequence`."""
 EXPANDED_RING = 32

@@ -41,8 +41,6 @@ from parcompile.version import __version__
 from .plan import Plan, PlanError, Refusal
 from .sections import groups, host_section, optimizer_shards, sequence, stage_rows, tensors, topology
 
-# The plan as the JSON tree that is written, and back.
-
 PLAN_VERSION = 1
 KEYS = (
     *("plan_version", "compiler_version", "spec_hash", "name", "cluster", "parallelism", "model", "training", "zero"),

@@ -12,8 +12,6 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
 from .registry import Finding, rule
 
-# The layers divide into pipeline stages.
-
 _PP = ("parallelism", "pp")
 _FIRST = ("parallelism", "num_layers_in_first_pipeline_stage")
 _LAST = ("parallelism", "num_layers_in_last_pipeline_stage")

@@ -26,7 +26,6 @@ from .registry import EXPERTS_RULE, Finding, rule
 if TYPE_CHECKING:
     from parcompile.cost.executions import Execution
 
-# The world is the product of the axes.
 
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 

@@ -23,8 +23,6 @@ from parcompile.spec.values import workload_of
 from .arithmetic import also, model_path
 from .registry import OTHER_TOOL, Finding, rule
 
-# What the runtime executes today. Other plans compile for other tools; the runtime refuses them.
-
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:

@@ -23,8 +23,6 @@ from parcompile.layout.shards import ADAM_STATE_BYTES, MOMENTUM_BYTES
 from parcompile.machines.accelerator import Accelerator
 from parcompile.model.shape import ModelShape, architecture
 
-# The spec after resolution: every value decided, nothing optional, nothing "auto".
-
 
 class Precision(str, enum.Enum):
     """The type of weights and activations."""

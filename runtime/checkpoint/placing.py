@@ -33,8 +33,6 @@ from parcompile.runtime.errors import RunError
 from .manifest import LATEST, NOTE, REPLACED, Note, read_note
 from .universal import leave_script
 
-# One job at a time saves into a folder of checkpoints.
-
 LOCK = ".parcompile-lock"
 HEARTBEAT_SECONDS = 10.0
 DEAD_SECONDS = 60.0

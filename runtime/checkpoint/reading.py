@@ -33,9 +33,6 @@ from .manifest import Note, damages, read_note, strange_contents
 from .state_file import MASTER, SHARD_FILE, OptimizerShard, experts_file, weights_file, without_keys
 from .whole_tensors import WholeTensors
 
-# Reads DeepSpeed's pickled files without running what is in them.
-
-
 _GETATTR = "builtins.getattr"
 
 

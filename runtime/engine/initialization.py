@@ -52,8 +52,6 @@ from .loop import attach_loop, guard_backward
 from .router_bias import attach_biases, keep_biases
 from .unsharded import sum_once
 
-# The plan's learning rates, step by step.
-
 
 class PlanSchedule:
     """Sets the rates of an optimizer before its first step and after each one; DeepSpeed calls `step`.

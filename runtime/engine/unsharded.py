@@ -47,8 +47,6 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_together
 
-# Gradients that each tensor-parallel rank has a part of are summed once in a step, in one message.
-
 
 def sum_once(engine: Any, mesh: Mesh) -> None:
     """Lets an engine sum partial gradients at the end of a step, if it keeps them until then."""

@@ -47,8 +47,6 @@ from parcompile.runtime.transport import group_rank, group_size
 from .routing import Sharing, exchange, gather_rows, in_order_of_choices, route, rows_of, start_exchange, sum_rows
 from .variants import PassedOn, ScaledExperts, SharedExpert
 
-# Experts that are dealt over ep, as DeepSpeed knows them.
-
 mark_dealt = mark_expert
 is_dealt = is_expert
 

@@ -57,8 +57,6 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.transport import group_rank
 
-# One grouped product for modules of experts that transformers has compute in another way.
-
 _ALIGNMENT = 16
 """Bytes that the rows of torch's grouped product are a multiple of."""
 

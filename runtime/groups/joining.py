@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# Before the first collective: do all ranks run the same plan with the same versions?
-
 _PREFIX = "parcompile/handshake"
 
 

@@ -21,8 +21,6 @@ from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.pipeline import Lane
 from parcompile.plan import Plan
 
-# This rank's place in a plan, with its live process groups.
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

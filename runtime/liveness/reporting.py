@@ -25,8 +25,6 @@ from .monitor import say
 from .recording import records
 from .stopping import STOPPED_EXIT_CODE, Stopped, current
 
-# An error of one rank, for the ranks whose collectives it breaks: each ends with the first cause, whoever catches it.
-
 _CALLS = ("forward", "backward", "step", "train_batch", "eval_batch")
 
 

@@ -21,8 +21,6 @@ from parcompile.model.blocks import KNOWN
 from parcompile.model.compressed_keys import STORED
 from parcompile.user_files import shipped
 
-# Names in files of DeepSeek-V4, several parts of which are others than the model's.
-
 _RULES: dict[str, list[tuple[str, str]]] = shipped(__package__, "stored_names.json")
 _HEAD, *_REST = _RULES["shorter"]
 _SHORTER = (_HEAD, *STORED, *_REST)

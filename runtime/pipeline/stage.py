@@ -26,8 +26,6 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import plain_name
 from parcompile.runtime.transport import start_all_reduce
 
-# The parts of a second embedding that the layers of a stage get: computed on the first stage, and handed on.
-
 
 class LayerParts:
     """Within it a base model's layers, those of a stage alone, get their own parts.

@@ -39,8 +39,6 @@ from parcompile.runtime.transport import Group, group_rank
 
 from .weights import Ranges, take_ranges
 
-# Which parameters count in the gradient norm of every tensor-parallel rank.
-
 
 def mark_shard(parameter: nn.Parameter | None, replica_group: Group = None) -> None:
     """Mark `parameter` as this rank's shard; ranks of `replica_group` hold the same one."""

@@ -18,8 +18,6 @@ from typing import Any
 from parcompile.backends.reading import Account, Outcome, effect_of
 from parcompile.user_files import shipped
 
-# The keys of a gpt-neox configuration: fields of its dataclasses, with what `validate_types` takes for each.
-
 ANY = "Any"
 """The type of a field that takes everything."""
 

@@ -14,8 +14,6 @@ from parcompile.rules.registry import Finding
 
 from .stages import ZERO, stage_of
 
-# A DeepSpeed configuration on its own: batch sizes.
-
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 

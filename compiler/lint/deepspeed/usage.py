@@ -29,8 +29,6 @@ from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
 from parcompile.user_files import read_start, shipped
 
-# Who replaces "auto" in a DeepSpeed configuration, and where: DeepSpeed itself does not.
-
 TRANSFORMERS, ACCELERATE, LIGHTNING, BARE = FILLERS
 TITLES = {
     TRANSFORMERS: "the Trainer of transformers",

@@ -10,8 +10,6 @@ from parcompile.model.layers import STATE, LayersError, nemotron_kinds
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import zamba2_kinds
 
-# Decoders most of whose layers carry a state along the sequence in the place of attention.
-
 
 def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     found = tuple(layer for layer in range(count) if layer % 4 != 3)

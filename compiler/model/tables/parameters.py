@@ -16,8 +16,6 @@ from .completing import TableError, complete, follow, frozen, thawed
 from .expression import NULL, ExpressionError, evaluate, names
 from .reading import Row, Table, table_of
 
-# Names, order and shapes of a model's parameters, from the derived table of its type and its configuration.
-
 MOST_REPEATED = 10_000
 """Layers, or experts that are stored one by one, of a model; the maximum of `num_hidden_layers` in a spec."""
 
