@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.compressed_keys import LowRank
@@ -47,15 +48,28 @@ class LayerBytes:
         """All of it, each component counted once."""
         return self.stream + self.attention + self.mlp + self.gathered
 
-    @classmethod
-    def mean(cls, shape: ModelShape, form: Callable[[ModelShape], LayerBytes]) -> LayerBytes:
-        """The mean of layers of different shapes."""
-        kinds = [(len(layers), form(one)) for layers, one in shape.by_kind]
+
+Sizes = ParamSpec("Sizes")
+
+
+def _mean_of_kinds(
+    form: Callable[Concatenate[ModelShape, Sizes], LayerBytes],
+) -> Callable[Concatenate[ModelShape, Sizes], LayerBytes]:
+    """Where layers have several shapes, the mean of what the form gives for each."""
+
+    @wraps(form)
+    def mean(shape: ModelShape, /, *args: Sizes.args, **options: Sizes.kwargs) -> LayerBytes:
+        if not shape.kinds:
+            return form(shape, *args, **options)
+        kinds = [(len(layers), form(one, *args, **options)) for layers, one in shape.by_kind]
         total = sum(count for count, _ in kinds)
-        means = (sum(count * getattr(one, part.name) for count, one in kinds) / total for part in fields(cls))
-        return cls(*means)
+        means = (sum(count * getattr(one, part.name) for count, one in kinds) / total for part in fields(LayerBytes))
+        return LayerBytes(*means)
+
+    return mean
 
 
+@_mean_of_kinds
 def layer_bytes(
     shape: ModelShape,
     *,
@@ -66,18 +80,6 @@ def layer_bytes(
     row_copies: float = ROW_COPIES,
 ) -> LayerBytes:
     """What one layer keeps for each token, with fused attention: scores are never stored (arXiv 2205.14135)."""
-    if shape.kinds:
-        return LayerBytes.mean(
-            shape,
-            partial(
-                layer_bytes,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                element_bytes=element_bytes,
-                moe=moe,
-                row_copies=row_copies,
-            ),
-        )
     h, width = shape.hidden_size, float(element_bytes)
     norms = shape.norms.per_layer * 2 * h
     kv_heads = _kv_heads(shape, tp)
@@ -104,6 +106,7 @@ def layer_bytes(
     return LayerBytes(width * stream, width * attention, width * mlp, width * gathered)
 
 
+@_mean_of_kinds
 def eager_layer_bytes(
     shape: ModelShape,
     *,
@@ -121,18 +124,6 @@ def eager_layer_bytes(
     (`model/family.py`). The inputs of the two blocks are kept whole, gathered under sequence parallelism.
     `parcompile preflight` compares this with what is really kept.
     """
-    if shape.kinds:
-        return LayerBytes.mean(
-            shape,
-            partial(
-                eager_layer_bytes,
-                tp=tp,
-                sequence_parallel=sequence_parallel,
-                element_bytes=element_bytes,
-                moe=moe,
-                row_copies=row_copies,
-            ),
-        )
     width, h = float(element_bytes), shape.hidden_size
     family = family_of(shape.model_type)
     rms = family.norm is Norm.WEIGHT and not shape.norms.bias

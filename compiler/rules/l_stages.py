@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
 from parcompile.layout.groups import Axis, divisors
-from parcompile.layout.pipeline import PipelineSplit, stages_from_counts
+from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
@@ -222,6 +222,14 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
         )
 
 
+def _stages(spec: Resolution) -> tuple[Stage, ...]:
+    """The layers of each stage; none where they do not divide, of which another rule speaks."""
+    try:
+        return stages_from_counts(spec.pipeline_split.counts(spec.shape.num_hidden_layers))
+    except ValueError:
+        return ()
+
+
 @rule("L009")
 def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
     """Fires for stages that begin with a layer that does not choose by itself."""
@@ -229,11 +237,7 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
     if not choosing:
         return
     one, sharing = choosing[0], choosing[0].behind
-    try:
-        stages = stages_from_counts(spec.pipeline_split.counts(layers))
-    except ValueError:
-        return  # another rule says so
-    starts = [stage.layers.start for stage in stages if len(stage.layers) and stage.layers.start in sharing]
+    starts = [stage.layers.start for stage in _stages(spec) if len(stage.layers) and stage.layers.start in sharing]
     if starts:
         others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
         sizes = [pp for pp in divisors(layers) if not sharing.intersection(range(0, layers, layers // pp))]
@@ -278,11 +282,7 @@ def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
     layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
     if together == 1:
         return
-    try:
-        stages = stages_from_counts(spec.pipeline_split.counts(layers))
-    except ValueError:
-        return  # another rule says so
-    cut = [stage.layers.start for stage in stages if stage.layers.start % together]
+    cut = [stage.layers.start for stage in _stages(spec) if stage.layers.start % together]
     if cut:
         sizes = [pp for pp in divisors(layers // together) if pp <= spec.axis(Axis.PP)]
         yield Finding(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,14 +45,23 @@ def put_on_interface(model: Any, family: Family) -> bool:
     return True
 
 
-def _attend(model: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Query [B, H, S, D], key and value [B, K, S, D] to [B, S, H, D]."""
+def _attend(
+    model: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, **options: Any
+) -> Tensor:
+    """Query [B, H, S, D], key and value [B, K, S, D], behind those of a cache, to [B, S, H, D]."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    if (cache := options.pop("cache", None)) is not None:
+        key, value = cache.update(key, value, module.layer_idx)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out: Tensor = function(module, query, key, value, None, **options)[0]
+    out: Tensor = function(module, query, key, value, None, dropout=dropout * module.training, **options)[0]
     return out
+
+
+def _projected(module: Any, hidden: Tensor, *names: str) -> Iterator[Tensor]:
+    """Hidden states [B, S, …] by each of these projections, as heads [B, H, S, D]."""
+    return (getattr(module, name)(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for name in names)
 
 
 def _core(
@@ -61,7 +70,7 @@ def _core(
     """Replaces `_attn`, which computes attention and nothing else, of GPT-J, GPT-Neo and their relatives."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:  # noqa: ARG001
-        dropout = getattr(module, dropout_name).p if module.training else 0.0
+        dropout = getattr(module, dropout_name).p
         out = _attend(model, module, query, key, value, scaling=scaling, dropout=dropout, sliding_window=window)
         return out.transpose(1, 2), None
 
@@ -84,10 +93,10 @@ def _gpt_neox_japanese(model: nn.Module, module: Any) -> None:
 
 def _openai_gpt(model: nn.Module, module: Any) -> None:
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
-        dropout = module.attn_dropout.p if module.training else 0.0
         scaling = 1.0 / math.sqrt(value.shape[-1]) if module.scale else 1.0
         # Its keys come transposed, [B, H, D, S].
-        out = _attend(model, module, query, key.transpose(-1, -2), value, scaling=scaling, dropout=dropout)
+        keys, dropout = key.transpose(-1, -2), module.attn_dropout.p
+        out = _attend(model, module, query, keys, value, scaling=scaling, dropout=dropout)
         return [out.transpose(1, 2)]
 
     module._attn = attend
@@ -109,14 +118,8 @@ def _xglm(
     past_key_values: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    query, key, value = (
-        projection(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
-    dropout = module.dropout if module.training else 0.0
-    out = _attend(model, module, query, key, value, scaling=module.scaling, dropout=dropout)
+    heads = _projected(module, hidden_states, "q_proj", "k_proj", "v_proj")
+    out = _attend(model, module, *heads, scaling=module.scaling, dropout=module.dropout, cache=past_key_values)
     return module.out_proj(out.flatten(-2)), None
 
 
@@ -129,13 +132,9 @@ def _ctrl(
     **__: Any,
 ) -> tuple[Tensor, None]:
     """Called with the same hidden states three times, of which those of the first argument are whole."""
-    query, key, value = (
-        projection(values).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection in (module.Wq, module.Wk, module.Wv)
+    out = _attend(
+        model, module, *_projected(module, values, "Wq", "Wk", "Wv"), scaling=module.scaling, cache=layer_past
     )
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, module.layer_idx)
-    out = _attend(model, module, query, key, value, scaling=module.scaling)
     return module.dense(out.flatten(-2)), None
 
 
@@ -157,11 +156,9 @@ def _codegen(
     query, key = (
         torch.cat((rotate(part[..., :width], sin, cos), part[..., width:]), -1).transpose(1, 2) for part in (query, key)
     )
-    value = value.transpose(1, 2)
-    if layer_past is not None:
-        key, value = layer_past.update(key.to(hidden_states.dtype), value, module.layer_idx)
-    dropout = module.attn_dropout.p if module.training else 0.0
-    out = _attend(model, module, query, key, value, scaling=1.0 / module.scale_attn, dropout=dropout)
+    key, value = key.to(hidden_states.dtype), value.transpose(1, 2)
+    options = {"scaling": 1.0 / module.scale_attn, "dropout": module.attn_dropout.p, "cache": layer_past}
+    out = _attend(model, module, query, key, value, **options)
     return module.resid_dropout(module.out_proj(out.flatten(-2))), None
 
 
@@ -173,10 +170,9 @@ def _bloom(
         key, value = layer_past.update(key, value, module.layer_idx)
     slopes = slopes_of(module, lambda: _bloom_slopes(model, model.config.n_head), query.device)
     query, key = biased(query, key, slopes, module.inv_norm_factor)
-    dropout = module.attention_dropout.p if module.training else 0.0
-    out = module.dense(
-        _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout).flatten(-2)
-    )
+    dropout = module.attention_dropout.p
+    out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)
+    out = module.dense(out.flatten(-2))
     return residual + nn.functional.dropout(out, module.hidden_dropout, module.training), None
 
 
@@ -198,7 +194,7 @@ def _mpt(model: Any, module: Any, hidden_states: Tensor, past_key_values: Any = 
         return biases[:, 0, 1] - biases[:, 0, 0]
 
     query, key = biased(query, key, slopes_of(module, slopes, query.device), module.softmax_scale)
-    dropout = module.attn_dropout_p if module.training else 0.0
+    dropout = module.attn_dropout_p
     out = _attend(model, module, query, key, value, scaling=module.softmax_scale, dropout=dropout)
     return module.out_proj(out.flatten(-2)), None
 
@@ -224,7 +220,7 @@ def _falcon(
         # Unlike others, it scales the biases as it scales the scores; only with them it drops any.
         slopes = slopes_of(module, lambda: _falcon_slopes(module, model.config.num_attention_heads), query.device)
         query, key = biased(query, key, slopes * module.inv_norm_factor, module.inv_norm_factor)
-        dropout = module.attention_dropout.p if module.training else 0.0
+        dropout = module.attention_dropout.p
     out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)
     return module.dense(out.flatten(-2)), None
 
