@@ -1,5 +1,3 @@
 """The command line."""
 
 from .main import main
-
-__all__ = ["main"]

@@ -14,18 +14,3 @@ from .diagnostic import (
     has_errors,
     in_file_order,
 )
-
-__all__ = [
-    "Diagnostic",
-    "Edit",
-    "Fix",
-    "Path",
-    "Position",
-    "Related",
-    "Replacement",
-    "Safety",
-    "Severity",
-    "format_path",
-    "has_errors",
-    "in_file_order",
-]

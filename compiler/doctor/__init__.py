@@ -2,5 +2,3 @@
 
 from .judging import judge
 from .reading import Evidence, Verdict, read_all
-
-__all__ = ["Evidence", "Verdict", "judge", "read_all"]

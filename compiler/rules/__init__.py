@@ -13,17 +13,3 @@ from .registry import (
     rule,
     rule_targets,
 )
-
-__all__ = [
-    "CONCERNED",
-    "DEFAULT_TARGETS",
-    "ESTIMATE",
-    "EXPERTS_RULE",
-    "MEMORY_RULES",
-    "Finding",
-    "Rule",
-    "all_rules",
-    "check",
-    "rule",
-    "rule_targets",
-]

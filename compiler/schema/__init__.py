@@ -18,18 +18,3 @@ from .validation import (
     type_of,
     validate,
 )
-
-__all__ = [
-    "BASE",
-    "NoDefaultError",
-    "UnknownSchemaError",
-    "Validation",
-    "default",
-    "example",
-    "load",
-    "names",
-    "registry",
-    "text",
-    "type_of",
-    "validate",
-]

@@ -16,20 +16,3 @@ from .values import (
     Training,
     learning_rate,
 )
-
-__all__ = [
-    "OPTIMIZER_KEYS",
-    "Cluster",
-    "LrScheduler",
-    "Model",
-    "Offload",
-    "Optimizer",
-    "Origin",
-    "Parallelism",
-    "Precision",
-    "Provenance",
-    "Router",
-    "Spec",
-    "Training",
-    "learning_rate",
-]

@@ -4,18 +4,3 @@ from parcompile.diagnostics import Position
 
 from .document import Document, Place, Result, SourceError, SourceText
 from .reading import MAX_BYTES, STDIN, parse, parse_bytes, read_file, read_source
-
-__all__ = [
-    "MAX_BYTES",
-    "STDIN",
-    "Document",
-    "Place",
-    "Position",
-    "Result",
-    "SourceError",
-    "SourceText",
-    "parse",
-    "parse_bytes",
-    "read_file",
-    "read_source",
-]

@@ -3,5 +3,3 @@
 from .batches import Batch, split_batch, stack
 from .inputs import ready_inputs
 from .loader import PackedPlanLoader, PlanLoader
-
-__all__ = ["Batch", "PackedPlanLoader", "PlanLoader", "ready_inputs", "split_batch", "stack"]

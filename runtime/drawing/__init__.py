@@ -2,5 +2,3 @@
 
 from .draws import draws, trains_at_random
 from .mode import Redrawn, draw_by_place, hold_features, record_widths
-
-__all__ = ["Redrawn", "draw_by_place", "draws", "hold_features", "record_widths", "trains_at_random"]

@@ -2,17 +2,3 @@
 
 from .experts import deal_experts, for_deepspeed, is_dealt, mark_dealt, take_over_norm
 from .variants import draw_tables, hand_tokens, loop_where_narrow, pass_on, visit_chosen, warn_of_empty_tables
-
-__all__ = [
-    "deal_experts",
-    "draw_tables",
-    "for_deepspeed",
-    "hand_tokens",
-    "is_dealt",
-    "loop_where_narrow",
-    "mark_dealt",
-    "pass_on",
-    "take_over_norm",
-    "visit_chosen",
-    "warn_of_empty_tables",
-]

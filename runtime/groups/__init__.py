@@ -3,14 +3,3 @@
 from .joining import check_executable, create_groups, join, leave
 from .mesh import Mesh
 from .rendezvous import launcher_store, start_world, store_of_world
-
-__all__ = [
-    "Mesh",
-    "check_executable",
-    "create_groups",
-    "join",
-    "launcher_store",
-    "leave",
-    "start_world",
-    "store_of_world",
-]

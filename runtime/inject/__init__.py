@@ -5,5 +5,3 @@ from parcompile.runtime.model.slices import Slice, Slices
 from .adapters import adapter_state
 from .injection import inject, register_gradient_sums
 from .user_module import describe
-
-__all__ = ["Slice", "Slices", "adapter_state", "describe", "inject", "register_gradient_sums"]

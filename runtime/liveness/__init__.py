@@ -5,20 +5,3 @@ from parcompile.runtime.liveness.recording import doing, follow, set_stage
 from .recording import records
 from .reporting import report_errors, share_errors, share_errors_of
 from .stopping import STOPPED_EXIT_CODE, Stopped, StopSignals, current, end_watch, has_failed, watch
-
-__all__ = [
-    "STOPPED_EXIT_CODE",
-    "StopSignals",
-    "Stopped",
-    "current",
-    "doing",
-    "end_watch",
-    "follow",
-    "has_failed",
-    "records",
-    "report_errors",
-    "set_stage",
-    "share_errors",
-    "share_errors_of",
-    "watch",
-]

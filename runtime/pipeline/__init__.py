@@ -3,5 +3,3 @@
 from .chunk import ChunkForward
 from .execution import PipelinedLoop, forward_and_backward
 from .stage import Elsewhere, Skipped, hold_stage
-
-__all__ = ["ChunkForward", "Elsewhere", "PipelinedLoop", "Skipped", "forward_and_backward", "hold_stage"]

@@ -5,5 +5,3 @@ from __future__ import annotations
 from .counting import MessageCounter, Tally
 from .findings import Finding, Report
 from .run import preflight
-
-__all__ = ["Finding", "MessageCounter", "Report", "Tally", "preflight"]

@@ -1,5 +1,3 @@
 """Measures the machine that it runs on, for `parcompile profile`: compute, memory, links."""
 
 from .machine import measure, measure_rank
-
-__all__ = ["measure", "measure_rank"]

@@ -13,18 +13,3 @@ from parcompile.runtime.recurrent.pieces import Chain
 from .kinds import convolve, gated_delta_rule, lightning_attention, selective_scan, state_space
 from .pieces import Pieces, Segment, Strand
 from .scan import Action, LocalScan, scan
-
-__all__ = [
-    "Action",
-    "Chain",
-    "LocalScan",
-    "Pieces",
-    "Segment",
-    "Strand",
-    "convolve",
-    "gated_delta_rule",
-    "lightning_attention",
-    "scan",
-    "selective_scan",
-    "state_space",
-]

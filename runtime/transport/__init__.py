@@ -7,24 +7,3 @@ place, and chooses.
 from .backend import Group, Pending, PendingGather, group_rank, group_size, slice_size
 from .gloo import start_all_gather, start_all_reduce, start_reduce_scatter, start_sum_of_pieces, travels_in_pieces
 from .lanes import Arrival, Lanes, Like, Piece, gather_in_pieces, pieces_of, reduce_scatter_in_pieces
-
-__all__ = [
-    "Arrival",
-    "Group",
-    "Lanes",
-    "Like",
-    "Pending",
-    "PendingGather",
-    "Piece",
-    "gather_in_pieces",
-    "group_rank",
-    "group_size",
-    "pieces_of",
-    "reduce_scatter_in_pieces",
-    "slice_size",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-    "start_sum_of_pieces",
-    "travels_in_pieces",
-]

@@ -7,5 +7,3 @@ set, so that both directions follow from one table.
 
 from .choosing import architecture_of, config_of
 from .families import Architecture, InexpressibleError, Rope, Router
-
-__all__ = ["Architecture", "InexpressibleError", "Rope", "Router", "architecture_of", "config_of"]

@@ -1,5 +1,3 @@
 """Diagnostics to people and machines: one function per format, chosen by `report`."""
 
 from .dispatch import FORMATS, Style, report
-
-__all__ = ["FORMATS", "Style", "report"]

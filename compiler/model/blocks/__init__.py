@@ -10,5 +10,3 @@ from .ngrams import NgramTraits
 
 KNOWN: tuple[type[Traits], ...] = (NgramTraits, IndexerTraits)
 """Those that pages of rules, names of stored tensors or keys that change numbers know of."""
-
-__all__ = ["KNOWN", "Block", "Divided", "Exchange", "Halo", "Local", "Small", "Traits"]

@@ -5,26 +5,3 @@ from __future__ import annotations
 from .completing import OLDER_KINDS, TableError, alias_of, complete, reads, stated
 from .parameters import Counts, Derived, Repeated, counts_of, in_layers, parameters, repeated
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
-
-__all__ = [
-    "OLDER_KINDS",
-    "VERSION",
-    "Counts",
-    "Derived",
-    "Repeated",
-    "Row",
-    "Table",
-    "TableError",
-    "alias_of",
-    "class_default",
-    "complete",
-    "counts_of",
-    "covered",
-    "in_layers",
-    "left_out",
-    "parameters",
-    "reads",
-    "repeated",
-    "stated",
-    "table_of",
-]

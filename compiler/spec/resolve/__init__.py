@@ -10,9 +10,6 @@ from parcompile.spec import Spec
 from .reader import Unavailable
 from .training import ContextValues
 
-__all__ = ["Resolution", "Unavailable"]
-
-
 # The whole spec, decided.
 
 

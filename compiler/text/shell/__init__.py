@@ -3,5 +3,3 @@
 from .evaluate import Invocation, invocations
 from .syntax import ShellLimitError
 from .words import Hole, Piece, Value
-
-__all__ = ["Hole", "Invocation", "Piece", "ShellLimitError", "Value", "invocations"]

@@ -48,18 +48,3 @@ def change(placed: Placed, phase: Phase) -> None:
     """Injects the mechanisms of a phase that the model has."""
     for one in CHANGES[phase]:
         one(placed)
-
-
-__all__ = [
-    "CHANGES",
-    "Change",
-    "Phase",
-    "Placed",
-    "change",
-    "entered_parts",
-    "entered_whole",
-    "is_grouped",
-    "is_inside",
-    "keep_groups",
-    "spread_norm",
-]

@@ -5,5 +5,3 @@ Windows, and the lengths at which rotary embeddings change, become so short that
 """
 
 from .small_plan import LENGTH, SWITCH, WINDOW, borders, shrunk
-
-__all__ = ["LENGTH", "SWITCH", "WINDOW", "borders", "shrunk"]

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from .card import Card, card_of, torch_cuda_of
 from .library import NoCudaHostError, cuda_without_gpu
-
-__all__ = ["Card", "NoCudaHostError", "card_of", "cuda_without_gpu", "torch_cuda_of"]

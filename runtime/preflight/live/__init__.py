@@ -6,5 +6,3 @@ from parcompile.runtime.preflight.live.stages import check_job, live_check
 
 from .report import LiveReport, Node
 from .session import Limits, Outcome
-
-__all__ = ["Limits", "LiveReport", "Node", "Outcome", "check_job", "live_check"]
