@@ -16,7 +16,7 @@ _RATES = {_CHOSEN: 4, _HEAVY: 128}
 _OLD_RATES = {_CHOSEN: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
 _BY_RATIO = {0: _WINDOW, 4: _CHOSEN, 128: _HEAVY}
 _BY_HASH, _BY_SCORE = "hash_moe", "moe"
-_GROUPS, _HEADS, _HEAD_DIM = 8, 64, 512
+_GROUPS, _HEAD_DIM = 8, 512
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
@@ -101,33 +101,8 @@ def _balances_nothing(config: Mapping[str, Any]) -> bool:
         return False  # said where layers are read
 
 
-def _ungrouped(config: Mapping[str, Any]) -> bool:
-    heads, groups = config.get("num_attention_heads", _HEADS), config.get("o_groups", _GROUPS)
-    return isinstance(groups, int) and groups > 0 and heads % groups != 0
-
-
 def _narrow(config: Mapping[str, Any]) -> bool:
     """Whether fewer features of an indexer's head are there than are rotated."""
     width, part = config.get("head_dim", _HEAD_DIM), config.get("partial_rotary_factor")
     rotated = config.get("qk_rope_head_dim", width // 8) if part is None else int(width * part)
     return isinstance(rotated, int) and config.get("index_head_dim", 128) < rotated
-
-
-def _another_width(config: Mapping[str, Any]) -> bool:
-    return config.get("intermediate_size") not in (None, config.get("moe_intermediate_size", 2048))
-
-
-# Sparse attention over the keys that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556, section 2).
-
-_COUNTS = ("n_routed_experts", "num_local_experts")
-
-
-def _another_count(config: Mapping[str, Any]) -> bool:
-    """Whether the old key of the number of experts, which transformers puts before the others, says something else."""
-    old = config.get("num_experts")
-    return old is not None and all(config.get(key) != old for key in _COUNTS)
-
-
-def _other_layers(config: Mapping[str, Any]) -> bool:
-    kinds = config.get("layer_types")
-    return kinds is not None and any(kind != "indexed_attention" for kind in kinds)

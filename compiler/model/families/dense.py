@@ -52,21 +52,9 @@ def _no_window(config: Mapping[str, Any]) -> bool:
     return not config.get("sliding_window") and _modernbert_window(config) < 1
 
 
-def _other_head_dim(config: Mapping[str, Any]) -> bool:
-    width = config.get("head_dim")
-    return bool(
-        config.get("qk_layernorm") and width and width != config["hidden_size"] // config["num_attention_heads"]
-    )
-
-
 # Muse: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.
 
 Config = Mapping[str, Any]
-
-
-def _lists_others(config: Config) -> bool:
-    listed, layers = config.get("layer_rope_theta"), config.get("num_hidden_layers")
-    return isinstance(listed, list) and isinstance(layers, int) and len(listed) != layers
 
 
 def _rotates_otherwise(config: Config, *, base: float) -> bool:
@@ -74,10 +62,6 @@ def _rotates_otherwise(config: Config, *, base: float) -> bool:
     base = rope.get("rope_theta", config.get("rope_theta", base)) if isinstance(rope, Mapping) else base
     listed = config.get("layer_rope_theta")
     return isinstance(listed, list) and any(one not in (0, base) for one in listed)
-
-
-def _has_other_layers(config: Config) -> bool:
-    return bool(set(config.get("layer_types") or ()) - {"sliding_attention", "full_attention"})
 
 
 # Decoders before Llama: learned or fixed positions, or scores that fall with the distance (ALiBi, arXiv 2108.12409).
@@ -109,7 +93,3 @@ def _bigcode_kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 def _no_fours(config: Mapping[str, Any]) -> bool:
     return int(config.get("n_head", config.get("num_attention_heads", 16))) % 4 > 0
-
-
-def _negative_heads(config: Mapping[str, Any]) -> bool:
-    return isinstance(heads := config.get("num_kv_heads"), int) and heads < 1

@@ -30,10 +30,6 @@ def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
 
 
-def _of_one_kind(config: Mapping[str, Any]) -> bool:
-    return len(set(config.get("layer_types") or ("linear_attention", "full_attention"))) == 1
-
-
 def _minimax_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(range(1, count, 2))
 
@@ -73,10 +69,6 @@ def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[i
 
 
 # Decoders with state-space layers (Mamba), beside attention or alone.
-
-
-def _other_head_dim(config: Mapping[str, Any]) -> bool:
-    return "head_dim" in config and config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
 
 
 def _narrows_experts(config: Mapping[str, Any]) -> bool:

@@ -50,16 +50,10 @@ def _narrow(config: Mapping[str, Any]) -> bool:
     return isinstance(width, int) and _rotated(config) > width
 
 
-def _uneven(config: Mapping[str, Any]) -> bool:
-    budget, rate = config.get("indexer_budget"), config.get("indexer_compress_ratio")
-    return isinstance(budget, int) and isinstance(rate, int) and rate > 0 and budget % rate != 0
-
-
 # GLM-5-Next: Kimi delta attention in most layers, latent attention over chosen pools of keys in the others, experts.
 # Blocks read and write several residual streams, whose mean is the last hidden state.
 
 
-_HEADS, _POOL, _TOP_K = 64, 16, 2048
 _SECTION, _STATE, _CHOSEN = "linear_attn_config", "linear_attention", "indexed_attention"
 
 
@@ -92,8 +86,3 @@ def _bound_is_no_fraction(config: Mapping[str, Any]) -> bool:
     section = config.get(_SECTION)
     bound = section.get("gate_lower_bound") if isinstance(section, Mapping) else None
     return bound is not None and not isinstance(bound, float)
-
-
-def _uneven_pools(config: Mapping[str, Any]) -> bool:
-    pool, chosen = config.get("index_kpool", _POOL), config.get("index_topk", _TOP_K)
-    return isinstance(pool, int) and isinstance(chosen, int) and pool > 0 and chosen % pool != 0

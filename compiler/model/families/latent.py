@@ -44,16 +44,6 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
 # LongCat-Flash (arXiv 2509.01322): two layers in one module, whose experts stand beside both.
 
 
-def _counts_differ(config: Mapping[str, Any]) -> bool:
-    count, modules = config.get("num_hidden_layers"), config.get("num_layers")
-    return isinstance(count, int) and (count % 2 > 0 if modules is None else count != 2 * modules)
-
-
-def _heads_differ(config: Mapping[str, Any]) -> bool:
-    wanted = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
-    return config.get("qk_head_dim") not in (None, wanted)
-
-
 # MiMo-V2-Flash: layers with a window have twice the kv heads of full ones, and attention sinks; values are narrower.
 
 Config = Mapping[str, Any]
@@ -143,10 +133,6 @@ def _unlisted(config: Mapping[str, Any]) -> bool:
 
 def _gates_heads(config: Mapping[str, Any]) -> bool:
     return config.get("gating", True) in (True, "per-head")
-
-
-def _heads_of_layers_differ(config: Mapping[str, Any]) -> bool:
-    return bool(set(config.get("num_attention_heads_per_layer") or ()) - {config.get("num_attention_heads")})
 
 
 def _chooses_blocks(config: Mapping[str, Any]) -> bool:
