@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
-from typing import Concatenate, ParamSpec
+from functools import lru_cache, wraps
+from typing import Concatenate, ParamSpec, cast
 
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.model.compressed_keys import LowRank
@@ -55,8 +55,9 @@ Sizes = ParamSpec("Sizes")
 def _mean_of_kinds(
     form: Callable[Concatenate[ModelShape, Sizes], LayerBytes],
 ) -> Callable[Concatenate[ModelShape, Sizes], LayerBytes]:
-    """Where layers have several shapes, the mean of what the form gives for each."""
+    """Where layers have several shapes, the mean of what the form gives for each. Layouts of one search share it."""
 
+    @lru_cache(maxsize=4096)
     @wraps(form)
     def mean(shape: ModelShape, /, *args: Sizes.args, **options: Sizes.kwargs) -> LayerBytes:
         if not shape.kinds:
@@ -66,7 +67,7 @@ def _mean_of_kinds(
         means = (sum(count * getattr(one, part.name) for count, one in kinds) / total for part in fields(LayerBytes))
         return LayerBytes(*means)
 
-    return mean
+    return cast("Callable[Concatenate[ModelShape, Sizes], LayerBytes]", mean)
 
 
 @_mean_of_kinds

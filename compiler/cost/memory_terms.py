@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
-from parcompile.model.shape import ModelShape
 from parcompile.model.table import within
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
@@ -95,20 +94,19 @@ class _Held:
         """Of a step with what the stage recomputes."""
         stage = work.stages[index]
         keeps = partial(
-            _layer_keeps,
-            eager=work.framework == "deepspeed",
+            eager_layer_bytes if work.framework == "deepspeed" else layer_bytes,
             tp=work.tp,
             sequence_parallel=work.sequence_parallel,
             element_bytes=work.element_bytes,
             row_copies=row_copies(work),
         )
         busiest = work.busiest_shape
-        dense, sparse = (keeps(busiest, routed=one) for one in (False, work.shape.moe is not None))
+        dense, sparse = (keeps(busiest, moe=one) for one in (False, work.shape.moe is not None))
         dense = tiled_bytes(work, dense)
         routed = routed_layers(work.shape, stage) > 0
         kinds = [one for own, one in busiest.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
         usual = sparse if routed else dense
-        each = (keeps(one, routed=routed) if routed else tiled_bytes(work, keeps(one, routed=False)) for one in kinds)
+        each = (keeps(one, moe=True) if routed else tiled_bytes(work, keeps(one)) for one in kinds)
         return cls(
             work,
             stage,
@@ -153,28 +151,6 @@ class _Held:
     @property
     def with_blocks(self) -> range:
         return self.stage.layers if self.eager else range(0)
-
-
-@lru_cache(maxsize=4096)
-def _layer_keeps(
-    shape: ModelShape,
-    *,
-    eager: bool,
-    tp: int,
-    sequence_parallel: bool,
-    element_bytes: int,
-    row_copies: float,
-    routed: bool,
-) -> LayerBytes:
-    """What a layer keeps for each token, remembered: layouts of one search share it."""
-    return (eager_layer_bytes if eager else layer_bytes)(
-        shape,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        element_bytes=element_bytes,
-        moe=routed,
-        row_copies=row_copies,
-    )
 
 
 def memory_terms(whole: Workload, *, fullest: bool = False) -> list[StageTerms]:
