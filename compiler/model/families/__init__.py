@@ -154,16 +154,6 @@ def by_frequency(config: Mapping[str, Any], count: int, *, first: int) -> list[i
     return [layer for layer in range(0, count, step) if layer >= dense]
 
 
-def not_counted(config: Mapping[str, Any], *, key: str, default: int) -> bool:
-    """Whether a key is no whole number of 1 or more."""
-    return not is_count(config.get(key, default))
-
-
-def is_count(value: Any) -> bool:
-    """Whether a value is a whole number of 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def always(*_: object) -> bool:
     """Of a trait that every configuration has."""
     return True

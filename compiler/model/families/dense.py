@@ -14,21 +14,7 @@ from typing import Any
 
 from parcompile.model.layers import LayerRuns, alternating
 
-from . import is_count
-
 # Dense decoders in the manner of Llama: RMSNorm, rotary positions, gated or plain MLPs.
-
-
-def _wrong_passes(config: Mapping[str, Any]) -> bool:
-    cycles = config.get("L_bp_cycles")
-    return cycles is not None and not (isinstance(cycles, list) and cycles and all(map(is_count, cycles)))
-
-
-def _counts_otherwise(config: Mapping[str, Any]) -> bool:
-    if (layers := config.get("num_layers_per_stack")) is None:
-        return False
-    runs = config.get("H_cycles", 2) * (config.get("L_cycles", 3) + 1)
-    return not (is_count(layers) and layers * runs == config.get("num_hidden_layers"))
 
 
 def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
@@ -46,10 +32,6 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
 def _modernbert_window(config: Mapping[str, Any]) -> int:
     window = config.get("local_attention", 128)
     return window // 2 if isinstance(window, int) else 0
-
-
-def _no_window(config: Mapping[str, Any]) -> bool:
-    return not config.get("sliding_window") and _modernbert_window(config) < 1
 
 
 # Muse: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.

@@ -2,8 +2,8 @@
 
 They are a small part of Python: keys by name (`hidden_size`, `text_config.hidden_size`), numbers, text, `None`,
 arithmetic, comparisons, `and`, `or`, `not`, `x if condition else y`, entries (`layer_types[layer]`), lists, list
-comprehensions over `range`, and the functions `ceil`, `int`, `len` and `sum_of_primes`. Nothing else is taken, and
-nothing is executed.
+comprehensions over `range`, and the functions `ceil`, `int`, `is_count` (of a whole number of 1 or more), `len` and
+`sum_of_primes`. Nothing else is taken, and nothing is executed.
 
 A key that a configuration does not have is None. A comparison that cannot be made (`None > 0`, an entry beyond the
 end of a list) is false: the code of the model would not have come there.
@@ -102,6 +102,7 @@ _COMPARISONS: Mapping[type[ast.AST], Callable[[Any, Any], bool]] = {
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "ceil": math.ceil,
     "int": int,
+    "is_count": lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
     "len": len,
     "range": range,
     "sum_of_primes": sum_of_primes,
