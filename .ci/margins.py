@@ -88,11 +88,12 @@ def numeric_files() -> list[Path]:
     return sorted(path for path in found.union(reached) if path.name.startswith("test_"))
 
 
-def run(isa: str, threads: int, tests: list[str], words: str | None) -> tuple[int, Path]:
+def run(isa: str, threads: int, tests: list[str], words: str | None, workers: int = 2) -> tuple[int, Path]:
     """The exit code of pytest, and the folder of its records."""
     folder = RECORDS / f"{isa}-{threads}"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--margins", str(folder), *tests]
+    spread = ["-n", str(workers), "--dist", "loadgroup"]
+    command = [sys.executable, "-m", "pytest", "-q", *spread, "--margins", str(folder), *tests]
     print(f"== {isa}, OMP_NUM_THREADS {threads}", flush=True)
     done = subprocess.run([*command, *(["-k", words] if words else [])], cwd=ROOT, env=environment(isa, threads))
     return done.returncode, folder

@@ -36,7 +36,10 @@ from parcompile.runtime.router_losses import without_router_losses
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
-from .world import MAX_RANKS, run_local
+from .world import MAX_RANKS, LocalWorld
+
+_IMPORTED = ("parcompile.runtime", "torch._inductor.compile_fx")
+"""What takes a rank seconds to import, once for all of them."""
 
 TOLERANCE = {Precision.FP32: 1e-5}
 """How far loss and gradient norm may be from those of one process, relative; see `HALF_TOLERANCE`."""
@@ -136,8 +139,11 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         RankError: A rank failed, or `timeout` seconds passed.
     """
     _refuse(plan)
-    with progress(f"running a step on {plan.world_size} ranks"):
-        answers = run_local(plan.world_size, _step_of_rank, plan, timeout=timeout)
+    with (
+        progress(f"running a step on {plan.world_size} ranks"),
+        LocalWorld(plan.world_size, start_method="forkserver", preload=_IMPORTED) as world,
+    ):
+        answers = world.run(_step_of_rank, plan, timeout=timeout)
     model = build_model(plan)
     wrong = [
         f"rank {rank}: {name} {shape}"
@@ -167,7 +173,7 @@ def slice_table(plan: Plan) -> str:
 # -- on a rank ---------------------------------------------------------------------------------------------------------
 
 
-def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- run_local's signature
+def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- the world's signature
     from deepspeed.utils import logger
 
     from parcompile.runtime.engine import initialize

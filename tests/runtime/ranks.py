@@ -11,7 +11,7 @@ from typing import Any
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.runtime.local import LocalWorld, RankError
 
-__all__ = ["RankError", "free_port", "run_ranks"]
+__all__ = ["RankError", "forked_world", "free_port", "run_ranks"]
 
 _FAMILIES = sorted({name.removesuffix("_text").replace("-", "_") for name in RUNTIME_FAMILIES})
 PRELOAD = (
@@ -43,10 +43,15 @@ PATIENCE_SECONDS = 600.0
 """No test that ends well is ended before, however much else the machine does; one that hangs ends all the same."""
 
 
+def forked_world(size: int, *, process_group: bool = True) -> LocalWorld:
+    """Ranks that begin with `PRELOAD`."""
+    return LocalWorld(size, process_group=process_group, start_method="forkserver", preload=PRELOAD)
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 0) -> list[Any]:
     """`function(rank, *args)` on every rank, each in its own process, with a launcher's environment.
 
     `timeout`: seconds, if more than `PATIENCE_SECONDS`.
     """
-    with LocalWorld(world_size, process_group=False, start_method="forkserver", preload=PRELOAD) as world:
+    with forked_world(world_size, process_group=False) as world:
         return world.run(function, *args, timeout=max(timeout, PATIENCE_SECONDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = Path(sys.executable).with_name("deepspeed")
 
 
-def compiled(spec: str, folder: Path) -> Plan:
+def compiled(spec: str | Path, folder: Path) -> Plan:
     plan, _ = compile_file(EXAMPLES / spec)
     assert plan is not None
     write({name: to_text(tree) for name, tree in artefacts(plan).items()}, folder)
@@ -56,13 +57,10 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def on_nodes(plan: Plan, folder: Path, *arguments: str) -> list[float]:
-    """The held-out losses that `examples/documents.py` prints; launchers share nothing but the first one's address.
-
-    One node's ranks are forked: `test_train_example.py` has a launcher for these.
-    """
+def on_nodes(plan: Plan, folder: Path, *arguments: str, forked: bool) -> list[float]:
+    """The held-out losses that `examples/documents.py` prints; launchers share nothing but the first one's address."""
     script = [str(EXAMPLES / "documents.py"), "--plan", str(folder / "plan"), "--output", str(folder), *arguments]
-    if plan.spec.cluster.nodes == 1:
+    if forked:
         return held_out(*run_forked(folder, plan.world_size, Path(script[0]), *script[1:]))
     hosts, count = folder / "hosts", plan.spec.cluster.nodes
     hosts.write_text("localhost slots=1\n127.0.0.1 slots=1\n")
@@ -105,7 +103,7 @@ def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Pat
     ):
         plan = compiled(spec, tmp_path / name / "plan")
         start_from = ["--model", str(tmp_path / model / "exported")] if model else []
-        losses[name] = on_nodes(plan, tmp_path / name, *start_from, *options)
+        losses[name] = on_nodes(plan, tmp_path / name, *start_from, *options, forked=name != "longer")
         before, known = known, float(exported(name)(input_ids=sample, labels=sample).loss.detach())
         assert losses[name][-1] < losses[name][0]
         assert not model or known < before
@@ -129,9 +127,12 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_a_killed_rank_ends_the_run_and_leaves_no_process(tmp_path: Path) -> None:
-    compiled("byte_llama.json", tmp_path)
+    spec = json.loads((EXAMPLES / "byte_llama.json").read_text(encoding="utf-8"))
+    spec["cluster"]["gpus_per_node"], spec["parallelism"] = 2, {"tp": 2}
+    (tmp_path / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+    compiled(tmp_path / "spec.json", tmp_path)
     log = tmp_path / "log"
-    arguments = ["--num_gpus", "4", "--master_port", str(free_port()), str(EXAMPLES / "train.py")]
+    arguments = ["--num_gpus", "2", "--master_port", str(free_port()), str(EXAMPLES / "train.py")]
     run = start([*arguments, "--plan", str(tmp_path), "--steps", "100000", "--checkpoint-every", "2"], log)
     try:
         deadline = time.monotonic() + 600
@@ -140,7 +141,7 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_process(tmp_path: Path) -> Non
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
         ranks = ranks_of(run)
-        assert len(ranks) == 4
+        assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         assert run.wait(timeout=600) != 0
         assert ranks_of(run) == []

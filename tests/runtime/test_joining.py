@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import tiny_config
+from launched import Ranks
 from ranks import run_ranks
 from training_runs import make_plan
 
@@ -90,49 +89,23 @@ def test_a_plan_that_the_runtime_does_not_execute_is_refused_with_its_rule() -> 
         assert "sliding_window" in str(found["error"])
 
 
-LATE = """
-import os, sys
-os.environ.update(RANK=sys.argv[2], LOCAL_RANK=sys.argv[2], WORLD_SIZE="2")
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
-from parcompile.runtime import join, load_plan, report_errors
-with report_errors():
-    join(load_plan(sys.argv[1]))
-"""
+def join_as(_: Path, plan: Plan, environment: dict[str, str]) -> None:
+    """A rank that is started by hand."""
+    os.environ.update(environment)
+    join(plan)
+
+
+def started(folder: Path, **environment: str) -> str:
+    """What one rank of two says, which ends with an error."""
+    given = {"WORLD_SIZE": "2", "PARCOMPILE_HANDSHAKE_TIMEOUT": "2", **environment}
+    job = Ranks(folder, 1, join_as, make_plan(2, {"tp": 2}), given)
+    assert job.end(within=600) == [1]
+    assert "Traceback" not in job.text(0)
+    return job.text(0)
 
 
 def test_a_rank_that_never_comes_is_named_within_the_time_out(tmp_path: Path) -> None:
-    from ranks import free_port
-
-    from parcompile.backends.artefacts import to_text
-
-    file = tmp_path / "plan.json"
-    file.write_text(to_text(plan_tree(make_plan(2, {"tp": 2}))), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, str(file), "0", str(free_port())],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PARCOMPILE_HANDSHAKE_TIMEOUT": "2"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 1
-    assert "rank 1 of 2 did not report within 2 s" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def start_rank(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """One rank of two, started by hand."""
-    from parcompile.backends.artefacts import to_text
-
-    file = tmp_path / "plan.json"
-    file.write_text(to_text(plan_tree(make_plan(2, {"tp": 2}))), encoding="utf-8")
-    code = LATE.replace("from parcompile", f"os.environ.update({environment!r})\nfrom parcompile", 1)
-    return subprocess.run(
-        [sys.executable, "-c", code, str(file), "1", "29500"],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PARCOMPILE_HANDSHAKE_TIMEOUT": "2"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    assert "rank 1 of 2 did not report within 2 s" in started(tmp_path, RANK="0")
 
 
 @pytest.mark.parametrize(
@@ -146,20 +119,15 @@ def start_rank(tmp_path: Path, **environment: str) -> subprocess.CompletedProces
     ],
 )
 def test_a_wrong_environment_variable_is_named(tmp_path: Path, name: str, value: str) -> None:
-    done = start_rank(tmp_path, **{name: value})
-    assert done.returncode == 1
-    assert name in done.stderr
-    assert "Traceback" not in done.stderr
+    assert name in started(tmp_path, **{"RANK": "1", name: value})
 
 
 def test_another_program_on_the_port_is_an_error_in_time(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        done = start_rank(tmp_path, MASTER_PORT=str(listener.getsockname()[1]))
-    assert done.returncode == 1
-    assert "rank 1 cannot reach the other ranks through 127.0.0.1:" in done.stderr
-    assert "Traceback" not in done.stderr
+        said = started(tmp_path, RANK="1", MASTER_PORT=str(listener.getsockname()[1]))
+    assert "rank 1 cannot reach the other ranks through 127.0.0.1:" in said
 
 
 def join_after_another(rank: int, plans: list[Plan]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from launched import Ranks
 from ranks import RankError, free_port, run_ranks
 from training_runs import make_plan, samples
 
@@ -275,63 +277,50 @@ def test_a_script_gets_one_error_on_every_rank() -> None:
     assert second == "1 comparison(s) differ"
 
 
-RANK = """
-import os, signal, sys, time
-plan, rank, port, plant = sys.argv[1:5]
-os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-from parcompile.runtime.preflight.live import stages, watch
-watch.SILENT_SECONDS = 6
-def die(*_): os.kill(os.getpid(), signal.SIGKILL)
-def hang(*_): time.sleep(600)
-if rank == "1":
-    stages.measure = {"die": die, "hang": hang}[plant]
-sys.argv = ["parcompile", "preflight", plan, "--live", "--seconds", "1", *sys.argv[5:]]
-from parcompile.cli import main
-main()
-"""
+def check_with(folder: Path, plant: str, *options: str) -> None:
+    """The command on two ranks, of which the second dies or hangs while links are measured."""
+    from parcompile.cli import main
+    from parcompile.runtime.preflight.live import stages, watch
+
+    watch.SILENT_SECONDS = 6
+    if os.environ["RANK"] == "1":
+        plants = {"die": lambda *_: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda *_: time.sleep(600)}
+        stages.measure = plants[plant]
+    sys.argv = ["parcompile", "preflight", str(folder), "--live", "--seconds", "1", *options]
+    main()
 
 
-def two_ranks(folder: Path, plant: str, *options: str) -> list[subprocess.CompletedProcess[str]]:
-    """Two processes as a launcher would start them, of which the second does something bad."""
+def two_ranks(folder: Path, plant: str, *options: str) -> Ranks:
+    """As a launcher would start them, after they have ended."""
     (folder / "plan.json").write_text(to_text(plan_tree(make_plan(2, {}))), encoding="utf-8")
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), str(rank), port, plant, *options],
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    job = Ranks(folder, 2, check_with, plant, *options, PARCOMPILE_HEARTBEAT="0")
     try:
-        said = [one.communicate(timeout=600) for one in started]
+        job.end(within=600)
     finally:
-        for one in started:
-            one.kill()
-    return [subprocess.CompletedProcess("", one.returncode, *texts) for one, texts in zip(started, said, strict=True)]
+        job.kill()
+    return job
 
 
 @pytest.mark.ranks
 def test_a_rank_that_dies_meanwhile_is_named_and_the_others_end(tmp_path: Path) -> None:
-    first, second = two_ranks(tmp_path, "die")
-    assert (first.returncode, second.returncode) == (1, -9)
-    assert first.stdout.count("live preflight of tiny") == 1
-    assert "silent since links; its process has ended or is stopped" in first.stdout
-    assert "Traceback" not in first.stdout + first.stderr
+    job = two_ranks(tmp_path, "die")
+    assert job.end(within=0) == [1, -9]
+    assert job.text(0).count("live preflight of tiny") == 1
+    assert "silent since links; its process has ended or is stopped" in job.text(0)
+    assert "Traceback" not in job.text(0)
 
 
 @pytest.mark.ranks
 def test_a_rank_that_hangs_ends_with_all_others_at_the_limit(tmp_path: Path) -> None:
-    first, second = two_ranks(tmp_path, "hang", "--wait", "30", "--limit", "5", "--format", "json")
-    assert (first.returncode, second.returncode) == (1, 1)
-    tree = json.loads(first.stdout)
-    assert tree["reason"] == "the check was not through within 35 s"
+    job = two_ranks(tmp_path, "hang", "--wait", "15", "--limit", "5", "--format", "json")
+    assert job.end(within=0) == [1, 1]
+    text = job.text(0)
+    tree = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
+    assert tree["reason"] == "the check was not through within 20 s"
     wrong = of_verdict(tree, "differs")
     assert set(wrong) == {"links"}
-    assert second.stdout == ""
-    assert "Traceback" not in first.stderr + second.stderr
+    assert "{" not in job.text(1)
+    assert "Traceback" not in text + job.text(1)
 
 
 @pytest.mark.ranks

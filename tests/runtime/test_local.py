@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from closeness import assert_within
+from ranks import forked_world
 from training_runs import make_plan
 
 from parcompile.cli.main import cli
 from parcompile.plan import plan_tree
 from parcompile.runtime import RunError
-from parcompile.runtime.local import LocalWorld, RankError, run_local
+from parcompile.runtime.local import RankError, run_local
 from parcompile.runtime.local.comparison import LocalRun, StepResult, run_and_compare, slice_table
 
 pytestmark = pytest.mark.ranks
@@ -80,7 +81,7 @@ def test_every_rank_answers_and_none_is_left() -> None:
     ],
 )
 def test_the_first_rank_that_fails_is_named_and_no_process_is_left(how: str, message: str) -> None:
-    with LocalWorld(2) as world:
+    with forked_world(2) as world:
         pids = [answer[0] for answer in world.run(add_up, 1.0)]
         with pytest.raises(RankError, match=message):
             world.run(misbehave, how, timeout=2 if how == "sleep" else 60)
@@ -90,7 +91,7 @@ def test_the_first_rank_that_fails_is_named_and_no_process_is_left(how: str, mes
 
 
 def test_a_launchers_environment_is_enough_to_initialise_by_hand() -> None:
-    with LocalWorld(2, process_group=False) as world:
+    with forked_world(2, process_group=False) as world:
         assert world.run(initialise_by_hand) == [True, True]
 
 

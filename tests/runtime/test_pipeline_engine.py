@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
-import sys
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from closeness import assert_close
-from ranks import free_port, run_ranks
+from launched import Ranks, leave
+from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process, train_with_engine
 
-from parcompile.backends.artefacts import to_text
-from parcompile.plan import Plan, plan_tree
+from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 
 pytestmark = pytest.mark.ranks
@@ -201,25 +201,23 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path: Path) -> None:
         assert read == set(held_here)
 
 
-STAGE = """
-import os, signal, sys
-plan, rank, port, failing, how = sys.argv[1:]
-os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-from parcompile.runtime import initialize, load_plan, report_errors
-from training_runs import initial_model, samples
-def misbehave(*_):
-    if how == "raises":
-        raise ValueError("a wrong layer")
-    os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
-with report_errors():
-    plan = load_plan(plan)
+def fail_in_stage(folder: Path, plan: Plan, how: str) -> None:
+    """The last stage raises, dies or stops in its second step, of which its heartbeat has told."""
+
+    def misbehave(*_: Any) -> None:
+        if how == "raises":
+            raise ValueError("a wrong layer")
+        time.sleep(4)
+        os.kill(os.getpid(), {"dies": signal.SIGKILL, "stops": signal.SIGSTOP}[how])
+
+    from parcompile.runtime import initialize
+
     engine, _, loader, _ = initialize(plan=plan, model=initial_model(plan), training_data=samples(plan))
     batches = iter(loader)
-    print(float(engine.train_batch(batches)), flush=True)
-    if rank == failing:
-        engine.module.get_submodule(f"model.layers.{rank}").register_forward_pre_hook(misbehave)
+    leave(folder, "loss", str(float(engine.train_batch(batches))))
+    if engine.mesh.rank == 1:
+        engine.module.get_submodule("model.layers.1").register_forward_pre_hook(misbehave)
     engine.train_batch(batches)
-"""
 
 
 @pytest.mark.parametrize(
@@ -232,38 +230,13 @@ with report_errors():
     ids=["raises", "dies", "stops"],
 )
 def test_a_stage_that_fails_ends_the_others_with_its_name(how: str, said: str, tmp_path: Path) -> None:
-    ranks, failing = 2, 1
-    plan = make_plan(ranks, {"pp": ranks}, model={"num_hidden_layers": ranks}, training=ONE)
-    (tmp_path / "plan.json").write_text(to_text(plan_tree(plan)), encoding="utf-8")
-    environment = {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(ranks),
-        "PARCOMPILE_SILENT_TIMEOUT": "15",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", STAGE, str(tmp_path), str(rank), port, str(failing), how],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    waiting, broken = started
+    plan = make_plan(2, {"pp": 2}, model={"num_hidden_layers": 2}, training=ONE)
+    job = Ranks(tmp_path, 2, fail_in_stage, plan, how, PARCOMPILE_SILENT_TIMEOUT="8")
     try:
-        out, errors = waiting.communicate(timeout=600)
-        if how == "raises":
-            broken.wait(timeout=600)
+        assert job.end(*range(1 + (how == "raises")), within=600) == [1] * (1 + (how == "raises"))
+        (line,) = job.said
     finally:
-        for one in started:
-            one.kill()
-        _, errors_of_broken = broken.communicate()
-    assert waiting.returncode == 1, errors
-    assert float(out) > 0, "the first step went through"
-    assert "Traceback" not in errors
-    (line,) = (line for line in (errors + errors_of_broken).splitlines() if "parcompile:" in line)
+        job.kill()
+    assert float((tmp_path / "loss-0").read_text()) > 0, "the first step went through"
+    assert "Traceback" not in job.text(0)
     assert re.search(said, line), line

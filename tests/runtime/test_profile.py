@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import RankError, free_port
+from ranks import RankError, forked_world, free_port
 
 from parcompile import schema
 from parcompile.cost.step import timing
 from parcompile.machines.accelerator import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import plan_from_tree, plan_tree
-from parcompile.runtime.local import run_local
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
 from parcompile.runtime.profiling.machine import RankProfile, measure_rank, preset, slowest
@@ -104,8 +103,8 @@ def broken_measurement(rank: int) -> object:
 
 @pytest.mark.ranks
 def test_a_rank_that_cannot_measure_ends_all_with_its_name() -> None:
-    with pytest.raises(RankError, match="rank 1 could not be measured"):
-        run_local(2, broken_measurement, timeout=600)
+    with forked_world(2) as world, pytest.raises(RankError, match="rank 1 could not be measured"):
+        world.run(broken_measurement, timeout=600)
 
 
 def test_links_are_measured_in_nodes_and_between_the_same_places_of_nodes() -> None:

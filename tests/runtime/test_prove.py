@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from launched import Ranks
 
 import parcompile
 import parcompile.runtime.prove
+from parcompile.cli import main
 from parcompile.cli.main import cli
 from parcompile.lint.advisories import advisories
 from parcompile.plan import Plan
@@ -354,25 +355,32 @@ def test_the_trainer_loses_experts_on_resume(engines: Callable[[str], Engine]) -
     assert [one.verdict for one in proved.cells] == [RED, EQUAL], proved.to_json()["cells"]
 
 
+def run_pytest(_: Path, folder: str, *options: str) -> None:
+    """In a process of its own, which starts with what is imported."""
+    os.chdir(folder)
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-rA", "--rootdir", folder, *options]))
+
+
 @pytest.mark.ranks
 def test_pytest_runs_cells_as_tests(tmp_path: Path) -> None:
     adapter = Path(ADAPTER).read_text(encoding="utf-8")
     (tmp_path / "adapter.py").write_text(adapter.replace('"none",', '"none", "stale"),\n    "left": ("none",', 1))
     (tmp_path / "test_own.py").write_text("def test_own(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--rootdir", str(tmp_path)]
 
-    def run(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    def run(name: str, *options: str) -> tuple[int, str]:
+        job = Ranks(tmp_path / f"run of {name}", 1, run_pytest, str(tmp_path), "--prove-engine", name, *options)
+        (code,) = job.end(within=600)
+        return code, job.text(0)
 
-    done = run("--prove-engine", "adapter.py", "--prove-cells", "3", "--prove-seed", "2", "--prove-ranks", "2")
-    outcomes = re.findall(r"^(PASSED|FAILED) ::prove\[(.+?)\]", done.stdout, re.MULTILINE)
-    assert {state for state, _ in outcomes} == {"PASSED", "FAILED"}, done.stdout
+    code, said = run("adapter.py", "--prove-cells", "3", "--prove-seed", "2", "--prove-ranks", "2")
+    outcomes = re.findall(r"^(PASSED|FAILED) ::prove\[(.+?)\]", said, re.MULTILINE)
+    assert {state for state, _ in outcomes} == {"PASSED", "FAILED"}, said
     assert all((state == "FAILED") == ("mistake stale" in name) for state, name in outcomes), outcomes
-    assert (len(outcomes), "PASSED test_own.py::test_own" in done.stdout, done.returncode) == (3, True, 1)
-    assert "fewest features: llama mistake stale" in done.stdout
-    assert "Traceback" not in done.stdout
-    wrong = run("--prove-engine", "none.py")
-    assert (wrong.returncode, "--prove-engine: none.py cannot run in" in wrong.stderr) == (4, True), wrong.stderr
+    assert (len(outcomes), "PASSED test_own.py::test_own" in said, code) == (3, True, 1)
+    assert "fewest features: llama mistake stale" in said
+    assert "Traceback" not in said
+    code, said = run("none.py")
+    assert (code, "--prove-engine: none.py cannot run in" in said) == (4, True), said
 
 
 def test_an_engine_that_cannot_run_is_one_sentence(tmp_path: Path) -> None:
@@ -400,11 +408,11 @@ def test_ranks_that_raise_or_hang_or_exit_are_named(tmp_path: Path) -> None:
         "def step(engine, batch, cell): return 1.0, 1.0\n"
         "def full_parameters(engine, cell): return {}\n"
     )
-    with Engine(str(adapter), timeout=15) as engine:
+    with Engine(str(adapter), timeout=8) as engine:
         found = prove(engine, [{"dp": 2, "ends": how} for how in ("raise", "hang", "exit")])
     assert [one.answer["why"] for one in found.cells] == [
         "rank 1: KeyError: 'no such layer'",
-        "no answer from rank 1 within 15 s",
+        "no answer from rank 1 within 8 s",
         "rank 1: exit code 7",
     ]
     assert not found.proves
@@ -426,20 +434,15 @@ def test_ranks_end_with_the_command(tmp_path: Path, sign: signal.Signals) -> Non
         "def step(engine, batch, cell): return 1.0, 1.0\n"
         "def full_parameters(engine, cell): return {}\n"
     )
-    started = subprocess.Popen(
-        [sys.executable, "-m", "parcompile", "prove", "--engine", str(adapter), "--cell", "dp=2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )
-    with started:
+    job = Ranks(tmp_path / "command", 1, run_command, "prove", "--engine", str(adapter), "--cell", "dp=2")
+    try:
         files = [tmp_path / "0", tmp_path / "1"]
-        until(lambda: all(one.exists() and one.read_text().endswith("\n") for one in files), started)
-        started.send_signal(sign)
-        output, _ = started.communicate(timeout=600)
-    assert (started.returncode, output) == (
-        (130, b"\nparcompile: interrupted\n") if sign == signal.SIGINT else (-sign, b"")
-    )
+        until(lambda: all(one.exists() and one.read_text().endswith("\n") for one in files), job)
+        job.signal(0, sign)
+        assert job.end(within=600) == [130 if sign == signal.SIGINT else -sign]
+    finally:
+        job.kill()
+    assert job.text(0) == ("\nparcompile: interrupted\n" if sign == signal.SIGINT else "")
     for one in files:
         *numbers, folder = one.read_text().split()
         for number in numbers:
@@ -447,11 +450,18 @@ def test_ranks_end_with_the_command(tmp_path: Path, sign: signal.Signals) -> Non
         assert not Path(folder).exists()
 
 
-def until(holds: Callable[[], bool], running: subprocess.Popen[bytes] | None = None) -> None:
+def run_command(_: Path, *arguments: str) -> None:
+    """As a shell starts it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["parcompile", *arguments]
+    main()
+
+
+def until(holds: Callable[[], bool], running: Ranks | None = None) -> None:
     end = time.monotonic() + 600
     while not holds():
         assert time.monotonic() < end
-        assert running is None or running.poll() is None, running.communicate()
+        assert running is None or running.processes[0].is_alive(), running.text(0)
         time.sleep(0.05)
 
 

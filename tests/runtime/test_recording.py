@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import forked_world
 from torch import nn
 
 from parcompile.doctor import judge, read_all
 from parcompile.doctor.records import KEPT, file_name, ring_name
 from parcompile.runtime.liveness import records
 from parcompile.runtime.liveness.recording import Records, name_groups, start
-from parcompile.runtime.local import LocalWorld
 
 pytestmark = pytest.mark.ranks
 
@@ -48,7 +48,7 @@ def talk(rank: int) -> dict[str, Any]:
 
 
 def test_messages_are_recorded_with_their_places_and_their_ends(tmp_path: Path) -> None:
-    with LocalWorld(2) as world:
+    with forked_world(2) as world:
         world.run(begin, str(tmp_path))
         first, second = world.run(talk)
         shown = [
@@ -134,7 +134,7 @@ def wait_in_vain(rank: int) -> None:
 
 
 def test_who_waits_for_whom_is_read_from_what_is_written(tmp_path: Path) -> None:
-    with LocalWorld(2) as world:
+    with forked_world(2) as world:
         world.run(begin, str(tmp_path))
         world.run(wait_in_vain)
     assert json.loads((tmp_path / file_name(0)).read_text())["events"] == ["timed out"]

@@ -1,4 +1,4 @@
-"""Live ranks for tests: a world is spawned once and then runs one check after the other."""
+"""Live ranks for tests: a world is started once and then runs one check after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import torch
+from ranks import forked_world
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,7 +30,7 @@ class World:
         call gets a fresh world.
         """
         if self._ranks is None:
-            self._ranks = LocalWorld(self.size)
+            self._ranks = forked_world(self.size)
         try:
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
             return self._ranks.run(_without_rank, check, args, test, timeout=timeout_seconds)

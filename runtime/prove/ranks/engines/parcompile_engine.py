@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import tempfile
@@ -17,6 +18,13 @@ from ..cells import AUX_LOSS, Cell, batch_size, has_experts, planned
 from ..reference import STEPS, Batch, batches, configuration, sequence_length
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+
+import parcompile
+from parcompile.runtime import checkpoint, initialize
+from parcompile.runtime.settings import HEARTBEAT
+
+for _name in ("parcompile.api", "torch._inductor.compile_fx"):
+    importlib.import_module(_name)  # what each rank would import, once in front of all forks: two seconds of each
 
 PACKAGES = ("parcompile", "deepspeed", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
@@ -50,8 +58,6 @@ def supports(cell: Cell) -> str | None:
 @functools.cache
 def _refused(cell: str) -> str | None:
     """What the compiler says against a cell."""
-    import parcompile
-
     with tempfile.TemporaryDirectory() as folder:
         found = parcompile.check(spec_of(json.loads(cell), Path(folder)), estimate=False)
     wrong = [one.message for one in found.diagnostics if one.is_error or one.code.startswith("X")]
@@ -62,10 +68,6 @@ class _Run:
     """The engine of a cell, and its batches in order, from that of step `first` on."""
 
     def __init__(self, model: nn.Module, cell: Cell, first: int = 0) -> None:
-        import parcompile
-        from parcompile.runtime import initialize
-        from parcompile.runtime.settings import HEARTBEAT
-
         os.environ[HEARTBEAT] = "0"  # the server watches its processes
         # The same path on every rank: it is part of the plan.
         plan = parcompile.compile(spec_of(cell, Path(tempfile.gettempdir()) / "config"), estimate=False)
@@ -125,15 +127,11 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]: 
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
     """What `load` goes on from."""
-    from parcompile.runtime import checkpoint
-
     checkpoint.save(engine.engine, folder, STEPS - 1)
 
 
 def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
     """What was saved, in front of the last step."""
-    from parcompile.runtime import checkpoint
-
     run = _Run(model, cell, STEPS - 1)
     checkpoint.load(run.engine, folder)
     return run
