@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @click.command("prove")
 @click.option(
-    "--engine", help="deepspeed, transformers, accelerate, megatron, parcompile, or the path of an adapter (.py)."
+    "--engine",
+    help="deepspeed, transformers, accelerate, megatron, torchtitan, parcompile, or the path of an adapter (.py).",
 )
 @click.option("--cells", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many to draw.")
 @click.option("--cell", "chosen", multiple=True, metavar="NAME=VALUE,…", help="This cell, instead of drawn ones.")

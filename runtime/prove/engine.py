@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-BUILT_IN = ("deepspeed", "transformers", "accelerate", "megatron", "parcompile")
+BUILT_IN = ("deepspeed", "transformers", "accelerate", "megatron", "torchtitan", "parcompile")
 """Engines whose adapter is here; another is the path of a Python file."""
 
 _RANKS = Path(__file__).parent / "ranks"

@@ -204,7 +204,7 @@ def test_a_leak_that_one_process_has_too_is_red(tmp_path: Path) -> None:
         for folder, times in ((tmp_path, 1.0), (tmp_path / "perturbed", factor)):
             folder.mkdir(exist_ok=True)
             steps = [(loss * times, norm) for loss, norm in zip(right["loss"], right["norm"], strict=True)]
-            torch.save({"steps": steps, "params": right["params"]}, folder / "found-3.pt")
+            torch.save({"steps": steps, "params": right["params"]}, folder / "result-3.pt")
         server._judge(cell, tmp_path)
         answer = json.loads((tmp_path / "verdict.json").read_text())
         assert (answer["verdict"], answer.get("why") and answer["why"].partition(" off")[0]) == (verdict, why)
@@ -334,6 +334,25 @@ def test_megatron_is_one_process(engines: Callable[[str], Engine]) -> None:
     ]
     found = prove(engines("megatron"), cells)
     assert {found.text_of(one): dict(one.answer) for one in found.cells if one.verdict not in (EQUAL, ROUNDING)} == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+def test_torchtitan_is_one_process(engines: Callable[[str], Engine]) -> None:
+    """A loss that is a DTensor is logged wrongly: `clone` reduces it, and the sum over ranks adds it up again."""
+    cells = [
+        {"dp": 4, "replicas": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5, "packed": True},
+        {"family": "qwen3", "tp": 2, "sequence_parallel": True, "dp": 2, "tied": True, "resume": True},
+        {"dp": 2, "dtype": "bf16", "checkpointing": "full"},
+    ]
+    *right, logged = prove(engines("torchtitan"), [*cells, {"dp": 2, "spmd": "full_dtensor"}], shrinks=False).cells
+    assert [one.verdict for one in right] == [EQUAL] * 3, [dict(one.answer) for one in right]
+    differences = logged.answer["differences"]
+    assert (logged.verdict, differences["loss"], max(differences["norm"], differences["update"]) < 1e-5) == (
+        RED,
+        pytest.approx(1.0),
+        True,
+    )
 
 
 @pytest.mark.ranks
@@ -492,16 +511,19 @@ def test_the_commands_of_the_page_run(
     root = Path(__file__).parents[2]
     page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in re.findall(r"^parcompile prove (.*)$", page, re.MULTILINE)]
-    assert len(lines) == 10
+    assert len(lines) == 11
     (tmp_path / "examples").symlink_to(root / "examples")
     parcompile.compile(str(root / "examples" / "byte_llama.json"), str(tmp_path / "plan"))
     monkeypatch.chdir(tmp_path)
     for line in lines:
         arguments, _, file = line.replace("--cells 20", "--cells 1 --no-shrink").partition(" > ")
         found = command(*arguments.split())
-        if "megatron" in line and importlib.util.find_spec("megatron") is None:
+        missing = [
+            tool for tool in ("megatron", "torchtitan") if tool in line and importlib.util.find_spec(tool) is None
+        ]
+        if missing:
             assert found.exit_code
-            assert "No module named 'megatron'" in found.output
+            assert f"No module named '{missing[0]}'" in found.output
             continue
         if file:
             Path(file).write_text(found.stdout)

@@ -22,7 +22,7 @@ MASKS = ("none", "uneven", "empty")
 """Labels: all count; a drawn number of the first ones of each sample do not; one sample has none that counts."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
-"""Of tiny models: the `class` of the configuration, and its `keys` beside the sizes of all."""
+"""Of tiny models: the `class` of the configuration, its `keys` beside the sizes of all, its names in `torchtitan`."""
 
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     "family": tuple(FAMILIES),
@@ -51,8 +51,8 @@ _CANDIDATES = 60
 
 def planned(cell: Cell) -> Mapping[str, Any]:
     """What somebody's own plan gives a cell (`given.of_plan`); empty where there is none."""
-    found: Mapping[str, Any] = json.loads(cell.get("plan") or "{}")
-    return found
+    settings: Mapping[str, Any] = json.loads(cell.get("plan") or "{}")
+    return settings
 
 
 def has_experts(cell: Cell) -> bool:
@@ -126,7 +126,7 @@ def draw(
     The same arguments give the same cells.
     """
     generator = random.Random(seed)  # noqa: S311 -- nothing secret
-    seen, found = set[Any](), list[dict[str, Any]]()
+    covered, cells = set[Any](), list[dict[str, Any]]()
     for number in range(count):
         best, gain = None, -1
         for _ in range(_CANDIDATES):
@@ -134,13 +134,13 @@ def draw(
             cell["seed"] = seed * 10_000 + number
             if world_size(cell) > most_ranks or supports(cell):
                 continue
-            new = len(_pairs(cell) - seen)
+            new = len(_pairs(cell) - covered)
             if new > gain:
                 best, gain = cell, new
         if best is not None:
-            seen |= _pairs(best)
-            found.append(best)
-    return found
+            covered |= _pairs(best)
+            cells.append(best)
+    return cells
 
 
 def _pairs(cell: Cell) -> set[Any]:

@@ -24,34 +24,36 @@ VERDICTS = (EQUAL, ROUNDING, RED, CANNOT)
 Result = Mapping[str, Any]
 
 
-def judge(dtype: str, found: Result, expected: Result, noises: Callable[[], list[Result]]) -> dict[str, Any]:
+def judge(dtype: str, engine: Result, expected: Result, noises: Callable[[], list[Result]]) -> dict[str, Any]:
     """The verdict of a cell, and its differences.
 
     Args:
         dtype: of the cell.
-        found: `loss` and `norm` of each step, None where the engine does not tell, and `params` by name.
+        engine: its `loss` and `norm` of each step, None where it does not tell, and `params` by name.
         expected: the same of one process, with `start`.
         noises: the reference again, as rounding alone may change it; called where something is off.
     """
-    if why := _dead(found):
+    if why := _dead(engine):
         return {"verdict": RED, "why": why}
-    missing = [name for name in expected["params"] if name not in found["params"]]
+    missing = [name for name in expected["params"] if name not in engine["params"]]
     shapes = [
-        name for name, one in found["params"].items() if name in expected["params"] and _shapes(one, name, expected)
+        name
+        for name, tensor in engine["params"].items()
+        if name in expected["params"] and tensor.shape != expected["params"][name].shape
     ]
     if missing or shapes:
         what = f"lacks {missing[0]}" if missing else f"has another shape of {shapes[0]}"
         return {"verdict": RED, "why": f"the engine {what}, of {len(missing) + len(shapes)} such parameters"}
-    if wild := [name for name in expected["params"] if not bool(found["params"][name].isfinite().all())]:
+    if wild := [name for name in expected["params"] if not bool(engine["params"][name].isfinite().all())]:
         return {"verdict": RED, "why": f"{wild[0]} has numbers that are not finite, of {len(wild)} such parameters"}
-    differences = dict(_differences(found, expected))
-    times = max(1.0, sum(one.numel() for one in expected["params"].values()) / _EXACT)
+    differences = dict(_differences(engine, expected))
+    times = max(1.0, sum(tensor.numel() for tensor in expected["params"].values()) / _EXACT)
     limits = {name: times * LIMITS[dtype][name == "update"] for name in ("loss", "norm", "update")}
     answer: dict[str, Any] = {"verdict": EQUAL}
     off = [name for name, (value, _) in differences.items() if not value <= limits[name]]
     if off:
-        moved = [dict(_differences(one, expected)) for one in noises()]
-        allowed = {name: min(CEILING, TIMES * max(one[name][0] for one in moved)) for name in off}
+        moved = [dict(_differences(nudged, expected)) for nudged in noises()]
+        allowed = {name: min(CEILING, TIMES * max(noise[name][0] for noise in moved)) for name in off}
         wrong = [name for name in off if not differences[name][0] <= allowed[name]]
         answer["verdict"] = RED if wrong else ROUNDING
         answer["noise"] = {name: _short(allowed[name] / TIMES) for name in off}
@@ -60,14 +62,14 @@ def judge(dtype: str, found: Result, expected: Result, noises: Callable[[], list
             answer["why"] = f"{wrong[0]} off by {value:.1e}{f' at {where}' if where else ''}"
     answer["differences"] = {name: _short(value) for name, (value, _) in differences.items()}
     if answer["verdict"] == RED:
-        answer["found"] = {name: found[name] for name in ("loss", "norm")}
+        answer["found"] = {name: engine[name] for name in ("loss", "norm")}
         answer["one_process"] = {name: expected[name] for name in ("loss", "norm")}
     return answer
 
 
-def _dead(found: Result) -> str | None:
+def _dead(engine: Result) -> str | None:
     """Why a run proves nothing: it did not train."""
-    losses, norms = found["loss"], [one for one in found["norm"] if one is not None]
+    losses, norms = engine["loss"], [norm for norm in engine["norm"] if norm is not None]
     if not all(map(math.isfinite, (*losses, *norms))):
         return "a loss or a norm is not a finite number"
     if len(set(losses)) == 1 and len(losses) > 1:
@@ -77,28 +79,24 @@ def _dead(found: Result) -> str | None:
     return None
 
 
-def _shapes(one: Any, name: str, expected: Result) -> bool:
-    return tuple(one.shape) != tuple(expected["params"][name].shape)
-
-
-def _differences(found: Result, expected: Result) -> Iterator[tuple[str, tuple[float, str]]]:
+def _differences(engine: Result, expected: Result) -> Iterator[tuple[str, tuple[float, str]]]:
     """Relative, with the step or parameter that is furthest off."""
     for name in ("loss", "norm"):
-        pairs = [(one, other) for one, other in zip(found[name], expected[name], strict=True) if one is not None]
+        pairs = [pair for pair in zip(engine[name], expected[name], strict=True) if pair[0] is not None]
         if pairs:
-            values = [abs(one - other) / max(abs(other), 1e-30) for one, other in pairs]
+            values = [abs(actual - right) / max(abs(right), 1e-30) for actual, right in pairs]
             worst = max(values)
             yield name, (worst, f"step {values.index(worst) + 1}")
     worst, where, off, moved = 0.0, "", 0.0, 0.0
-    for name, other in expected["params"].items():
-        one, target, start = (each.double() for each in (found["params"][name], other, expected["start"][name]))
+    for name, right in expected["params"].items():
+        actual, target, start = (each.double() for each in (engine["params"][name], right, expected["start"][name]))
         size = float((target - start).norm())
-        distance = float((one - target).norm())
+        distance = float((actual - target).norm())
         off, moved = off + distance**2, moved + size**2
         value = distance / max(size, 1e-12)
         if not value <= worst:
             worst, where = value, name
-    if any(str(one.dtype) == "torch.bfloat16" for one in found["params"].values()):
+    if any(str(tensor.dtype) == "torch.bfloat16" for tensor in engine["params"].values()):
         # The last bit of a weight is as large as an update of a norm's: only all of them together tell.
         worst, where = math.sqrt(off / max(moved, 1e-24)), "all parameters"
     yield "update", (worst, where)

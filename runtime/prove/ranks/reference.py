@@ -165,8 +165,8 @@ def optimizer_of(parameters: Any) -> torch.optim.AdamW:
 def _pieces(cell: Cell, batch: Batch, whole: bool) -> list[Batch]:
     """Single rows, or the micro-batches of all ranks where what is trained, or watched, depends on them."""
     if cell.get("aux_loss") or whole:
-        return [one for rank in range(cell["dp"]) for one in micro_batches(cell, batch, rank)]
-    return [{name: one[row : row + 1] for name, one in batch.items()} for row in range(batch_size(cell))]
+        return [micro for rank in range(cell["dp"]) for micro in micro_batches(cell, batch, rank)]
+    return [{name: tensor[row : row + 1] for name, tensor in batch.items()} for row in range(batch_size(cell))]
 
 
 def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> di
     """
     model, low = model_of(cell, nudge), cell["dtype"] == "bf16"
     optimizer = optimizer_of(model.parameters())
-    start = {name: one.detach().clone() for name, one in model.named_parameters()}
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses, norms, trace = [], [], Trace(model) if watched else None
     for step, batch in enumerate(batches(cell)):
         total, computing = 0.0, model_of(cell).to(torch.bfloat16) if low else model
@@ -198,6 +198,6 @@ def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> di
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), cell["clipping"] or math.inf)))
         optimizer.step()
         optimizer.zero_grad()
-    params = {name: one.detach().clone() for name, one in model.named_parameters()}
-    found = {"loss": losses, "norm": norms, "params": params, "start": start}
-    return found if trace is None else {**found, "trace": trace.data()}
+    params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    result = {"loss": losses, "norm": norms, "params": params, "start": start}
+    return result if trace is None else {**result, "trace": trace.data()}

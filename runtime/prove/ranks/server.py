@@ -104,10 +104,10 @@ def features_of(adapter: ModuleType) -> dict[str, tuple[Any, ...]]:
 
 def versions_of(adapter: ModuleType) -> dict[str, str]:
     """Of the packages that decide the numbers."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in getattr(adapter, "PACKAGES", ("torch", "transformers")):
-        found[name] = importlib.metadata.version(name)
-    return found
+        versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def run_cell(adapter: ModuleType, cell: Cell, timeout: float, explains: bool = False) -> dict[str, Any]:
@@ -192,25 +192,25 @@ def _rank_task(
         if run.stop < STEPS:
             saved.mkdir(exist_ok=True)
             adapter.save(engine, saved, cell)
-        found = {"steps": steps, "params": adapter.full_parameters(engine, cell)}
+        result = {"steps": steps, "params": adapter.full_parameters(engine, cell)}
         if watched:
             torch.save(trace.data(), folder / f"trace-{run.stop}-{rank}.pt")
         if rank == 0:
-            torch.save(found, folder / f"found-{run.stop}.pt")
+            torch.save(result, folder / f"result-{run.stop}.pt")
 
     return task
 
 
 def _loaded(folder: Path, pattern: str) -> list[Any]:
-    return [torch.load(one, weights_only=False) for one in sorted(folder.glob(pattern))]
+    return [torch.load(file, weights_only=False) for file in sorted(folder.glob(pattern))]
 
 
 def _explain(cell: Cell, folder: Path) -> None:
     """By the first of the runs that differs: what is resumed comes after what is saved."""
     expected, answer = reference(cell, watched=True), dict[str, Any]()
-    for run, found in zip(sorted(folder.glob("found-*.pt")), _loaded(folder, "found-*.pt"), strict=True):
-        traces = _loaded(folder, f"trace-{run.stem.removeprefix('found-')}-*.pt")
-        losses, norms = zip(*found["steps"], strict=True)
+    for run, result in zip(sorted(folder.glob("result-*.pt")), _loaded(folder, "result-*.pt"), strict=True):
+        traces = _loaded(folder, f"trace-{run.stem.removeprefix('result-')}-*.pt")
+        losses, norms = zip(*result["steps"], strict=True)
         upto = {name: expected[name][: len(losses) + answer.get("steps", 0)] for name in ("loss", "norm")}
         answer = explain(cell, traces, {"loss": losses, "norm": norms}, upto, expected["trace"])
         if answer["place"]:
@@ -220,18 +220,18 @@ def _explain(cell: Cell, folder: Path) -> None:
     (folder / "verdict.json").write_text(json.dumps(answer))
 
 
-def _found(folder: Path) -> dict[str, Any]:
-    runs = _loaded(folder, "found-*.pt")
+def _result(folder: Path) -> dict[str, Any]:
+    runs = _loaded(folder, "result-*.pt")
     losses, norms = zip(*(step for run in runs for step in run["steps"]), strict=True)
     return {"loss": losses, "norm": norms, "params": runs[-1]["params"]}
 
 
 def _judge(cell: Cell, folder: Path) -> None:
-    found, expected = _found(folder), reference(cell)
-    answer = judge(cell["dtype"], found, expected, lambda: [reference(cell, seed) for seed in _SEEDS])
+    engine, expected = _result(folder), reference(cell)
+    answer = judge(cell["dtype"], engine, expected, lambda: [reference(cell, seed) for seed in _SEEDS])
     if cell.get("isolation") and answer["verdict"] != RED:
         apart = judge(
-            cell["dtype"], _found(folder / _PERTURBED), {**found, "start": expected["start"]}, lambda: [found]
+            cell["dtype"], _result(folder / _PERTURBED), {**engine, "start": expected["start"]}, lambda: [engine]
         )
         if apart["verdict"] == RED:
             answer = {**apart, "why": f"other tokens in front of a document change it: {apart['why']}"}
@@ -274,8 +274,10 @@ def _forked(
         for pid in running:
             _ended(pid)
     if failed:
-        causes = [f"rank {one}: {why}" for one, why in sorted(failed.items()) if not any(sign in why for sign in _LOST)]
-        return (causes or [f"rank {one}: {why}" for one, why in sorted(failed.items())])[0]
+        causes = [
+            f"rank {rank}: {why}" for rank, why in sorted(failed.items()) if not any(sign in why for sign in _LOST)
+        ]
+        return (causes or [f"rank {rank}: {why}" for rank, why in sorted(failed.items())])[0]
     return f"no answer from rank {min(late.values())} within {timeout:g} s" if late else None
 
 

@@ -70,9 +70,9 @@ class Trace:
         return {name: getattr(self, name) for name in ("calls", "steps", "collectives", "fronts")}
 
     def _keeper(self, key: tuple[str, str]) -> Callable[[Tensor], None]:
-        def keep(found: Tensor) -> None:
+        def keep(tensor: Tensor) -> None:
             if self.calls:
-                self.calls[-1].setdefault(key, found.detach().clone())
+                self.calls[-1].setdefault(key, tensor.detach().clone())
 
         return keep
 
@@ -88,44 +88,49 @@ class Trace:
         return hook
 
     def _named(self, optimizer: Any, of: Callable[[Any], Any]) -> dict[str, Tensor]:
-        names = {id(one): name for name, one in self._model.named_parameters()}
-        own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in names]
-        return {names[id(one)]: _whole(value).clone() for one in own if (value := of(one)) is not None}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
+        return {
+            names[id(parameter)]: _whole(value).clone() for parameter in own if (value := of(parameter)) is not None
+        }
 
     def _before(self, optimizer: Any, *_: Any) -> None:
-        gradients = self._named(optimizer, lambda one: one.grad)
-        every = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        norm = math.sqrt(sum(float(_whole(one).double().norm()) ** 2 for one in every))
-        counted = max((float(one["step"]) for one in optimizer.state.values() if "step" in one), default=0.0)
+        gradients = self._named(optimizer, lambda parameter: parameter.grad)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        every = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = math.sqrt(sum(float(_whole(gradient).double().norm()) ** 2 for gradient in every))
+        counted = max((float(state["step"]) for state in optimizer.state.values() if "step" in state), default=0.0)
         front = len(self.collectives)
         self.steps.append({"collectives": front, "norm": norm, "gradients": gradients, "counted": counted})
 
     def _after(self, optimizer: Any, *_: Any) -> None:
-        self.steps[-1]["after"] = self._named(optimizer, lambda one: one.detach())
+        self.steps[-1]["after"] = self._named(optimizer, lambda parameter: parameter.detach())
 
     def _logged(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
             tensor = _first_tensor([*given, *named.values()])
-            group = named.get("group") or next((one for one in given if isinstance(one, dist.ProcessGroup)), None)
+            group = named.get("group") or next((value for value in given if isinstance(value, dist.ProcessGroup)), None)
             ranks = ", ".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
             before = "" if tensor is None else f" of {list(tensor.shape)} {_digest(tensor)}"
-            found = collective(*given, **named)
+            result = collective(*given, **named)
             after = "" if tensor is None or named.get("async_op") else f" -> {_digest(tensor)}"
             self.collectives.append(f"{name} over ranks {ranks}{before}{after}")
-            return found
+            return result
 
         return call
 
 
-def explain(cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, one: Data) -> dict[str, Any]:
+def explain(
+    cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, reference: Data
+) -> dict[str, Any]:
     """The first difference between the ranks' traces and that of one process, whose result is `expected`."""
-    for rank, where, said, front in _differences(cell, ranks, told, expected, one):
+    for rank, where, said, front in _differences(cell, ranks, told, expected, reference):
         return {"place": where, "said": said, "collectives": ranks[rank]["collectives"][:front][-_SHOWN:]}
     return {"place": "", "said": "nothing that is watched differs in front of the last parameters", "collectives": []}
 
 
 def _differences(
-    cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, one: Data
+    cell: Mapping[str, Any], ranks: Sequence[Data], told: Data, expected: Data, reference: Data
 ) -> Iterator[tuple[int, str, str, int]]:
     """Rank, place, sentence, and how many collectives came before; in the order in which they arise."""
     limit, count = LIMITS[cell["dtype"]], len(told["loss"])
@@ -134,7 +139,7 @@ def _differences(
         if extra[rank] > 0 and trace["steps"][0]["norm"] == 0:
             said = f"the optimizer takes {extra[rank]} more step(s) than there are batches, the first without gradients"
             yield rank, "the optimizer's state before the first step", said, 0
-    pieces = {_digest(piece["ids"]): piece for piece in one["calls"]}
+    pieces = {_digest(piece["ids"]): piece for piece in reference["calls"]}
     whole = all(cell.get(axis, 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
     weight: float | None = None
     for step in range(count):
@@ -150,22 +155,22 @@ def _differences(
                     if whole and "ids" in call:
                         yield rank, f"the rows of {at}", "they are those of no micro-batch of one process", front
                     continue
-                for key, found, other in _pairs(call, piece, (OUTPUT,)):
-                    if not (off := _distance(found, other)) <= limit:
+                for key, actual, right in _pairs(call, piece, (OUTPUT,)):
+                    if not (off := _distance(actual, right)) <= limit:
                         yield rank, f"{key[0]} of {key[1]}, {at}", f"relative error {off:.1e}", front
-                for key, found, other in _pairs(call, piece, (OF_OUTPUT, GRADIENT)):
-                    times = _times(found, other)
+                for key, actual, right in _pairs(call, piece, (OF_OUTPUT, GRADIENT)):
+                    times = _times(actual, right)
                     weight = times if weight is None else weight
-                    if not abs(times - weight) <= limit * abs(weight) or not _distance(found, times * other) <= limit:
+                    if not abs(times - weight) <= limit * abs(weight) or not _distance(actual, times * right) <= limit:
                         said = f"it is {times / (weight or 1):.4g} times that of one process, counted from the first"
-                        off = _distance(found, times * other)
+                        off = _distance(actual, times * right)
                         said += f"; and in another direction, relative error {off:.1e}" if not off <= limit else ""
                         yield rank, f"{key[0]} of {key[1]}, {at}", said, front
         norm = _apart("norm", told, expected, step, limit)
         for rank, trace in enumerate(ranks):
             if step + max(0, extra[rank]) < len(trace["steps"]):
                 own = trace["steps"][step + max(0, extra[rank])]
-                for where, said in _of_step(own, one["steps"][begun + step], ranks if whole else (), step, limit):
+                for where, said in _of_step(own, reference["steps"][begun + step], ranks if whole else (), step, limit):
                     yield rank, f"{where}, step {begun + step + 1} on rank {rank}", f"{said}{norm}", own["collectives"]
         for name, apart in (("norm", norm), ("loss", _apart("loss", told, expected, step, limit))):
             if apart:
@@ -174,18 +179,18 @@ def _differences(
 
 def _apart(name: str, told: Data, expected: Data, step: int, limit: float) -> str:
     """How far what an engine tells of a step is from that of one process, in words; nothing where it is not."""
-    found, other = told[name][step], expected[name][step - len(told[name])]
-    if found is None or abs(found - other) <= limit * abs(other):
+    actual, right = told[name][step], expected[name][step - len(told[name])]
+    if actual is None or abs(actual - right) <= limit * abs(right):
         return ""
-    return f"; the {name} that is told is {found:.6g}, that of one process {other:.6g}"
+    return f"; the {name} that is told is {actual:.6g}, that of one process {right:.6g}"
 
 
-def _of_step(own: Data, other: Data, ranks: Sequence[Data], step: int, limit: float) -> Iterator[tuple[str, str]]:
+def _of_step(own: Data, right: Data, ranks: Sequence[Data], step: int, limit: float) -> Iterator[tuple[str, str]]:
     """What an optimizer is given, what it remembers, and what it makes of them."""
-    both = [name for name in other["gradients"] if name in own["gradients"]]
-    both = [name for name in both if own["gradients"][name].shape == other["gradients"][name].shape]
-    wrong = [name for name in both if not _distance(own["gradients"][name], other["gradients"][name]) <= limit]
-    times = {name: _times(own["gradients"][name], other["gradients"][name]) for name in wrong}
+    both = [name for name in right["gradients"] if name in own["gradients"]]
+    both = [name for name in both if own["gradients"][name].shape == right["gradients"][name].shape]
+    wrong = [name for name in both if not _distance(own["gradients"][name], right["gradients"][name]) <= limit]
+    times = {name: _times(own["gradients"][name], right["gradients"][name]) for name in wrong}
     if wrong:
         all_alike = len(wrong) == len(both) and max(times.values()) - min(times.values()) <= limit * max(times.values())
         where = "the gradient of every parameter" if all_alike else f"the gradient of {wrong[0]}"
@@ -196,35 +201,35 @@ def _of_step(own: Data, other: Data, ranks: Sequence[Data], step: int, limit: fl
     if (
         norms
         and not both
-        and not any(abs(one - other["norm"]) <= limit * other["norm"] for one in (own["norm"], total))
+        and not any(abs(norm - right["norm"]) <= limit * right["norm"] for norm in (own["norm"], total))
     ):
-        said = f"{total:.6g} over the shards of all ranks, one process has {other['norm']:.6g}"
+        said = f"{total:.6g} over the shards of all ranks, one process has {right['norm']:.6g}"
         yield "the norm of the gradients that the optimizer is given", said
-    if own["counted"] != other["counted"]:
-        said = f"its state counts {own['counted']:g} steps, that of one process {other['counted']:g}"
+    if own["counted"] != right["counted"]:
+        said = f"its state counts {own['counted']:g} steps, that of one process {right['counted']:g}"
         yield "the optimizer's state", said
     for name in both:
-        if name in own.get("after", {}) and not _distance(own["after"][name], other["after"][name]) <= limit:
+        if name in own.get("after", {}) and not _distance(own["after"][name], right["after"][name]) <= limit:
             yield (
                 f"the updated value of {name}",
-                f"relative error {_distance(own['after'][name], other['after'][name]):.1e}",
+                f"relative error {_distance(own['after'][name], right['after'][name]):.1e}",
             )
 
 
 def _pairs(call: Data, piece: Data, kinds: Sequence[str]) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """In the order of one process; what has another shape is split over ranks."""
-    for key, other in piece.items():
-        if key[0] in kinds and key in call and call[key].shape == other.shape:
-            yield key, call[key].double(), other.double()
+    for key, right in piece.items():
+        if key[0] in kinds and key in call and call[key].shape == right.shape:
+            yield key, call[key].double(), right.double()
 
 
-def _distance(found: Tensor, other: Tensor) -> float:
-    return float((found.double() - other.double()).norm()) / max(float(other.double().norm()), 1e-12)
+def _distance(actual: Tensor, right: Tensor) -> float:
+    return float((actual.double() - right.double()).norm()) / max(float(right.double().norm()), 1e-12)
 
 
-def _times(found: Tensor, other: Tensor) -> float:
-    other = other.double()
-    return float((found.double() * other).sum() / (other * other).sum().clamp(min=1e-30))
+def _times(actual: Tensor, right: Tensor) -> float:
+    right = right.double()
+    return float((actual.double() * right).sum() / (right * right).sum().clamp(min=1e-30))
 
 
 def _first_tensor(output: Any) -> Tensor | None:
@@ -234,13 +239,13 @@ def _first_tensor(output: Any) -> Tensor | None:
     parts: Any = output.values() if isinstance(output, Mapping) else output
     if not isinstance(output, (Mapping, tuple, list)):
         return None
-    return next((found for one in parts if (found := _first_tensor(one)) is not None), None)
+    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
 
 
 def _whole(tensor: Any) -> Tensor:
     """Of all ranks, where it is a shard of torch's; every rank calls it."""
-    found: Tensor = tensor.detach()
-    return found.full_tensor() if hasattr(found, "full_tensor") else found
+    detached: Tensor = tensor.detach()
+    return detached.full_tensor() if hasattr(detached, "full_tensor") else detached
 
 
 def _digest(tensor: Tensor) -> str:

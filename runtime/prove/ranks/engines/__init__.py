@@ -9,8 +9,8 @@ from torch import Tensor
 
 def whole_parameters(model: Any) -> dict[str, Tensor]:
     """Of a model without its wrapper, whose parameters may be shards; every rank calls it."""
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        found[name.removeprefix("module.")] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-    return found
+        whole[name.removeprefix("module.")] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return whole

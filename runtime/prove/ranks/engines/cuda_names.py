@@ -53,7 +53,7 @@ def install() -> None:
     group, exchange = cast(Any, dist.new_group), cast(Any, dist.all_to_all_single)
 
     def new_group(ranks: Any = None, timeout: Any = None, *_: Any, **named: Any) -> Any:
-        named = {name: one for name, one in named.items() if name not in ("backend", "pg_options")}
+        named = {name: value for name, value in named.items() if name not in ("backend", "pg_options")}
         return group(ranks, **({"timeout": timeout} if timeout else {}), **named)
 
     def all_to_all_single(*given: Any, **named: Any) -> Any:
@@ -61,8 +61,8 @@ def install() -> None:
         return exchange(
             *given,
             **{
-                name: one.tolist() if name.endswith("_sizes") and hasattr(one, "tolist") else one
-                for name, one in named.items()
+                name: value.tolist() if name.endswith("_sizes") and hasattr(value, "tolist") else value
+                for name, value in named.items()
             },
         )
 
@@ -100,8 +100,8 @@ class _OnCpu(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.device:
-            args = tuple(_cpu(one) for one in args)
-        return func(*args, **{name: _cpu(one) for name, one in (kwargs or {}).items()})
+            args = tuple(_cpu(value) for value in args)
+        return func(*args, **{name: _cpu(value) for name, value in (kwargs or {}).items()})
 
 
 def _cpu(value: Any) -> Any:

@@ -93,8 +93,8 @@ def settings_of(cell: Cell) -> dict[str, Any]:
     """The configuration file of a cell, on top of that which the user gave."""
     import json
 
-    found: dict[str, Any] = json.loads(cell["config"]) if cell["config"] else {}
-    found |= {
+    settings: dict[str, Any] = json.loads(cell["config"]) if cell["config"] else {}
+    settings |= {
         "train_micro_batch_size_per_gpu": cell["micro_batch"],
         "gradient_accumulation_steps": cell["accumulation"],
         "gradient_clipping": cell["clipping"],
@@ -102,15 +102,15 @@ def settings_of(cell: Cell) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
-    zero = {"stage3_param_persistence_threshold": 0, **found.get("zero_optimization", {}), "stage": cell["stage"]}
-    found["zero_optimization"] = zero
+    zero = {"stage3_param_persistence_threshold": 0, **settings.get("zero_optimization", {}), "stage": cell["stage"]}
+    settings["zero_optimization"] = zero
     if cell["dtype"] == "bf16":
-        found["bf16"] = {**found.get("bf16", {}), "enabled": True}
+        settings["bf16"] = {**settings.get("bf16", {}), "enabled": True}
     if cell["tp"] > 1:
-        found["tensor_parallel"] = {"autotp_size": cell["tp"]}
+        settings["tensor_parallel"] = {"autotp_size": cell["tp"]}
     if cell["cp"] > 1:
-        found["sequence_parallel_size"] = cell["cp"]
-    return found
+        settings["sequence_parallel_size"] = cell["cp"]
+    return settings
 
 
 class _Run:
@@ -139,13 +139,13 @@ class _Run:
         # The engine averages over data-parallel ranks and micro-batches; the loss is the mean over the batch's tokens.
         times = cell["dp"] * cell["accumulation"] / counted(batch)
         total = 0.0
-        for one in micro_batches(cell, batch, self.dp_rank):
+        for micro in micro_batches(cell, batch, self.dp_rank):
             balancing: Tensor | float = 0.0
             if cell["cp"] > 1:
-                summed = self._sum_of_part(one, cell["cp"])
+                summed = self._sum_of_part(micro, cell["cp"])
             else:
-                outputs = self.engine(**inputs(cell, one))
-                summed, balancing = token_sum(outputs.logits, one["labels"]), balance(cell, outputs)
+                outputs = self.engine(**inputs(cell, micro))
+                summed, balancing = token_sum(outputs.logits, micro["labels"]), balance(cell, outputs)
             self.engine.backward(summed * times + balancing)
             self.engine.step()
             total += float(summed.detach()) / counted(batch) + float(balancing) / (cell["dp"] * cell["accumulation"])
@@ -165,29 +165,29 @@ class _Run:
         )
 
     def parameters(self, cell: Cell) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         if cell["tp"] > 1:
             from deepspeed.module_inject.layers import DS_IS_REPLACED_MODULE, GatherReplacedLayerParams
 
             for path, module in self.engine.module.named_modules():
                 own = dict(module.named_parameters(recurse=False))
-                split = [one for one in own.values() if getattr(one, DS_IS_REPLACED_MODULE, False)]
+                split = [parameter for parameter in own.values() if getattr(parameter, DS_IS_REPLACED_MODULE, False)]
                 gathering = GatherReplacedLayerParams(split, module, True) if split else nullcontext()
                 with gathering:
-                    found |= {f"{path}.{name}": one.detach().clone() for name, one in own.items()}
-            return found
+                    whole |= {f"{path}.{name}": parameter.detach().clone() for name, parameter in own.items()}
+            return whole
         if cell["dtype"] == "bf16":
             from deepspeed.utils import safe_get_full_fp32_param
 
             for name, parameter in self.engine.module.named_parameters():
                 master = safe_get_full_fp32_param(parameter)  # None at stage 0
-                found[name] = (parameter if master is None else master).detach().clone()
-            return found
+                whole[name] = (parameter if master is None else master).detach().clone()
+            return whole
         for name, parameter in self.engine.module.named_parameters():
             gathering = deepspeed.zero.GatheredParameters([parameter]) if cell["stage"] == 3 else nullcontext()
             with gathering:
-                found[name] = parameter.detach().clone()
-        return found
+                whole[name] = parameter.detach().clone()
+        return whole
 
 
 class _Pipeline(_Run):
@@ -196,7 +196,7 @@ class _Pipeline(_Run):
     def __init__(self, model: nn.Module, cell: Cell) -> None:
         from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._counted = 1
         whole: Any = model
         layers = [LayerSpec(_Layer, whole, number) for number in range(len(whole.model.layers))]
@@ -219,20 +219,21 @@ class _Pipeline(_Run):
         self.engine, *_ = deepspeed.initialize(
             model=net, optimizer=optimizer_of(list(net.parameters())), config=settings_of(cell)
         )
-        self._own = {self._names[id(one)]: one for one in net.parameters() if id(one) in self._names}
+        names = ((self._names.get(id(parameter)), parameter) for parameter in net.parameters())
+        self._own = {name: parameter for name, parameter in names if name is not None}
         self.dp_rank = self.engine.grid.get_data_parallel_rank()
 
     def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
         self._counted = counted(batch)
-        given = ((one["input_ids"], one["labels"]) for one in micro_batches(cell, batch, self.dp_rank))
+        given = ((micro["input_ids"], micro["labels"]) for micro in micro_batches(cell, batch, self.dp_rank))
         loss = float(self.engine.train_batch(given))
         norm = self.engine.get_global_grad_norm()
         return loss, None if norm is None else float(norm)
 
     def parameters(self, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG002
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, {name: one.detach().clone() for name, one in self._own.items()})
-        return {name: one for own in everyones for name, one in own.items()}
+        dist.all_gather_object(everyones, {name: parameter.detach().clone() for name, parameter in self._own.items()})
+        return {name: parameter for own in everyones for name, parameter in own.items()}
 
 
 class _Embedding(nn.Module):
@@ -260,10 +261,10 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Any:
         places = torch.arange(hidden.shape[1])[None]
-        found = self.layer(
+        output = self.layer(
             hidden, position_embeddings=self.rotary(hidden, places), position_ids=places, attention_mask=None
         )
-        return found[0] if isinstance(found, tuple) else found
+        return output[0] if isinstance(output, tuple) else output
 
 
 class _Norm(nn.Module):

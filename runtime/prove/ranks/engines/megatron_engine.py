@@ -104,14 +104,14 @@ def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG
     """Whole parameters by the names of transformers."""
     # In bf16 the weights that are stepped; a distributed optimizer has shards of them, and the model their copy.
     own = {
-        name: (dim, engine.tp_rank, (one if engine.sharded else getattr(one, "main_param", one)).detach().clone())
-        for name, dim, one in engine.placed()
+        name: (dim, engine.tp_rank, (value if engine.sharded else getattr(value, "main_param", value)).detach().clone())
+        for name, dim, value in engine.placed()
     }
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     parts: dict[str, dict[int, Tensor]] = {}
-    for name, (dim, rank, one) in ((name, one) for each in everyones for name, one in each.items()):
-        parts.setdefault(name, {})[rank if dim is not None else 0] = one
+    for name, (dim, rank, value) in (item for each in everyones for item in each.items()):
+        parts.setdefault(name, {})[rank if dim is not None else 0] = value
         engine.dims[name] = dim
     whole = {
         name: _joined([each[rank] for rank in sorted(each)], name, engine.dims[name]) for name, each in parts.items()
@@ -176,8 +176,8 @@ class _Run:
         expert = parallel_state.get_expert_model_parallel_rank() * self.config.experts_of_rank
         for name, parameter in self.model.named_parameters():
             name = re.sub(r"^(module\.)+", "", name)
-            name = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + first}.", name)
-            name = re.sub(r"local_experts\.(\d+)\.", lambda found: f"local_experts.{int(found[1]) + expert}.", name)
+            name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)
+            name = re.sub(r"local_experts\.(\d+)\.", lambda match: f"local_experts.{int(match[1]) + expert}.", name)
             yield name, _dim(name), parameter
 
     def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
@@ -194,7 +194,7 @@ class _Run:
             forward_only=False,
         )
         _, norm, _ = self.optimizer.step()
-        total = torch.tensor(sum(float(one["sum"]) for one in shown), dtype=torch.float64)
+        total = torch.tensor(sum(float(micro_batch["sum"]) for micro_batch in shown), dtype=torch.float64)
         if not parallel_state.is_pipeline_last_stage():
             total.zero_()
         dist.all_reduce(total)
@@ -272,7 +272,7 @@ def _model(config: Any, model: Any, cell: Cell) -> nn.Module:
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
-    found: nn.Module = GPTModel(
+    built: nn.Module = GPTModel(
         config,
         layer,
         VOCABULARY,
@@ -283,17 +283,17 @@ def _model(config: Any, model: Any, cell: Cell) -> nn.Module:
         position_embedding_type="rope",
         rotary_base=model.rope_parameters["rope_theta"],
     )
-    return found
+    return built
 
 
 def _norm_of(new: Any) -> Any:
     def norm(cls: Any, config: Any, *given: Any, **named: Any) -> Any:
         plain = copy.copy(config)
         plain.sequence_parallel = False
-        found = new(cls, plain, *given, **named)
-        for parameter in found.parameters():
+        module = new(cls, plain, *given, **named)
+        for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-        return found
+        return module
 
     return norm
 
@@ -344,45 +344,47 @@ class _Names:
         self._ends["output_layer.weight"] = self._ends[next(iter(self._ends))] if self._tied else "lm_head.weight"
 
     def to_megatron(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: given[other] for name, other in self._ends.items()}
+        renamed = {name: given[other] for name, other in self._ends.items()}
         for number in range(self._layers):
             own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
-            found |= {own + name: given[other + same] for name, same in self._SAME.items() if other + same in given}
-            rows = [given[f"{other}self_attn.{one}_proj.weight"] for one in "qkv"]
-            by_group = [one.view(self._groups, -1, one.shape[1]) for one in rows]
-            found[own + "self_attention.linear_qkv.weight"] = torch.cat(by_group, 1).flatten(0, 1)
+            renamed |= {own + name: given[other + same] for name, same in self._SAME.items() if other + same in given}
+            rows = [given[f"{other}self_attn.{letter}_proj.weight"] for letter in "qkv"]
+            by_group = [weight.view(self._groups, -1, weight.shape[1]) for weight in rows]
+            renamed[own + "self_attention.linear_qkv.weight"] = torch.cat(by_group, 1).flatten(0, 1)
             if other + "mlp.experts.gate_up_proj" in given:
                 both = zip(
                     given[other + "mlp.experts.gate_up_proj"], given[other + "mlp.experts.down_proj"], strict=True
                 )
                 for expert, (first, second) in enumerate(both):
-                    found[f"{own}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = first
-                    found[f"{own}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = second
+                    renamed[f"{own}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = first
+                    renamed[f"{own}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = second
             else:
-                gates = [given[f"{other}mlp.{one}_proj.weight"] for one in ("gate", "up")]
-                found[own + "mlp.linear_fc1.weight"] = torch.cat(gates)
-        return found
+                gates = [given[f"{other}mlp.{gate}_proj.weight"] for gate in ("gate", "up")]
+                renamed[own + "mlp.linear_fc1.weight"] = torch.cat(gates)
+        return renamed
 
     def to_transformers(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {
+        renamed = {
             other: given[name]
             for name, other in self._ends.items()
             if name in given and not (self._tied and name == "output_layer.weight")
         }
         for number in range(self._layers):
             own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
-            found |= {other + same: given[own + name] for name, same in self._SAME.items() if own + name in given}
+            renamed |= {other + same: given[own + name] for name, same in self._SAME.items() if own + name in given}
             rows = given[own + "self_attention.linear_qkv.weight"]
             rows = rows.view(self._groups, -1, rows.shape[1])
             sizes = [rows.shape[1] - 2 * self._width, self._width, self._width]
-            for one, part in zip("qkv", torch.split(rows, sizes, 1), strict=True):
-                found[f"{other}self_attn.{one}_proj.weight"] = part.flatten(0, 1)
+            for letter, part in zip("qkv", torch.split(rows, sizes, 1), strict=True):
+                renamed[f"{other}self_attn.{letter}_proj.weight"] = part.flatten(0, 1)
             experts = [name for name in given if name.startswith(own + "mlp.experts.") and "linear_fc1" in name]
             if experts:
                 for layer, same in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-                    names = [f"{own}mlp.experts.local_experts.{one}.{layer}.weight" for one in range(len(experts))]
-                    found[f"{other}mlp.experts.{same}"] = torch.stack([given[name] for name in names])
+                    names = [
+                        f"{own}mlp.experts.local_experts.{expert}.{layer}.weight" for expert in range(len(experts))
+                    ]
+                    renamed[f"{other}mlp.experts.{same}"] = torch.stack([given[name] for name in names])
             else:
                 gate, up = given[own + "mlp.linear_fc1.weight"].chunk(2)
-                found |= {f"{other}mlp.gate_proj.weight": gate, f"{other}mlp.up_proj.weight": up}
-        return found
+                renamed |= {f"{other}mlp.gate_proj.weight": gate, f"{other}mlp.up_proj.weight": up}
+        return renamed

@@ -59,8 +59,8 @@ def supports(cell: Cell) -> str | None:
 def _refused(cell: str) -> str | None:
     """What the compiler says against a cell."""
     with tempfile.TemporaryDirectory() as folder:
-        found = parcompile.check(spec_of(json.loads(cell), Path(folder)), estimate=False)
-    wrong = [one.message for one in found.diagnostics if one.is_error or one.code.startswith("X")]
+        checked = parcompile.check(spec_of(json.loads(cell), Path(folder)), estimate=False)
+    wrong = [finding.message for finding in checked.diagnostics if finding.is_error or finding.code.startswith("X")]
     return wrong[0] if wrong else None
 
 
@@ -146,4 +146,4 @@ def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG
     engine.engine.module.save_pretrained(folder[0])
     dist.barrier()
     model: Any = AutoModelForCausalLM.from_pretrained(folder[0])
-    return {name: one.detach() for name, one in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
