@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import EXPERT_DP
-from parcompile.layout.shards import Owner, newton_schulz_work, pieces, rounds, takes_muon
+from parcompile.layout.shards import Owner, is_decayed, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     PlaceInShard,
     master_shards,
@@ -63,6 +63,24 @@ def rate_factor(adjust_lr: str, rows: int, columns: int) -> float:
     if adjust_lr == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
+
+
+def apart_by_decay(
+    parameters: Sequence[nn.Parameter], model: nn.Module, mesh: Mesh, optimizer: Optimizer
+) -> list[dict[str, Any]]:
+    """Parameters as the group that is decayed, and the group that is not."""
+    slices, left_out = Slices(mesh), optimizer.no_weight_decay
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def decays(parameter: nn.Parameter) -> bool:
+        name = plain_name(names[parameter])
+        return not slices.has(name) or is_decayed(slices.of(name).parameter, left_out)
+
+    groups = (
+        {"params": [one for one in parameters if decays(one)], "weight_decay": optimizer.weight_decay},
+        {"params": [one for one in parameters if not decays(one)], "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
 
 
 def apart_by_muon(given: Sequence[Any], model: nn.Module, mesh: Mesh, optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -179,7 +179,9 @@ class _InEngine:
         return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options)
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
-        """With weight decay for the parameters that Trainer decays."""
+        """With weight decay for the parameters that Trainer decays, where the plan leaves none out itself."""
+        if self.mesh.plan.spec.training.optimizer.no_weight_decay is not None:
+            return options_for_deepspeed(self.mesh, model, **options)
         decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():

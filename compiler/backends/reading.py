@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from parcompile.layout.shards import is_decayed
+from parcompile.model.derived_rows import parameter_table
 from parcompile.plan import Plan
 from parcompile.schema import type_of
 from parcompile.schema.keys import refused_optimizer
@@ -20,10 +22,10 @@ from parcompile.user_files import shipped
 
 from .artefacts import Loss
 
-DECAY_AS_UPSTREAM = "the runtime's `decay_groups` leaves them out too"
-"""How the runtime leaves biases and norms out of weight decay."""
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
+_DECAY: SpecPath = ("training", "optimizer", "weight_decay")
+_LEFT_OUT: SpecPath = ("training", "optimizer", "no_weight_decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,6 @@ class Source:
         """Carries an option and says what a user should know of it."""
         self._settle(name, Outcome.CARRIED, said, changes=True)
 
-    def remark_decay(self, name: str, tool: str) -> None:
-        """Says of a weight decay that the tool leaves biases and norms out, which a plan decays."""
-        if self.given.get(name):
-            self.remark(name, f"{tool} decays no biases and norms, a plan all parameters: {DECAY_AS_UPSTREAM}")
-
     def ignore(self, name: str, reason: str) -> None:
         """Says why an option changes nothing."""
         self._settle(name, Outcome.NO_EFFECT, reason)
@@ -206,6 +203,17 @@ class Draft:
         self.set(path, value, said=source.has(name))
         return value
 
+    def carry_decay(self, source: Source, name: str, left_out: str) -> None:
+        """Takes over the weight decay of a tool that leaves something out of it, as `left_out` says."""
+        self.carry(source, name, _DECAY, typed.number)
+        self.leave_out_of_decay(left_out, said=source.has(name))
+
+    def leave_out_of_decay(self, left_out: str, *, said: bool) -> None:
+        """Says what is not decayed, unless nothing is."""
+        self.values.pop(_LEFT_OUT, None)
+        if self.values.get(_DECAY, 1.0):
+            self.set(_LEFT_OUT, left_out, said=said)
+
     def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
         """Asks for a value of the spec that hangs on an option which the file does not decide."""
         said = f' is "{error.value.text}"' if error.value.text else ""
@@ -233,6 +241,22 @@ def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
     if read is None or (kind == "number" and isinstance(value, int) and not isinstance(value, bool)):
         return value
     return read(value, name)
+
+
+def decay_losses(spec: Spec, tool: str, left_out: str | None) -> Iterator[Loss]:
+    """What a tool decays otherwise than a plan, which leaves out what `left_out` says of this model, or nothing."""
+    own = spec.training.optimizer.no_weight_decay
+    table = parameter_table(spec.model.shape)
+    differing = [row.name for row in table if is_decayed(row, own) is not is_decayed(row, left_out)]
+    if not differing or not spec.training.optimizer.weight_decay:
+        return
+    instead = "leave no_weight_decay out" if left_out is None else f"set no_weight_decay {left_out}"
+    if own is None:
+        yield Loss("biases and norms", f"{tool} does not decay them", instead)
+    else:
+        decays = "all weights" if left_out is None else f"what no_weight_decay {left_out} leaves"
+        named = ", ".join(differing[:2]) + (f" and {len(differing) - 2} more" if len(differing) > 2 else "")
+        yield Loss(f"no_weight_decay {own}", f"{tool} decays {decays}: {named} differ", instead)
 
 
 def refuse_optimizer(

@@ -31,6 +31,7 @@ from .reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    decay_losses,
     fate_of,
     refuse_optimizer,
 )
@@ -544,6 +545,7 @@ def losses(plan: Plan) -> list[Loss]:
     if (kind := training.optimizer.type) != "adamw":
         instead = "weight_decay 0, or adamw" if kind == "adam" else "adamw"
         found.append(Loss(f"optimizer {kind}", "torchtitan's default, AdamW, is written in its place", instead))
+    found += decay_losses(spec, "torchtitan's default", None)
     if (schedule := training.lr_scheduler) is not None:
         if schedule.warmup_steps and schedule.warmup_start_lr > 0:
             why = "torchtitan's warm-up starts at lr / warmup_steps"

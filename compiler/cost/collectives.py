@@ -39,7 +39,7 @@ What a rank of each stage sends to other stages in a step, as the runtime's sche
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
@@ -158,14 +158,14 @@ def collectives(
     for group, (messages, size) in matrices.items():
         before = found.get((group, "all-to-all"), Sent(0, 0.0))
         found[group, "all-to-all"] = Sent(before.messages + messages, before.wire_bytes + size)
-    dealt = work.dealt_parameters(stage)
     if work.shards_weights:
         _shards_of_weights(work, stage, send)
         return found
+    groups = work.parameter_groups(stage, work.stage_parameters(stage)).values()
     if work.shards > 1:
-        _gradients(work, work.stage_parameters(stage) - dealt, "dp-cp", work.shards, send)
-    if work.expert_shards > 1 and dealt:
-        _gradients(work, dealt, EXPERT_DP, work.expert_shards, send)
+        _gradients(work, [others for _, others in groups], "dp-cp", work.shards, send)
+    if work.expert_shards > 1:
+        _gradients(work, [dealt for dealt, _ in groups if dealt], EXPERT_DP, work.expert_shards, send)
     return found
 
 
@@ -355,8 +355,11 @@ def held_count(parameter: Parameter, work: Workload, stage: Stage) -> int:
     return int(stage.has_head)
 
 
-def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) -> None:
-    """Gradients and weights over the ranks that share the optimizer states of so many parameters."""
+def _gradients(work: Workload, numels: Sequence[int], group: str, ranks: int, send: _Send) -> None:
+    """Gradients and weights over the ranks that share the optimizer states of groups of so many parameters."""
+    numel = sum(numels)
+    if not numel:
+        return
     width = GRADIENT_SUM_BYTES if work.cp > 1 else work.element_bytes
     if work.framework != "deepspeed":
         width = work.gradient_bytes
@@ -366,13 +369,13 @@ def _gradients(work: Workload, numel: int, group: str, ranks: int, send: _Send) 
     # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
     deepspeed = work.framework == "deepspeed"
     if keeps_both_gradients(work):
-        numel = padded_numel(numel, ranks)  # BF16_Optimizer reduces the gradients as they lie in its shards
+        # BF16_Optimizer reduces the gradients as they lie in its shards.
+        numel = sum(padded_numel(one, ranks) for one in numels)
     reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
     send(group, reduction, work.gradient_reductions, numel * width, ranks)
-    weights = (padded_numel(numel, ranks) if work.framework == "deepspeed" else numel) * work.element_bytes
-    send(group, "all-gather", 1, weights, ranks)
-    if work.zero_stage >= 3:
-        send(group, "all-gather", work.micro_batches, weights, ranks)
+    gathers = 1 if work.zero_stage < 3 else 1 + work.micro_batches
+    for one in numels:
+        send(group, "all-gather", gathers, (padded_numel(one, ranks) if deepspeed else one) * work.element_bytes, ranks)
 
 
 def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:

@@ -9,7 +9,7 @@ from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES, takes_muon
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.table import within
 
-from .parameters import matrix_numels, trained_tensors
+from .parameters import trained_tensors
 from .workload import Workload
 
 LARGEST_BUCKET = 500_000_000
@@ -167,7 +167,7 @@ def _second_moment(work: Workload) -> int:
 
 
 def _share_of_matrices(work: Workload, stage: Stage, numel: int) -> float:
-    return sum(matrix_numels(work.shape, stage, work.tp, work.ep, work.expert_tp)) / numel if work.muon else 0.0
+    return sum(work.matrix_numels(stage)) / numel
 
 
 def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
@@ -196,14 +196,14 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     adam: float = 0.0 if work.fused else MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
     if work.muon:
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
-        experts, others = matrix_numels(work.shape, stage, work.tp, work.ep, work.expert_tp)
-        share = 1 - (experts + others) / max(numel, 1)
+        share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
     if keeps_both_gradients(work):
         # DeepSpeed copies the gradients of several groups to reduce them, and again in the type of the weights
-        # (runtime/engine.py, allreduce_bucket).
+        # (runtime/engine.py, allreduce_bucket), which over cp is that of the sums.
         every = min(LARGEST_BUCKET, groups.padded_numel - dealt * work.expert_shards)
-        return max(adam, float(every * (work.gradient_bytes + work.element_bytes))) if work.muon else adam
+        width = work.gradient_bytes + (work.element_bytes if work.cp == 1 else 0)
+        return max(adam, float(every * width)) if work.has_groups else adam
     # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
     copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
     if work.on_host:

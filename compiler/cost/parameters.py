@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import takes_muon, tensor_layout
+from parcompile.layout.shards import GroupKind, group_kind, tensor_layout
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter, ParameterTable, within
@@ -61,17 +61,29 @@ def expert_numel(shape: ModelShape, stage: Stage, tp: int, ep: int, expert_tp: i
 
 
 @functools.lru_cache(maxsize=8192)
-def matrix_numels(
-    shape: ModelShape, stage: Stage, tp: int, ep: int = 1, expert_tp: int | None = None
-) -> tuple[int, int]:
-    """Elements of the matrices that Muon orthogonalises on one rank of a stage: of dealt experts, and of all else."""
-    dealt = others = 0
+def numels_apart(
+    shape: ModelShape,
+    stage: Stage,
+    tp: int,
+    ep: int,
+    expert_tp: int | None,
+    vocab_divisible_by: int,
+    muon: bool,
+    no_weight_decay: str | None,
+) -> Mapping[GroupKind, tuple[int, int]]:
+    """Elements that one rank of a stage has in other groups of the optimizer than the usual one.
+
+    Of each group those of dealt experts, and all else.
+    """
+    found: dict[GroupKind, tuple[int, int]] = {}
     for parameter, count in trained_tensors(parameter_table(shape), stage):
-        if takes_muon(parameter):
-            layout = tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp)
-            dealt += count * layout.local_numel if layout.ep > 1 else 0
-            others += count * layout.local_numel if layout.ep == 1 else 0
-    return dealt, others
+        kind = group_kind(parameter, muon=muon, no_weight_decay=no_weight_decay)
+        if kind != GroupKind():
+            layout = tensor_layout(parameter, tp, ep=ep, expert_tp=expert_tp, vocab_divisible_by=vocab_divisible_by)
+            dealt, others = found.get(kind, (0, 0))
+            numel = count * layout.local_numel
+            found[kind] = (dealt + numel, others) if layout.ep > 1 else (dealt, others + numel)
+    return found
 
 
 @functools.lru_cache(maxsize=65536)

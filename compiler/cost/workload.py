@@ -6,6 +6,7 @@ micro-batches of a step, S the sequence, h the hidden size, f the width of the M
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -17,6 +18,7 @@ from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.layout.shards import (
     ADAM_STATE_BYTES,
+    GroupKind,
     ShardedGroups,
     TensorLayout,
     loss_chunk_tokens,
@@ -31,7 +33,7 @@ from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter
 
-from .parameters import expert_numel, matrix_numels, rank_parameters, trained_tensors
+from .parameters import expert_numel, numels_apart, rank_parameters, trained_tensors
 
 ASSUMED_IMBALANCE = 1.0
 """Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
@@ -122,6 +124,8 @@ class Workload:
     muon: bool = False
     fused: bool = False
     """Adam is one kernel, which keeps nothing beside its state."""
+    no_weight_decay: str | None = None
+    """What weight decay leaves out, which the optimizer has in a group of its own; None: nothing."""
     ns_steps: int = 5
     """Iterations in which Muon orthogonalises a matrix, in numbers of `ns_bytes`."""
     ns_bytes: int = 2
@@ -385,25 +389,38 @@ class Workload:
         `numel` is how many they are, where that is known.
         """
         numel = self.stage_parameters(stage) if numel is None else numel
-        if self.muon:
-            return self._sharded_apart(stage, numel)
         if not self.zero_stage:
-            return ShardedGroups(numel, numel, self.dealt_parameters(stage))
+            return ShardedGroups(numel, numel, self.dealt_parameters(stage), sum(self.matrix_numels(stage)))
         if self.shards_weights:
             return _sharded_tensors(self, stage)
-        return sharded_groups(numel, self.shards, self.dealt_parameters(stage), self.expert_shards)
+        found = ShardedGroups(0, 0, 0)
+        for kind, (dealt, others) in self.parameter_groups(stage, numel).items():
+            group = sharded_groups(dealt + others, self.shards, dealt, self.expert_shards)
+            found += replace(group, matrix_numel=group.shard_numel) if kind.takes_muon else group
+        return found
 
-    def _sharded_apart(self, stage: Stage, numel: int) -> ShardedGroups:
-        """The same with matrices in groups of their own."""
-        experts, others = matrix_numels(self.shape, stage, self.tp, self.ep, self.expert_tp)
+    def parameter_groups(self, stage: Stage, numel: int) -> Mapping[GroupKind, tuple[int, int]]:
+        """Elements of each group of the optimizer, of the `numel` of a rank: of dealt experts, and of all else."""
         dealt = self.dealt_parameters(stage)
-        if not self.zero_stage:
-            return ShardedGroups(numel, numel, dealt, experts + others)
-        if self.shards_weights:
-            return _sharded_tensors(self, stage)
-        matrices = sharded_groups(experts + others, self.shards, experts, self.expert_shards)
-        rest = sharded_groups(numel - experts - others, self.shards, dealt - experts, self.expert_shards)
-        return rest + replace(matrices, matrix_numel=matrices.shard_numel)
+        if not self.has_groups:
+            return {GroupKind(): (dealt, numel - dealt)}
+        apart = self._apart(stage)
+        experts, others = (sum(one[place] for one in apart.values()) for place in (0, 1))
+        return {GroupKind(): (dealt - experts, numel - dealt - others), **apart}
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the optimizer has several groups of parameters, apart from experts that are dealt over ep."""
+        return self.muon or self.no_weight_decay is not None
+
+    def matrix_numels(self, stage: Stage) -> tuple[int, int]:
+        """Elements of matrices that Muon orthogonalises on a rank of a stage: of dealt experts, and of all else."""
+        found = [one for kind, one in self._apart(stage).items() if kind.takes_muon] if self.muon else []
+        return sum(dealt for dealt, _ in found), sum(others for _, others in found)
+
+    def _apart(self, stage: Stage) -> Mapping[GroupKind, tuple[int, int]]:
+        layout = self.tp, self.ep, self.expert_tp, self.vocab_divisible_by
+        return numels_apart(self.shape, stage, *layout, self.muon, self.no_weight_decay)
 
     def expert_stride(self, axis: Axis) -> int:
         """Distance in ranks between neighbours along an axis of the experts' grid, on which dp is expert-dp."""

@@ -33,6 +33,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parcompile.model.table import Parameter, Part, Split
 
@@ -165,7 +166,8 @@ def even_shard(numel: int, shards: int, rank: int) -> OptimizerShard:
 class ShardedGroups:
     """The flattened groups of a rank, and its shard of all of them.
 
-    Experts that are dealt over ep are a group of their own, cut over the ranks that hold the same experts.
+    Experts that are dealt over ep are a group of their own, cut over the ranks that hold the same experts; so is what
+    Muon updates, and what weight decay leaves out.
     """
 
     padded_numel: int
@@ -321,6 +323,41 @@ def _padded(shape: tuple[int, ...], split: Split, tp: int, divisible_by: int) ->
     size = padded_vocab_size(shape[split.dim], tp, divisible_by)
     padded = (*shape[: split.dim], size, *shape[split.dim + 1 :])
     return padded, replace(split, parts=(Part(size, size),))
+
+
+# Which parameters weight decay leaves out.
+
+BIASES_AND_NORMS, VECTORS = "biases_and_norms", "vectors"
+"""Values of `training.optimizer.no_weight_decay`: the choice of transformers' Trainer, and that of Megatron-LM."""
+_BIAS_OR_NORM = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
+    r"|(?:^|\.)ln_\w+\.|^transformer\.(?:blocks\.{layer}\.)?norm_\w\."
+)
+"""The names of `Trainer.get_decay_parameter_names` (transformers 5.23), and those of torch's LayerNorm beside them."""
+
+
+def is_decayed(parameter: Parameter, no_weight_decay: str | None) -> bool:
+    """Whether weight decay takes a parameter, where it leaves out what this value names; None: it takes all.
+
+    "vectors" are parameters of one dim, for each expert, and biases (`get_standard_config_overrides` of Megatron-LM's
+    core/optimizer/__init__.py).
+    """
+    if no_weight_decay == BIASES_AND_NORMS:
+        return _BIAS_OR_NORM.search(parameter.name.lower()) is None
+    is_vector = len(parameter.shape) - (parameter.expert_dim is not None) <= 1 or parameter.name.endswith("bias")
+    return no_weight_decay is None or not is_vector
+
+
+class GroupKind(NamedTuple):
+    """What the parameters of a group of the optimizer have in common, beside being experts that are dealt over ep."""
+
+    takes_muon: bool = False
+    is_decayed: bool = True
+
+
+def group_kind(parameter: Parameter, *, muon: bool, no_weight_decay: str | None) -> GroupKind:
+    """The group of the optimizer that a parameter is in."""
+    return GroupKind(muon and takes_muon(parameter), is_decayed(parameter, no_weight_decay))
 
 
 # Which parameters Muon updates, and which rank orthogonalises each of their matrices.

@@ -37,6 +37,7 @@ ADAPTABLE = (
     "precision",
     "gradient accumulation",
     "zero stage",
+    "without weight decay",
 )
 """Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
 
@@ -84,6 +85,7 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         "precision": training.precision.value,
         "gradient accumulation": training.gradient_accumulation_dtype.value,
         "optimizer": training.optimizer.type,
+        "without weight decay": training.optimizer.no_weight_decay,
     }
 
 
@@ -172,6 +174,9 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"
     if first.optimizer.type != second.optimizer.type:
         yield f"optimizer {first.optimizer.type} → {second.optimizer.type}"
+    left_out = first.optimizer.no_weight_decay, second.optimizer.no_weight_decay
+    if left_out[0] != left_out[1]:
+        yield f"no_weight_decay {left_out[0]} → {left_out[1]}: DeepSpeed keeps the state by groups of parameters"
     if old.tp != new.tp and max(before.kv_replicas, after.kv_replicas) > 1:
         yield "kv heads are replicated: DeepSpeed's converter joins the slices of all tp ranks, replicas too"
     if old.tp != new.tp and any(

@@ -30,7 +30,7 @@ from parcompile.layout.sequence import (
     source_blocks,
     token_ranges,
 )
-from parcompile.layout.shards import TensorLayout, even_shard, takes_muon
+from parcompile.layout.shards import TensorLayout, even_shard, is_decayed, takes_muon
 from parcompile.model.table import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.values import workload_of
@@ -110,6 +110,9 @@ def tensors(plan: Plan) -> list[dict[str, Any]]:
     if plan.spec.training.optimizer.is_muon:
         for parameter, row in rows:
             row["optimizer"] = "muon" if takes_muon(parameter) else "adamw"
+    if (left_out := plan.spec.training.optimizer.no_weight_decay) is not None:
+        for parameter, row in rows:
+            row["weight_decay"] = is_decayed(parameter, left_out)
     return [row for _, row in rows]
 
 
@@ -242,6 +245,8 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
     rule = "DeepSpeed: pad to a multiple of 2 · shards, then split evenly"
     if spec.shards_weights:
         rule = "DeepSpeed: pad each parameter to a multiple of the shards, then split it evenly"
+    elif spec.training.optimizer.no_weight_decay is not None:
+        rule += "; what weight decay leaves out is padded and sharded by itself"
     if spec.parallelism.ep > 1:
         rule += "; experts that are dealt over ep are padded and sharded by themselves, over expert-dp"
     return {

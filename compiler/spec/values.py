@@ -139,6 +139,8 @@ class Optimizer:
     ns_steps: int | None = None
     ns_dtype: str | None = None
     adjust_lr: str | None = None
+    no_weight_decay: str | None = None
+    """What weight decay leaves out, as `layout.shards.is_decayed` reads it; None: nothing."""
 
     @property
     def is_muon(self) -> bool:
@@ -413,6 +415,7 @@ def workload_of(spec: Spec) -> Workload:
         state_bytes=training.optimizer.state_bytes,
         muon=training.optimizer.is_muon,
         fused=spec.fuses_adam,
+        no_weight_decay=training.optimizer.no_weight_decay,
         ns_steps=training.optimizer.ns_steps or Workload.ns_steps,
         ns_bytes=Precision(training.optimizer.ns_dtype or "bf16").bytes,
         preset=spec.cluster.preset,

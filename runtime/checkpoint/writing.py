@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import EXPERT_DP, Axis
-from parcompile.layout.shards import TensorLayout, padded_shard, takes_muon
+from parcompile.layout.shards import GroupKind, TensorLayout, group_kind, padded_shard
 from parcompile.plan import Plan
 from parcompile.plan.diff import file_layout
 from parcompile.plan.holding import Holding, expert_places, further_ep_ranks, model_parallel_places
@@ -323,13 +323,15 @@ def fresh_groups(plan: Plan) -> list[ParameterGroup]:
     """All parameters in the groups of a fresh optimizer, with the plan's settings."""
     optimizer, rows = plan.spec.training.optimizer, list(plan.parameters.expanded())
     fresh = fresh_optimizer([torch.zeros(1)], optimizer).state_dict()["param_groups"][0]
-    every = [name for name, _ in rows]
     scalars = {} if optimizer.type == "sgd" else {"step": torch.tensor(0.0)}
-    if not optimizer.is_muon:
-        return [ParameterGroup(every, fresh, scalars)]
-    taken = [name for name, row in rows if takes_muon(row)]
-    others = [name for name in every if name not in set(taken)]
-    return [
-        ParameterGroup(taken, {**fresh, **muon_settings(optimizer)}, {}),
-        ParameterGroup(others, fresh, scalars),
-    ]
+    names: dict[GroupKind, list[str]] = {}
+    for name, row in rows:
+        kind = group_kind(row, muon=optimizer.is_muon, no_weight_decay=optimizer.no_weight_decay)
+        names.setdefault(kind, []).append(name)
+    found = []
+    # In the order of the engine's: what is decayed first, and of each Muon's matrices first.
+    for kind in sorted(names, key=lambda one: (not one.is_decayed, not one.takes_muon)):
+        settings = fresh if kind.is_decayed else {**fresh, "weight_decay": 0.0}
+        own = {**settings, **muon_settings(optimizer)} if kind.takes_muon else settings
+        found.append(ParameterGroup(names[kind], own, {} if kind.takes_muon else copy.deepcopy(scalars)))
+    return found

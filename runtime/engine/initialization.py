@@ -42,7 +42,7 @@ from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.slices import check_head
 from parcompile.runtime.model.text_head import TORCH_DTYPES
-from parcompile.runtime.optimizers import apart_by_muon, fresh_optimizer, join_shards
+from parcompile.runtime.optimizers import apart_by_decay, apart_by_muon, fresh_optimizer, join_shards
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
 from parcompile.spec import Training, learning_rate
@@ -107,9 +107,13 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
         options: what `deepspeed.initialize` would be called with for one rank.
     """
     training = mesh.plan.spec.training
-    if training.optimizer.is_muon and options.get("optimizer") is None:
-        given = options.get("model_parameters") or [one for one in model.parameters() if one.requires_grad]
-        options["model_parameters"] = apart_by_muon(list(given), model, mesh, training.optimizer)
+    if options.get("optimizer") is None:
+        groups = list(options.get("model_parameters") or [one for one in model.parameters() if one.requires_grad])
+        if training.optimizer.no_weight_decay is not None and not isinstance(groups[0], dict):
+            groups = apart_by_decay(groups, model, mesh, training.optimizer)
+        if training.optimizer.is_muon:
+            groups = apart_by_muon(groups, model, mesh, training.optimizer)
+        options["model_parameters"] = groups
     if training.optimizer.type in ("muon", "adagrad") and options.get("optimizer") is None:
         on_host = mesh.plan.spec.offload_optimizer is not None
         options["optimizer"] = partial(fresh_optimizer, optimizer=training.optimizer, on_host=on_host)

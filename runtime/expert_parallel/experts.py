@@ -43,6 +43,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
+from parcompile.spec.values import workload_of
 
 from .routing import Sharing, exchange, gather_rows, in_order_of_choices, route, rows_of, start_exchange, sum_rows
 from .variants import PassedOn, ScaledExperts, SharedExpert
@@ -85,11 +86,15 @@ def for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Iterator[dict
 
 
 def take_over_norm(engine: Any, mesh: Mesh) -> None:
-    """Makes the norm of an engine that of all experts. Every rank, since stages without experts take part in it."""
+    """Makes the norm of an engine that of all experts, and of all groups of parameters.
+
+    Every rank, since stages without experts, or without one of the groups, take part in it.
+    """
+    has_groups = workload_of(mesh.plan.spec).has_groups
     take_over_gradients(engine.optimizer)
     if mesh.plan.spec.shards_weights:
         take_over_shards(engine.optimizer, mesh.size(Axis.CP), mesh.group("dp-cp"))
-    elif mesh.parallel_group(Axis.EP) is not None:
+    elif mesh.parallel_group(Axis.EP) is not None or (has_groups and mesh.parallel_group(Axis.PP) is not None):
         norm_at_once(engine.optimizer)
 
 

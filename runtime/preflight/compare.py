@@ -18,7 +18,7 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import CpImplementation
-from parcompile.layout.shards import padded_shard, takes_muon
+from parcompile.layout.shards import GroupKind, group_kind, padded_shard
 from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
@@ -112,11 +112,13 @@ def _sharded_gradient_bytes(mesh: Mesh) -> int:
     """
     plan = mesh.plan
     rows, holding = plan.tensors(), Holding(plan, mesh.index("pp"))
-    groups: dict[tuple[str, bool], list[int]] = {}
+    optimizer = plan.spec.training.optimizer
+    left_out = optimizer.no_weight_decay
+    groups: dict[tuple[str, GroupKind], list[int]] = {}
     for name, row in plan.parameters.expanded():
         if name in holding:
-            layout, apart = rows[row][1], plan.spec.training.optimizer.is_muon and takes_muon(row)
-            groups.setdefault((EXPERT_DP if layout.ep > 1 else "dp-cp", apart), []).append(layout.local_numel)
+            layout, kind = rows[row][1], group_kind(row, muon=optimizer.is_muon, no_weight_decay=left_out)
+            groups.setdefault((EXPERT_DP if layout.ep > 1 else "dp-cp", kind), []).append(layout.local_numel)
     return sum(_gradient_bytes_of_group(mesh, ranks, sizes) for (ranks, _), sizes in groups.items())
 
 

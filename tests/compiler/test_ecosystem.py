@@ -210,7 +210,8 @@ def test_an_axolotl_file_is_imported_with_its_deepspeed_configuration(tmp_path: 
     assert result.spec["parallelism"] == axes
     assert result.spec["zero"] == {"stage": 2}
     assert training["lr_scheduler"] == {"type": "cosine", "warmup_steps": 50}
-    assert training["optimizer"] == {"type": "adamw", "lr": 2e-5, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    optimizer = {"type": "adamw", "lr": 2e-5, "weight_decay": 0.01, "no_weight_decay": "biases_and_norms"}
+    assert training["optimizer"] == {**optimizer, "betas": [0.9, 0.999]}
     assert (training["train_steps"], training["micro_batch_size"], training["sequence_length"]) == (500, 2, 8192)
     assert (training["gradient_clipping"], training["activation_checkpointing"]) == (0.5, "full")
     said = outcome(result)
@@ -447,6 +448,10 @@ def test_what_transformers_fills_in_for_auto_is_what_the_spec_says(
     training, optimizer = resolved.spec().training, filled.config["optimizer"]["params"]
     assert training.gradient_clipping == filled.config["gradient_clipping"]
     assert training.micro_batch_size == filled.config["train_micro_batch_size_per_gpu"]
+    # DeepSpeed's optimizer gets all parameters in one group.
+    every = [object()]
+    assert module.deepspeed_optim_sched(None, filled, theirs, given["max_steps"], every)[0].params is every
+    assert training.optimizer.no_weight_decay is None
     assert {key: optimizer[key] for key in ("lr", "eps", "weight_decay")} == {
         key: getattr(training.optimizer, key) for key in ("lr", "eps", "weight_decay")
     }

@@ -116,7 +116,8 @@ def test_the_published_20b_is_the_same_model_and_training() -> None:
     assert numel(found) == of_the_parts(NEOX_20B, 50257, 4 * 6144, biased=True)
     spec = found.plan.spec  # type: ignore[union-attr]
     assert (spec.parallelism.tp, spec.parallelism.pp, spec.parallelism.dp) == (2, 4, 12)
-    assert spec.training.optimizer.weight_decay == 0.01
+    optimizer = spec.training.optimizer
+    assert (optimizer.weight_decay, optimizer.no_weight_decay) == (0.01, "biases_and_norms")
     assert spec.training.precision.value == "fp16"
     lost = {one.option: one.detail for one in found.of(Outcome.LOST)}
     schedule = spec.training.lr_scheduler

@@ -198,10 +198,11 @@ def test_megatrons_other_optimizers_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        {"type": "muon", "lr": 0.01, "eps": 1e-6, "momentum": 0.9, "nesterov": False, "adjust_lr": "original"},
-        {"type": "muon", "ns_steps": 7},
+        {"type": "muon", "lr": 0.01, "eps": 1e-6, "momentum": 0.9, "nesterov": False, "adjust_lr": "original"}
+        | {"no_weight_decay": "vectors"},
+        {"type": "muon", "ns_steps": 7, "no_weight_decay": "vectors"},
         {"type": "sgd", "momentum": 0.9, "weight_decay": 0.0},
-        {"type": "sgd"},
+        {"type": "sgd", "no_weight_decay": "vectors"},
     ],
     ids=str,
 )
@@ -263,6 +264,36 @@ def test_optim_of_the_trainer_is_carried_with_its_arguments() -> None:
 
     assert {"sgd", "adagrad", "adamw_torch"} <= {one.value for one in HANDLERS}
     assert "optim_args" in inspect.signature(TrainingArguments).parameters
+
+
+@pytest.mark.parametrize(("decay", "left_out"), [(0.1, "biases_and_norms"), (0.0, None)])
+def test_what_the_trainer_does_not_decay_is_carried(decay: float, left_out: str | None) -> None:
+    plan = of_trainer(weight_decay=decay).plan
+    assert plan is not None
+    assert plan.spec.training.optimizer.no_weight_decay == left_out
+
+
+def test_every_target_names_what_it_decays_otherwise() -> None:
+    def named(model: dict[str, Any], **optimizer: Any) -> dict[str, str]:
+        given = {"sequence_length": 1024, "global_batch_size": 16, "optimizer": optimizer}
+        machines = {"nodes": 2, "gpus_per_node": 8}
+        plan = parcompile.compile({"version": 1, "model": model, "cluster": machines, "training": given})
+        targets = losses(plan, ("deepspeed", "megatron", "torchtitan", "accelerate-deepspeed"))
+        return {
+            target: one.why
+            for target, found in targets.items()
+            for one in found
+            if "no_weight_decay" in one.what or one.what == "biases and norms"
+        }
+
+    llama, gpt_oss = {"preset": "llama-3-8b"}, {"preset": "gpt-oss-20b"}
+    assert set(named(llama)) == {"megatron"}
+    assert set(named(llama, weight_decay=0.0)) == set()
+    # On Llama both leave the same out.
+    for left_out in ("vectors", "biases_and_norms"):
+        assert set(named(llama, no_weight_decay=left_out)) == {"deepspeed", "torchtitan", "accelerate-deepspeed"}
+    assert "megatron" not in named(gpt_oss, no_weight_decay="vectors")
+    assert "sinks differ" in named(gpt_oss, no_weight_decay="biases_and_norms")["megatron"]
 
 
 def test_every_optim_of_the_trainer_is_carried_or_refused_with_a_sentence() -> None:

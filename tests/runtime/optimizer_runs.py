@@ -53,6 +53,7 @@ class Cell:
     on_host: bool = False
     falls: bool = False
     """The rate warms up and falls."""
+    no_weight_decay: str | None = None
 
     def __str__(self) -> str:
         said = [f"{one.name} {value}" for one in fields(self)[1:] if (value := getattr(self, one.name)) != one.default]
@@ -60,17 +61,22 @@ class Cell:
 
 
 CELLS = (
-    Cell("tp2 dp2", accumulation=4),
+    Cell("tp2 dp2", accumulation=4, no_weight_decay="biases_and_norms"),
     Cell("tp2 sp cp2", "gpt2", zero=2, clip=1000.0, adjust_lr="original"),
     Cell("ep2 tp2 dp2", "mixtral", zero=2, accumulation=4),
     Cell("ep4 over tp2 dp2", "qwen3_moe"),
     Cell("pp2 tp2", accumulation=4, falls=True),
     Cell("ep2 dp4", "mixtral", zero=3, clip=1000.0),
     Cell("tp2 dp2", zero=0, optimizer="sgd", nesterov=False),
-    Cell("tp2 sp cp2", zero=1, optimizer="adagrad", falls=True),
+    Cell("tp2 sp cp2", zero=1, optimizer="adagrad", falls=True, no_weight_decay="vectors"),
     Cell("ep2 dp4", "mixtral", zero=2, optimizer="adagrad"),
-    Cell("tp2 dp2", zero=2, accumulation=4, optimizer="sgd", on_host=True),
+    Cell("tp2 dp2", zero=2, accumulation=4, optimizer="sgd", on_host=True, no_weight_decay="vectors"),
     Cell("ep2 cp2 dp2", "mixtral", zero=3, accumulation=4, optimizer="adagrad", on_host=True, falls=True),
+    Cell("tp2 sp dp2", "gpt2", zero=0, accumulation=4, optimizer="adamw", no_weight_decay="vectors", falls=True),
+    Cell("ep4 over tp2 dp2", "gpt_oss", clip=1000.0, optimizer="adamw", no_weight_decay="biases_and_norms"),
+    Cell("cp2 dp2", "qwen3_next", zero=2, accumulation=4, optimizer="adamw", no_weight_decay="biases_and_norms"),
+    Cell("pp2 dp2", "gpt2", zero=1, optimizer="adamw", no_weight_decay="biases_and_norms"),
+    Cell("ep2 dp4", "gpt_oss", zero=3, accumulation=4, optimizer="adamw", no_weight_decay="vectors"),
 )
 """The sample of the suite: every axis, stage, accumulation and way of the rate. The matrix draws more."""
 
@@ -86,21 +92,25 @@ def draw(number: int) -> Cell:
         rng.choice(ZERO_STAGES.get(layout, (0, 1) if "pp" in layout else (0, 1, 2, 3))),
         rng.choice((1, 4)),
         rng.choice((0.5, 1000.0)),
-        rng.choice(("muon", "muon", "muon", "muon", "sgd", "adagrad")),
+        rng.choice(("muon", "muon", "adamw", "adamw", "sgd", "adagrad")),
         rng.random() < 0.7,
         rng.choice(("match_rms_adamw", "original")),
     )
     on_host = drawn.optimizer != "muon" and drawn.zero > 0 and rng.random() < 0.5
-    return replace(drawn, on_host=on_host, falls=rng.random() < 0.3)
+    falls, left_out = rng.random() < 0.3, rng.choice((None, "biases_and_norms", "vectors"))
+    return replace(drawn, on_host=on_host, falls=falls, no_weight_decay=left_out)
 
 
 def plan_of(cell: Cell) -> Plan:
     """The plan of a cell: batches of 16, in as many micro-batches as its accumulation."""
     world, parallelism = LAYOUTS[cell.layout]
     optimizer: dict[str, Any] = {"type": cell.optimizer, "lr": 0.01, "weight_decay": 0.1}
+    if cell.no_weight_decay is not None:
+        optimizer["no_weight_decay"] = cell.no_weight_decay
+    if cell.optimizer in ("muon", "adamw"):
+        optimizer["eps"] = 1e-3  # AdamW would hide the scale of gradients
     if cell.optimizer == "muon":
-        # A large epsilon: AdamW of the other weights would hide the scale of gradients.
-        optimizer |= {"eps": 1e-3, "nesterov": cell.nesterov, "adjust_lr": cell.adjust_lr}
+        optimizer |= {"nesterov": cell.nesterov, "adjust_lr": cell.adjust_lr}
         optimizer["ns_dtype"] = "bf16" if cell.bf16 else "fp32"
     elif cell.optimizer == "sgd":
         optimizer |= {"momentum": 0.9, "nesterov": True} if cell.nesterov else {}

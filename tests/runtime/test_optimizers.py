@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_close, judge, largest
-from families import tiny_config
+from families import FAMILIES, VARIANTS, tiny_config
 from optimizer_runs import CELLS, Cell, compare
 from optimizer_runs import plan_of as plan_of_cell
 from ranks import RankError, run_ranks
 from test_checkpoint import assert_goes_on, train
 from test_sharded_weights import plan_of
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import PlainMuon, initial_model, make_plan
+from training_runs import PlainMuon, compared, initial_model, make_plan, train_in_one_process, train_with_engine
+from transformers import Trainer
 
 from parcompile.cost.coefficients import time_values
 from parcompile.cost.collectives import matrix_flops
 from parcompile.cost.step import timing
-from parcompile.layout.shards import newton_schulz_work, pieces, rounds
+from parcompile.layout.shards import is_decayed, newton_schulz_work, pieces, rounds
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.checkpoint.adapting import convert, import_pretrained
 from parcompile.runtime.checkpoint.exporting import export
@@ -29,6 +31,7 @@ from parcompile.runtime.checkpoint.manifest import read_note
 from parcompile.runtime.checkpoint.reading import SavedRun, verify
 from parcompile.runtime.checkpoint.state_file import OptimizerShard
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.model.pretrained import instantiate
 from parcompile.runtime.optimizers import newton_schulz, rate_factor
 from parcompile.runtime.preflight import preflight
 from parcompile.spec.values import workload_of
@@ -136,11 +139,26 @@ def test_what_takes_muon_is_what_the_reference_takes() -> None:
         assert planned == expected, family
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+def test_what_is_not_decayed_is_what_trainer_and_megatron_leave_out(family: str) -> None:
+    plan = make_plan(1, {}, model=tiny_config(family), whole_model=True)
+    with torch.device("meta"):
+        model = instantiate(plan, torch.float32)
+    trainers: Any = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+    for name, row in plan.parameters.expanded():
+        assert is_decayed(row, "biases_and_norms") is (name in trainers), name
+        one = model.get_parameter(name)
+        # Megatron-LM keeps each expert as a module of its own.
+        vector = one.dim() - (row.expert_dim is not None and "experts." in name and one.dim() > 1) <= 1
+        assert is_decayed(row, "vectors") is not (vector or name.endswith("bias")), name
+
+
 def tensors(plan: Plan) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = plan_tree(plan)["tensors"]
     return found
 
 
+SUMMED = {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}
 PREFLIGHT = {
     "tp2 dp2": (4, {"tp": 2}, {}, 1),
     "tp2 dp2, ZeRO-0": (4, {"tp": 2}, {}, 0),
@@ -148,8 +166,18 @@ PREFLIGHT = {
     "pp2 dp2": (4, {"pp": 2}, {}, 1),
     "tp2 ep2": (4, {"tp": 2, "ep": 2}, {"model": "mixtral"}, 1),
     "ep4 folded": (4, {"tp": 2, "ep": 4, "expert_tp": 1}, {"model": "mixtral"}, 1),
-    "dp4 in bf16, summed in fp32": (4, {}, {"precision": "bf16", "gradient_accumulation_dtype": "fp32"}, 1),
+    "dp4 in bf16, summed in fp32": (4, {}, SUMMED, 1),
     "sgd": (2, {}, {"optimizer": {"type": "sgd", "momentum": 0.9}}, 1),
+    **{
+        f"{name}, ZeRO-{stage}, {left_out}": (4, axes, {**given, "optimizer": {"no_weight_decay": left_out}}, stage)
+        for name, axes, given, left_out, stages in (
+            ("dp4", {}, {"model": "llama"}, "vectors", (0, 1, 2)),
+            ("tp2 cp2 in bf16, summed in fp32", {"tp": 2, "cp": 2}, SUMMED, "biases_and_norms", (1,)),
+            ("tp2 ep2", {"tp": 2, "ep": 2}, {"model": "gpt_oss"}, "biases_and_norms", (1, 2)),
+        )
+        for stage in stages
+    },
+    "muon, vectors": (4, {"pp": 2}, {"model": "gpt2", "optimizer": {"type": "muon", "no_weight_decay": "vectors"}}, 1),
     "sgd without momentum": (2, {}, {"optimizer": {"type": "sgd"}}, 1),
     "adagrad": (2, {}, {"optimizer": {"type": "adagrad"}}, 1),
     "adagrad, ZeRO-0": (2, {}, {"optimizer": {"type": "adagrad"}}, 0),
@@ -162,7 +190,9 @@ def test_preflight_counts_the_memory_and_the_messages_of_the_plan(name: str) -> 
     family = given.get("model")
     training = {"global_batch_size": 8, "micro_batch_size": 1, "optimizer": {"type": "muon"}}
     training |= {key: value for key, value in given.items() if key != "model"}
-    model = tiny_config(str(family)) if family else None
+    # With an odd number of elements in each norm, which are padded.
+    odd = {"hidden_size": 36, "head_dim": 8} if family == "llama" else {}
+    model = tiny_config(str(family), **odd) if family else None
     plan = make_plan(
         world, parallelism, training=training, model=model, whole_model=bool(family), extra={"zero": {"stage": stage}}
     )
@@ -188,10 +218,11 @@ SAVED = {
 }
 
 
-def saved_plan(name: str, kind: str = "muon") -> Plan:
+def saved_plan(name: str, kind: str = "muon", left_out: str | None = None) -> Plan:
     world, parallelism, stage = SAVED[name]
-    own = {"muon": {"eps": 1e-3, "ns_dtype": "fp32"}, "sgd": {"momentum": 0.9}}
-    training = {"optimizer": {"type": kind, "lr": 0.01, **own[kind]}}
+    own = {"muon": {"eps": 1e-3, "ns_dtype": "fp32"}, "sgd": {"momentum": 0.9}, "adamw": {"eps": 1e-3}}
+    groups = {} if left_out is None else {"no_weight_decay": left_out}
+    training = {"optimizer": {"type": kind, "lr": 0.01, **own[kind], **groups}}
     return make_plan(world, parallelism, training=training, extra={"zero": {"stage": stage}})
 
 
@@ -201,9 +232,11 @@ def go_on(plan: Plan, resume: Path | None, until: int, saves: dict[int, Path] | 
     return found
 
 
-@pytest.mark.parametrize("kind", ["muon", "sgd"])
-def test_a_run_goes_on_in_any_layout(kind: str, tmp_path: Path) -> None:
-    plans = {name: saved_plan(name, kind) for name in SAVED}
+@pytest.mark.parametrize(
+    ("kind", "left_out"), [("muon", None), ("sgd", None), ("adamw", "biases_and_norms"), ("muon", "vectors")]
+)
+def test_a_run_goes_on_in_any_layout(kind: str, left_out: str | None, tmp_path: Path) -> None:
+    plans = {name: saved_plan(name, kind, left_out) for name in SAVED}
     whole = go_on(plans["tp2 dp2"], None, 4, {2: tmp_path / "a"})
     same = go_on(plans["tp2 dp2"], tmp_path / "a", 4)
     for found, expected in zip(same, whole, strict=True):
@@ -214,6 +247,53 @@ def test_a_run_goes_on_in_any_layout(kind: str, tmp_path: Path) -> None:
         assert_goes_on(there[0], {key: whole[0][key][:3] for key in ("losses", "norms")}, 1, plans["one rank"])
         back = go_on(plans["tp2 dp2"], tmp_path / name, 4)
         assert_goes_on(back[0], whole[0], 1, plans["one rank"])
+
+
+def rates(_rank: int, plan: Plan, folder: str) -> list[tuple[int, float]]:
+    """Of each group of parameters the number of them, and its weight decay, after a resume."""
+    from parcompile.runtime import initialize
+    from parcompile.runtime.checkpoint import load
+    from parcompile.runtime.deepspeed_patches.optimizer_state import parameter_groups
+
+    engine, optimizer, _, _ = initialize(plan=plan, model=initial_model(plan))
+    load(engine, folder)
+    sizes = map(len, parameter_groups(optimizer))
+    return [(size, group["weight_decay"]) for size, group in zip(sizes, optimizer.param_groups, strict=True)]
+
+
+def test_groups_of_weight_decay_are_those_of_the_plan_behind_a_resume_of_others(tmp_path: Path) -> None:
+    plain, planned = (saved_plan("one rank", "adamw", one) for one in (None, "vectors"))
+    for plan, folder in ((plain, "all"), (planned, "apart")):
+        go_on(plan, None, 1, {1: tmp_path / folder})
+    for folder in ("all", "apart"):
+        assert run_ranks(1, rates, plain, str(tmp_path / folder))[0] == [(21, 0.1)]
+        assert run_ranks(1, rates, planned, str(tmp_path / folder))[0] == [(16, 0.1), (5, 0.0)]
+    convert(tmp_path / "all", planned, tmp_path / "converted")
+    assert run_ranks(1, rates, planned, str(tmp_path / "converted"))[0] == [(16, 0.1), (5, 0.0)]
+    export(tmp_path / "all", tmp_path / "hf")
+    import_pretrained(tmp_path / "hf", planned, tmp_path / "start")
+    assert run_ranks(1, rates, planned, str(tmp_path / "start"))[0] == [(16, 0.1), (5, 0.0)]
+    assert [len(group.names) for group in SavedRun(read_note(tmp_path / "start")).groups] == [16, 5]
+
+
+def partly_frozen(plan: Plan) -> torch.nn.Module:
+    """The last stage trains nothing that weight decay leaves out."""
+    model = initial_model(plan)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not re.search(r"layers\.1\..*norm|model\.norm", name)
+    return model
+
+
+def test_stages_have_other_groups_of_weight_decay() -> None:
+    """Their norm is one sum over all groups, which every stage takes part in."""
+    training = {"optimizer": {"lr": 0.01, "eps": 1e-3, "no_weight_decay": "vectors"}}
+    plan = make_plan(2, {"pp": 2}, training=training)
+    ranks = run_ranks(2, train_with_engine, plan, True, 3, 0.0, partly_frozen)
+
+    def plain(seed: int | None) -> dict[str, Any]:
+        return train_in_one_process(plan, masked=True, steps=3, built=partly_frozen, seed=seed)
+
+    judge(compared(plan, ranks, plain))
 
 
 def test_a_checkpoint_holds_momentum_alone_of_matrices_and_converts_and_exports(tmp_path: Path) -> None:

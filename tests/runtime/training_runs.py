@@ -201,10 +201,10 @@ def _shard(engine: Any) -> dict[str, int]:
 
 
 def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = False) -> torch.optim.Optimizer:
-    """torch's own, as the plan says; with the parameters that transformers' Trainer decays, or all."""
+    """torch's own, as the plan says; with the parameters that transformers' Trainer decays, or those of the plan."""
     chosen = plan.spec.training.optimizer
     rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
-    parameters = _groups(model, of_trainer=of_trainer)
+    parameters = _groups(model, "biases_and_norms" if of_trainer else chosen.no_weight_decay)
     if chosen.type == "sgd":
         momentum: Any = {"momentum": chosen.momentum, "nesterov": chosen.nesterov}
         return torch.optim.SGD(parameters, **rate, **momentum)
@@ -230,14 +230,16 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _groups(model: torch.nn.Module, *, of_trainer: bool) -> list[dict[str, Any]]:
-    """All parameters in one group; or those that transformers' Trainer decays in one, the others in a second."""
+def _groups(model: torch.nn.Module, left_out: str | None) -> list[dict[str, Any]]:
+    """All parameters in one group; or those that transformers' Trainer or Megatron-LM decays, and the others."""
     from transformers import Trainer
 
-    if not of_trainer:
+    if left_out is None:
         return [{"params": list(model.parameters())}]
-    names: Any = Trainer.get_decay_parameter_names(None, model)
     of_names = dict(model.named_parameters())
+    names: Any = [name for name, one in of_names.items() if one.dim() > 1 and not name.endswith("bias")]
+    if left_out == "biases_and_norms":
+        names = Trainer.get_decay_parameter_names(None, model)
     return [
         {"params": [one for name, one in of_names.items() if name in names]},
         {"params": [one for name, one in of_names.items() if name not in names], "weight_decay": 0.0},
@@ -254,7 +256,7 @@ class PlainMuon(torch.optim.AdamW):
     """
 
     def __init__(self, model: torch.nn.Module, plan: Plan, groups: list[dict[str, Any]] | None = None) -> None:
-        groups = _groups(model, of_trainer=False) if groups is None else groups
+        groups = _groups(model, None) if groups is None else groups
         chosen = plan.spec.training.optimizer
         rate = {"lr": chosen.lr, "weight_decay": chosen.weight_decay}
         layers = {name: one for name, one in model.named_parameters() if re.search(r"\.\d+\.", name)}

@@ -63,7 +63,13 @@ def losses(plan: Plan) -> list[Loss]:
         for key in ("linear_cross_entropy", "tiled_mlp")
         if getattr(plan.spec.training, key)
     ]
-    if (optimizer := plan.spec.training.optimizer).is_muon:
+    optimizer = plan.spec.training.optimizer
+    if optimizer.no_weight_decay is not None and optimizer.weight_decay:
+        why = (
+            "DeepSpeed takes groups of parameters from a script, and none from its configuration: it decays all weights"
+        )
+        found.append(Loss(f"no_weight_decay {optimizer.no_weight_decay}", why, "parcompile.runtime makes the groups"))
+    if optimizer.is_muon:
         why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
         why += "; its momentum is always Nesterov's" * (not optimizer.nesterov)
         why += "; its matrices have the rates of adjust_lr original" * (optimizer.adjust_lr != "original")

@@ -24,6 +24,7 @@ from parcompile.backends.reading import (
     refuse_optimizer,
 )
 from parcompile.diagnostics import Diagnostic, Edit, Path
+from parcompile.layout.shards import BIASES_AND_NORMS
 from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
 
@@ -222,8 +223,7 @@ def _optimizer(source: Source, draft: Draft) -> None:
         draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
     inner = "optimizer.params.weight_decay"
     source.ignore(inner, "the top-level weight_decay replaces it")
-    draft.carry(source, "weight_decay", (*_OPTIMIZER, "weight_decay"), number)
-    source.remark_decay("weight_decay", "gpt-neox")
+    draft.carry_decay(source, "weight_decay", BIASES_AND_NORMS)
 
 
 def _schedule(source: Source, draft: Draft) -> None:

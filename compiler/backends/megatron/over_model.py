@@ -14,6 +14,7 @@ from parcompile.backends.reading import Account, Draft, Importer, Outcome, Sourc
 from parcompile.backends.recipes import flattened
 from parcompile.backends.trainers.read import read_model
 from parcompile.backends.trainers.tool import ADAPTER
+from parcompile.layout.shards import VECTORS
 from parcompile.text.python import Made
 from parcompile.text.typed import integer, number
 
@@ -126,6 +127,7 @@ def _read(source: Source, draft: Draft) -> None:
     elif start is not None and start == end:
         # OptimizerParamScheduler sets it, whatever the optimizer says.
         draft.set(("training", "optimizer", "weight_decay"), number(end, _DECAYS[1]), said=True)
+        draft.leave_out_of_decay(VECTORS, said=True)
         source.ignore("weight_decay", f"{_DECAYS[1]} takes its place")
     _precision(source, draft)
     settle(source)

@@ -7,7 +7,6 @@ from typing import Any
 
 from parcompile.backends.artefacts import Loss
 from parcompile.backends.reading import (
-    DECAY_AS_UPSTREAM,
     Arguments,
     Bundle,
     Draft,
@@ -16,8 +15,10 @@ from parcompile.backends.reading import (
     Source,
     SpecPath,
     UndecidedError,
+    decay_losses,
     refuse_optimizer,
 )
+from parcompile.layout.shards import VECTORS
 from parcompile.spec import Precision, Spec
 from parcompile.text.typed import integer, number
 
@@ -110,7 +111,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
         refuse_optimizer(source, draft, "optimizer", kind)
         return
     draft.set((*_OPTIMIZER, "type"), own, said=source.has("optimizer"))
-    keys = {"lr": "lr", "weight_decay": "weight_decay"}
+    keys = {"lr": "lr"}
     if own == "sgd":
         keys["sgd_momentum"] = "momentum"
     else:
@@ -119,10 +120,9 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     if own == "muon":
         keys["muon_momentum"] = "momentum"
         _read_muon(source, draft)
+    draft.carry_decay(source, "weight_decay", VECTORS)
     for name, key in keys.items():
         found = draft.carry(source, name, (*_OPTIMIZER, key), number)
-        if name == "weight_decay":
-            source.remark_decay(name, "Megatron-LM")
         if name == "lr" and found is None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
 
@@ -146,8 +146,7 @@ def _read_muon(source: Source, draft: Draft) -> None:
 
 def _optimizer_losses(spec: Spec) -> Iterator[Loss]:
     optimizer = spec.training.optimizer
-    if optimizer.weight_decay:
-        yield Loss("biases and norms", "Megatron-LM does not decay them", DECAY_AS_UPSTREAM)
+    yield from decay_losses(spec, "Megatron-LM", VECTORS)
     if optimizer.type == "adam" and optimizer.weight_decay:
         yield Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
     if optimizer.type == "adagrad":

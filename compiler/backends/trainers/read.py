@@ -26,6 +26,7 @@ from parcompile.backends.reading import (
     UndecidedError,
     refuse_optimizer,
 )
+from parcompile.layout.shards import BIASES_AND_NORMS
 from parcompile.model.presets import find_preset, preset_alike
 from parcompile.schema.values import as_number
 from parcompile.text import Document, SourceError, read_file
@@ -229,9 +230,10 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
     elif (*_OPTIMIZER, "type") not in draft.answers:
         refuse_optimizer(source, draft, name, kind, whole=False)
     draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), number)
-    draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
     if own is None:
-        source.remark_decay(tool.own("weight_decay"), "the Trainer")
+        draft.carry_decay(source, tool.own("weight_decay"), BIASES_AND_NORMS)
+    else:  # DeepSpeed's takes all parameters in one group (`deepspeed_optim_sched`)
+        draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
     if found in _ARGUMENTS:
         if found == "adagrad":
             draft.set((*_OPTIMIZER, "eps"), facts.OPTIMIZERS[found]["eps"], said=False)

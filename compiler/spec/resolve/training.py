@@ -212,6 +212,7 @@ class TrainingValues(ParallelismValues):
             eps=float(self.get(*path, "eps")),
             weight_decay=float(self.get(*path, "weight_decay")),
             **{key: own(key) for key in ("momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr")},
+            no_weight_decay=self.get(*path, "no_weight_decay") if self.given(*path, "no_weight_decay") else None,
         )
 
     def training(self) -> Training:
