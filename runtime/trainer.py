@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,6 +30,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from parcompile.backends.deepspeed.write import ds_config
+from parcompile.cost.step import utilisation
 from parcompile.plan import Plan, load_plan
 
 from .checkpoint import load, save
@@ -39,6 +41,7 @@ from .data.batches import with_positions
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
+from .engine.metering import known_work
 from .errors import RunError
 from .groups import Mesh, join
 from .groups.mesh import Mpu
@@ -49,8 +52,10 @@ from .loss import entropy, log_probs, whole_sequences
 from .model.lora import matrix_layout, matrix_of, without_peft
 from .model.pretrained import build_model
 from .model.slices import Slices
+from .profiling.recorder import peak_bytes
 from .ring_attention import split_sequence
 from .router_losses import RouterLosses
+from .run_log import RunLog
 from .tensor_parallel import VocabParallelEmbedding
 
 T = TypeVar("T", bound=type[Trainer])
@@ -164,8 +169,14 @@ class _InEngine:
     _numel: int | None = None
     _other_tokens = "dp"
 
-    def _in_engine(self) -> contextlib.AbstractContextManager[None]:
-        """Within it Trainer makes the engine of the plan.
+    @property
+    def _tokens(self) -> int | None:
+        """Of a step, where every batch has as many."""
+        return None
+
+    @contextlib.contextmanager
+    def _in_engine(self) -> Iterator[None]:
+        """Within it Trainer makes the engine of the plan, and its log is written for `parcompile report`.
 
         Raises:
             RunError: the checkpoint that is to be loaded at the end might be removed before.
@@ -176,7 +187,13 @@ class _InEngine:
                 "loads: leave one of them out",
                 everywhere=True,
             )
-        return initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options)
+        rows = _Rows(self.mesh, self._tokens)
+        self.add_callback(rows)  # type: ignore[attr-defined]
+        try:
+            with rows, initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options):
+                yield
+        finally:
+            self.remove_callback(rows)  # type: ignore[attr-defined]
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
         """With weight decay for the parameters that Trainer decays, where the plan leaves none out itself."""
@@ -264,6 +281,11 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
     """
 
     _other_tokens = "dp-cp"  # batches of `PlanLoader` are split
+
+    @property
+    def _tokens(self) -> int:
+        training = self.mesh.plan.spec.training
+        return training.global_batch_size * training.sequence_length
 
     def __init__(
         self,
@@ -375,6 +397,71 @@ def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any)
         torch.manual_seed(plan.spec.training.seed)
         adapted: nn.Module = get_peft_model(model, peft_config)
     return adapted
+
+
+_OF_LOG = {"loss": "loss", "gradient_norm": "grad_norm", "lr": "learning_rate"}
+
+
+class _Rows(TrainerCallback):  # type: ignore[misc]
+    """Writes the lines of Trainer's log to metrics.jsonl in its output folder, under the names of `StepMeter`.
+
+    `seconds` is the mean of the steps since the line before, without what evaluation and saving take between them.
+    `tokens` are those of a step, where all steps have as many.
+    """
+
+    def __init__(self, mesh: Mesh, tokens: int | None) -> None:
+        self._mesh, self._tokens = mesh, tokens
+        self._log: RunLog | None = None
+        self._peak: dict[str, float] = {}
+        self._step, self._since, self._ended, self._waited, self._pauses = 0, 0.0, 0.0, 0.0, False
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._log is not None:
+            self._log.__exit__(*raised)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 -- Trainer's
+        now = time.perf_counter()
+        if self._log is None:  # behind a resume
+            self._step = state.global_step
+            self._log = RunLog(args.output_dir, self._step, writes=self._mesh.rank == 0, plan=self._mesh.plan)
+        if not self._since:
+            self._since, self._waited = now, 0.0
+        elif self._pauses:
+            self._waited += now - self._ended
+        self._pauses = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 -- Trainer's
+        """What comes before the next step counts, but for evaluation and saving.
+
+        Memory is gathered here, where all ranks come to: a script may log on one alone.
+        """
+        self._ended = time.perf_counter()
+        if control.should_log:
+            peak = torch.tensor(float(peak_bytes(self._mesh.device)), dtype=torch.float64, device=self._mesh.device)
+            if self._mesh.plan.world_size > 1:
+                dist.all_reduce(peak, dist.ReduceOp.MAX)
+            self._peak = {"memory_peak_bytes": float(peak)}
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._pauses = True
+
+    on_save = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
+        steps = state.global_step - self._step
+        if self._log is None or "loss" not in logs or not steps:
+            return
+        seconds = (time.perf_counter() - self._since - self._waited) / steps
+        row = {name: float(logs[key]) for name, key in _OF_LOG.items() if key in logs} | {"seconds": seconds}
+        if self._tokens is not None:
+            row |= {"tokens": self._tokens, "tokens_per_s": self._tokens / seconds}
+            if (work := known_work(self._mesh)) is not None:
+                row["mfu"] = utilisation(work, row["tokens_per_s"] / self._mesh.plan.world_size)
+        self._log.add(state.global_step, **row, **self._peak)
+        self._step, self._since = state.global_step, 0.0
 
 
 class _Resume(TrainerCallback):  # type: ignore[misc]

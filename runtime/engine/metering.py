@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.cost.step import utilisation
+from parcompile.cost.workload import Workload
 from parcompile.runtime.data import Batch
+from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.profiling.recorder import peak_bytes
@@ -29,6 +31,12 @@ from .router_bias import KEPT, RouterBiases
 GATHER_EVERY = 10
 PHASES = {"in the forward pass": "forward", "in the backward pass": "backward", "in the optimizer step": "optimizer"}
 _OWN, _PEAK = 0, 1
+
+
+def known_work(mesh: Mesh) -> Workload | None:
+    """What a step computes, where the plan's accelerator has a known peak and runs it."""
+    work = workload_of(mesh.plan.spec)
+    return None if mesh.device.type == "cpu" or work.accelerator == "cpu" or not work.names_machine else work
 
 
 class StepMeter:
@@ -60,8 +68,7 @@ class StepMeter:
         self._tokens = training.global_batch_size * training.sequence_length
         self._scales = training.precision is Precision.FP16 and training.loss_scale == 0
         self._on_cpu = self._mesh.device.type == "cpu"
-        work = workload_of(plan.spec)
-        self._work = None if self._on_cpu or work.accelerator == "cpu" or not work.names_machine else work
+        self._work = known_work(self._mesh)
         self._world_size = plan.world_size
         self._steps, self._nonfinite, self._own, self._since = 0, 0, 0.0, 0
         self._coming: tuple[Any, Tensor] | None = None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from closeness import assert_close, nudge
 from expert_runs import Case
+from families import tiny_config
 from ranks import run_ranks
 from training_runs import (
     initial_model,
@@ -22,6 +23,9 @@ from training_runs import (
 )
 
 from parcompile.plan import Plan
+from parcompile.runtime.deepspeed_patches.optimizer_state import parameter_groups
+from parcompile.runtime.run_log import read_rows
+from parcompile.show.run import read_run
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.ranks
@@ -53,6 +57,7 @@ def train(rank: int, plan: Plan, folder: str, resume: bool) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoints/step-2" if resume else None)
     trainer.save_model(f"{folder}/saved")
     found: dict[str, Any] = {"flos": trainer.state.total_flos}
+    found["groups"] = [len(group) for group in parameter_groups(trainer.model_wrapped.optimizer)]
     try:
         training_arguments(plan, folder, max_steps=1, bf16=1)
     except RunError as error:
@@ -91,6 +96,22 @@ def assert_trained(rank: dict[str, Any], plan: Plan) -> None:
     assert rank["flos"] == 6 * tokens * initial_model(plan).num_parameters(exclude_embeddings=True)
 
 
+def assert_reported(folder: Path, plan: Plan, rank: dict[str, Any]) -> None:
+    """metrics.jsonl has every step of the log once, also behind a resume, for `parcompile report`."""
+    rows = read_rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for name, key in (("loss", "loss"), ("gradient_norm", "grad_norm")):
+        assert [row[name] for row in rows] == rank[key]
+    tokens = plan.spec.training.global_batch_size * plan.spec.training.sequence_length
+    for row in rows:
+        assert row["tokens"] == tokens
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"])
+        assert row["memory_peak_bytes"] > 0
+    found = read_run(folder)
+    assert len(found.of_plan(plan.plan_hash)) == STEPS
+    assert (folder / "loss.svg").exists()
+
+
 @pytest.mark.parametrize("other", ["cp", "pp"])
 def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(other: str, tmp_path: Path) -> None:
     """With kv heads that both tp ranks hold in a part of a weight, and layers that are recomputed."""
@@ -109,9 +130,25 @@ def test_the_trainer_trains_evaluates_saves_and_resumes_a_plan(other: str, tmp_p
     assert_close(
         loss_of(tmp_path / "saved", plan), train_in_one_process(plan, steps=STEPS + 1, of_trainer=True)["losses"][STEPS]
     )
+    assert_reported(tmp_path, plan, ranks[0])
     again = run_ranks(4, train, plan, str(tmp_path), True)
+    assert_reported(tmp_path, plan, ranks[0])
     for kind in ("loss", "grad_norm", "eval_loss"):
         assert again[0][kind] == ranks[0][kind][-1:]
+
+
+@pytest.mark.parametrize(("left_out", "decayed"), [("vectors", False), ("biases_and_norms", True), (None, True)])
+def test_the_trainer_decays_what_the_plan_says_or_as_it_does_itself(
+    left_out: str | None, decayed: bool, tmp_path: Path
+) -> None:
+    """Sinks of attention have one dim: Megatron-LM does not decay them, Trainer does."""
+    optimizer = {"lr": 1e-3, **({} if left_out is None else {"no_weight_decay": left_out})}
+    training = {"optimizer": optimizer, "activation_checkpointing": "full"}
+    plan = make_plan(1, {}, model=tiny_config("gpt_oss"), whole_model=True, training=training)
+    names = {name: one.dim() > 1 and not name.endswith("bias") for name, one in initial_model(plan).named_parameters()}
+    names.update({name: decayed for name in names if name.endswith("sinks")})
+    (found,) = run_ranks(1, train, plan, str(tmp_path), False)
+    assert found["groups"] == [sum(names.values()), len(names) - sum(names.values())]
 
 
 def test_the_trainer_trains_experts_that_are_dealt_over_ranks(tmp_path: Path) -> None:
