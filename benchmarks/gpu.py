@@ -2,16 +2,16 @@
 
     python benchmarks/gpu.py [--output out/gpu] [--minutes 8] [--only PART …]
 
-1. `tests`: those marked `gpu`: kernels against fp64, packed documents, merges, ranks that share a GPU, no host that waits;
-2. `examples`: every example spec, compiled for one GPU in fp32 and in bf16 and trained for a few steps: the engine on NCCL
-   with a world of one, its losses and norms beside those of a CPU, its peak memory beside the plan's;
-3. `ranks`: layouts of tp, cp, ep, pp, dp and ZeRO 1 to 3 over several ranks on NCCL, beside one CPU. Ranks that have no GPU
-   of their own share one: each says to NCCL that it is a host of its own (NCCL_HOSTID), so messages go by sockets;
+1. `tests`: those marked `gpu`: kernels against fp64, packed documents, merges, no host that waits;
+2. `examples`: every example spec, compiled for one GPU in fp32 and in bf16 and trained for a few steps: the engine on
+   NCCL with a world of one, its losses and norms beside those of a CPU, its peak memory beside the plan's;
+3. `ranks`: layouts of tp, cp, ep, pp, dp and ZeRO 1 to 3 over several ranks on NCCL, beside one CPU. Ranks that have no
+   GPU of their own share one: each says to NCCL that it is a host of its own (NCCL_HOSTID), so messages go by sockets;
 4. `steps`: `benchmarks/gpu_step.py`, a step of real dimensions beside plain DeepSpeed's;
 5. `speed`: `parcompile profile`, and `benchmarks/ring_attention_cuda.py`, which on several GPUs measures scaling too.
 
-Parts 1 to 3 run side by side, as many as there are processors for; what is timed runs alone. Each part has its time; one
-that fails or takes too long is written down, and the others go on. The exit code is 1 then, and 2 without a GPU.
+Parts 1 to 3 run side by side, as many as there are processors for; what is timed runs alone. Each part has its time;
+one that fails or takes too long is written down, and the others go on. The exit code is 1 then, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Parts:
 
 
 def spec_of(example: Path, gpus: int, precision: str | None, changes: dict[str, Any]) -> dict[str, Any]:
-    """An example for so many GPUs; `changes` are made in its sections, and everything else that changes numbers stays."""
+    """An example for so many GPUs, with `changes` made in its sections."""
     spec: dict[str, Any] = json.loads(example.read_text(encoding="utf-8"))
     accelerator = "cpu" if gpus == 0 else "h100-sxm"
     spec["cluster"] = {"nodes": 1, "gpus_per_node": max(gpus, 1), "accelerator": accelerator}
@@ -248,7 +248,16 @@ def main() -> int:
     names = [file.stem for file in sorted(EXAMPLES.glob("*.json")) if file.stem != "byte_finetune"]
     with ThreadPoolExecutor(1) as beside:
         if "tests" in arguments.only:
-            tests = [*python, "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(HERE.parent / "tests")]
+            tests = [
+                *python,
+                "pytest",
+                "-q",
+                "-m",
+                "gpu",
+                "-p",
+                "no:cacheprovider",
+                str(HERE.parent / "tests" / "runtime" / "test_gpu.py"),
+            ]
             beside.submit(parts.run, "tests", tests, 150)
         examples(
             parts,

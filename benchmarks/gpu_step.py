@@ -1,12 +1,12 @@
-"""A training step of real dimensions on one GPU: its time beside plain DeepSpeed's and the plan's, its memory, its kernels.
+"""A training step of real dimensions on one GPU beside plain DeepSpeed's: time, memory, kernels, waits.
 
-    python benchmarks/gpu_step.py NAME [--steps 8] [--output out/gpu] [--rehearsal FILE]
+    python benchmarks/gpu_step.py NAME [--steps 8] [--output out/gpu]
 
 `NAME` is one of `MODELS`: a preset, with fewer layers where all of them do not fit. The plan's engine and then its
-peer, the model of transformers in a DeepSpeed engine with the same settings, train on the same text. Printed: seconds of a
-step (median and quartiles), tokens/s, MFU, peak memory beside the plan's, how much of a step the GPU computes, the kernels
-of attention, and every wait of the host, by where it begins. `--rehearsal`: a report of `parcompile preflight --format
-json` for the same plan, made on a host without a GPU; its kernels are compared with those that ran.
+peer, the model of transformers in a DeepSpeed engine with the same settings, train on the same text. Printed: seconds
+of a step (median and quartiles), peak memory beside the plan's, how long the GPU computes, the kernels of attention,
+and how often the host waits. figures.json in the output folder holds the waits by where they begin, and the kernels
+that take most. With GPU_LOCK, a file, what is timed waits until nobody else holds its lock.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def kernels_of(step: Callable[[], float]) -> dict[str, Any]:
     calls: collections.Counter[str] = collections.Counter()
     host: collections.Counter[str] = collections.Counter()
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Optimizer."):
             seconds[event.name] += event.time_range.elapsed_us() / 1e6
             calls[event.name] += 1
         elif event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
@@ -235,7 +235,6 @@ def main() -> int:
     parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("out/gpu"), help="folder for the spec and the figures")
-    parser.add_argument("--rehearsal", type=Path)
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW")
     parser.add_argument("--alone", action="store_true", help="without the peer")
     parser.add_argument("--without", default="", help="a kernel of attention that is not taken, such as cuda-cudnn")
@@ -254,9 +253,9 @@ def main() -> int:
     from parcompile.runtime.model.pretrained import build_model
 
     model = build_model(plan)
-    lock = open(os.environ.get("GPU_LOCK", os.devnull))  # noqa: SIM115 -- held until the process ends
     if "GPU_LOCK" in os.environ:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # what is timed runs alone
+        lock = Path(os.environ["GPU_LOCK"]).open()  # noqa: SIM115 -- held until the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
     found: dict[str, Any] = {"name": arguments.name, "estimate": plan.estimate().to_json()}
     runs = {"plan": lambda: of_plan(plan, model, arguments.steps, fused=arguments.fused)}
     if not arguments.alone:
@@ -276,14 +275,17 @@ def main() -> int:
             print(f"{name}: {one['error']}")
             continue
         profile = one["profile"]
+        kernels = ", ".join(profile["attention"])
+        print(f"{arguments.name}, {name}: {spread(one['seconds'])} a step, peak {one['peak_bytes'] / 2**30:.2f} GiB")
+        print(f"  attention by {kernels}: {profile['attention_seconds']:.4f} s")
+        print(f"  the GPU computes {profile['computing_seconds']:.4f} s in {profile['launches']} launches")
         print(
-            f"{arguments.name} {name}: {spread(one['seconds'])}, peak {one['peak_bytes'] / 2**30:.2f} GiB, attention by "
-            f"{', '.join(profile['attention'])} {profile['attention_seconds']:.4f} s, GPU computes "
-            f"{profile['computing_seconds']:.4f} of {profile['seconds']:.4f} s, {profile['launches']} launches, "
-            f"{sum(one['waits'].values())} waits, losses {one['losses'][0]:.4f} … {one['losses'][-1]:.4f}"
+            f"  the host waits {sum(one['waits'].values())} times; losses {one['losses'][0]:.4f} to {one['losses'][-1]:.4f}"
         )
-    estimate = found["estimate"]
-    print(f"plan: {json.dumps(estimate['step'])[:600]}" if "step" in estimate else str(list(estimate)))
+    memory, taken = found["estimate"]["memory"], found["estimate"]["time"]
+    print(
+        f"the plan: {taken['step_seconds']:.4f} s a step, peak {memory['peak_bytes'] / 2**30:.2f} GiB with the framework"
+    )
     return 1 if "error" in found["plan"] else 0
 
 

@@ -110,36 +110,37 @@ def compare_kernels(length: int, rounds: int) -> list[dict[str, Any]]:
             )
             for heads, width in ((HEADS, keys), (KV_HEADS, keys), (KV_HEADS, values), (HEADS, values))
         )
-        scale = keys**-0.5
         for make in CANDIDATES:
             for band in (CAUSAL, FULL):
                 row: dict[str, Any] = {"widths": [keys, values], "length": length, "causal": band == CAUSAL}
                 found.append(row)
                 try:
-                    kernel = make() if keys == values or make is not CudaFlashKernel else padded(make(), keys)
-                    row["kernel"] = kernel.name
-                    row["errors"] = errors_of(kernel, [x[:, :, :768] for x in (query, key, value, grad)], band, scale)
-                    out, lse = kernel.forward(query, key, value, band=band, scale=scale, terms=None)
-                    read = QueriesOfPass(query, grad, out, lse, scale)
-                    sums = Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)))
-                    every = slice(None)
-                    run = {
-                        "forward": lambda: kernel.forward(query, key, value, band=band, scale=scale, terms=None),  # noqa: B023
-                        "backward": lambda: kernel.backward(  # noqa: B023
-                            read.part(every, every),
-                            key,
-                            value,
-                            band=band,
-                            terms=None,
-                            into=sums,  # noqa: B023
-                        ),
-                    }
-                    work = 2.0 * HEADS * length**2 * (keys + values) * (0.5 if band == CAUSAL else 1.0)
-                    for name, factor in (("forward", 1.0), ("backward", 2.5)):
-                        row[name] = [factor * work / one / 1e12 for one in seconds(run[name], rounds)]
+                    row |= rates_of(make, [query, key, value, grad], band, rounds)
                 except Exception as error:  # a kernel that does not serve these widths says so
                     row["refused"] = f"{type(error).__name__}: {error}"[:300]
     return found
+
+
+def rates_of(make: Callable[[], Any], tensors: list[Tensor], band: Band, rounds: int) -> dict[str, Any]:
+    """Name, errors and TFLOP/s of a kernel, whose heads are padded where it does not know two widths."""
+    query, key, value, grad = tensors
+    keys, values, scale, every = query.shape[3], value.shape[3], query.shape[3] ** -0.5, slice(None)
+    kernel = padded(make(), keys) if keys != values and make is CudaFlashKernel else make()
+    out, lse = kernel.forward(query, key, value, band=band, scale=scale, terms=None)
+    read = QueriesOfPass(query, grad, out, lse, scale)
+    sums = Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)))
+    ways: list[tuple[str, float, Callable[[], object]]] = [
+        ("forward", 1.0, lambda: kernel.forward(query, key, value, band=band, scale=scale, terms=None)),
+        (
+            "backward",
+            2.5,
+            lambda: kernel.backward(read.part(every, every), key, value, band=band, terms=None, into=sums),
+        ),
+    ]
+    work = 2.0 * HEADS * query.shape[2] ** 2 * (keys + values) * (0.5 if band == CAUSAL else 1.0) / 1e12
+    found: dict[str, Any] = {"kernel": kernel.name}
+    found["errors"] = errors_of(kernel, [x[:, :, :768] for x in tensors], band, scale)
+    return found | {way: [factor * work / one for one in seconds(run, rounds)] for way, factor, run in ways}
 
 
 def packed(length: int, documents: int, rounds: int) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     python benchmarks/shared_gpu.py RANKS SCRIPT [ARGUMENT …]
 
-NCCL refuses two ranks of one host that have the same GPU. Here each rank says that it is a host of its own (NCCL_HOSTID),
-so NCCL sends by sockets. That is slow, and shows everything else: communicators, the order of messages, streams, numbers.
-The exit code is that of the first rank that fails; the others are ended then.
+NCCL refuses two ranks of one host that have the same GPU. Here each rank says that it is a host of its own
+(NCCL_HOSTID), so NCCL sends by sockets. That is slow, and shows everything else: communicators, the order of messages,
+streams, numbers. The exit code is that of the first rank that fails; the others are ended then.
 """
 
 from __future__ import annotations

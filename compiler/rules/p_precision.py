@@ -90,16 +90,7 @@ _OPTIMIZER = ("training", "optimizer")
 _LEFT_OUT = (*_OPTIMIZER, "no_weight_decay")
 
 
-@rule(
-    "P009",
-    "nothing is decayed",
-    """no_weight_decay leaves parameters out of weight decay. With a weight_decay of 0 nothing is decayed: the key only
-    makes a second group of parameters.""",
-    wrong={"training": {"optimizer": {"weight_decay": 0.0, "no_weight_decay": "vectors"}}},
-    right={"training": {"optimizer": {"weight_decay": 0.1, "no_weight_decay": "vectors"}}},
-    severity=Severity.WARNING,
-    sources=("torch.optim.AdamW: groups of parameters",),
-)
+@rule("P009", severity=Severity.WARNING)
 def decay_is_left_out_of_some(spec: Resolution) -> Iterator[Finding]:
     """Fires where weight_decay is 0."""
     if spec.given(*_LEFT_OUT) and not spec.get(*_DECAY):
@@ -108,7 +99,7 @@ def decay_is_left_out_of_some(spec: Resolution) -> Iterator[Finding]:
             _LEFT_OUT,
             help="set a weight_decay, such as 0.1, or remove no_weight_decay",
             related=also(spec, _DECAY),
-            fixes=(Fix("remove no_weight_decay", Safety.CHANGES_COST, (Edit(_LEFT_OUT, remove=True),)),),
+            fixes=(Fix.removing(_LEFT_OUT, Safety.CHANGES_COST),),
         )
 
 
