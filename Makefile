@@ -15,7 +15,7 @@ DEMO := out/$(subst _,-,$(basename $(notdir $(SPEC))))
 help:
 	@echo "make demo   compile an example spec and train it on 4 CPU processes (SPEC=…: another one)"
 	@echo "make test   install, lint, type checks, the whole test suite"
-	@echo "make gpu    everything that only a GPU can show, in under eight minutes; out/gpu/figures.json"
+	@echo "make gpu    everything that only a GPU can show, in twelve minutes; out/gpu/figures.json"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, in out/docs; a link that leads nowhere fails"
 	@echo "make bench  the benchmarks (minutes; see benchmarks/README.md)"

@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, by one command (`make gpu`); what it finds goes into out/gpu/figures.json.
 
-    python benchmarks/gpu.py [--output out/gpu] [--minutes 8] [--only PART …]
+    python benchmarks/gpu.py [--output out/gpu] [--minutes 12] [--only PART …]
 
 1. `tests`: those marked `gpu`: kernels against fp64, packed documents, merges, no host that waits;
 2. `examples`: every example spec, compiled for one GPU in fp32 and in bf16 and trained for a few steps: the engine on
@@ -232,7 +232,7 @@ STEP_MODELS = ("llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "ge
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("out/gpu"))
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--without", default="", help="a kernel of attention that the steps do not take")
     parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=list(LAYOUTS))

@@ -303,8 +303,8 @@ def main() -> int:
                 for flash, own in zip(times["flash_seconds"], times["part_seconds"], strict=True)
             ]
             print(
-                f"{part['kernel']}: {part['length']} tokens, 1 of {part['ranks']} ranks, {name}: share {spread(share)}, "
-                f"peak {times['peak_bytes'] / 1e6:.0f} MB"
+                f"{part['kernel']}: {part['length']} tokens, 1 of {part['ranks']} ranks, {name}: "
+                f"share {spread(share)}, peak {times['peak_bytes'] / 1e6:.0f} MB"
             )
     packs = [packed(16_384, documents, arguments.rounds) for documents in (4, 32)]
     for one in packs:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
+from parcompile.model.shape import ModelShape
 from parcompile.model.table import within
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
