@@ -103,7 +103,10 @@ def rank_parameters(
     """
     if not is_even(shape):
         return _rank_parameters(shape, stage, tp, (ep, expert_tp), vocab_divisible_by)
-    first_moe = shape.moe.first_moe_layer if shape.moe is not None else shape.num_hidden_layers
+    # A model may have fewer layers than it says are dense.
+    first_moe = (
+        shape.num_hidden_layers if shape.moe is None else min(shape.moe.first_moe_layer, shape.num_hidden_layers)
+    )
     dense = len(range(stage.layers.start, min(stage.layers.stop, first_moe)))
     start = first_moe - dense
     alike = Stage(range(start, start + len(stage.layers)), stage.has_embedding, stage.has_head)

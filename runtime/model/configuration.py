@@ -176,8 +176,9 @@ def difference(config: Any, plan: Plan, where: str, differs: Collection[str] = (
 def _read(values: Mapping[str, Any], where: str) -> Any:
     try:
         from transformers import CONFIG_MAPPING
-    except ImportError:
-        raise RunError(f"building the model needs transformers: {how_to_install('hf')}", everywhere=True) from None
+    except ImportError as error:
+        why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
+        raise RunError(f"building the model needs transformers{why}: {how_to_install('hf')}", everywhere=True) from None
     # A copy: some classes complete the objects inside in place.
     own: dict[str, Any] = _numbers(architecture(copy.deepcopy(dict(values))))
     family = own.pop("model_type", None)

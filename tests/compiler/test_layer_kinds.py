@@ -13,6 +13,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.layers import KeysAndValues, LayerAttention, LayerShape, kinds_of_layers
+from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 
 BY_HAND = ModelShape("mimo_v2_flash", 64, 4, 8, 4, 8, 96, 128, 64)
@@ -107,3 +108,10 @@ def test_a_rank_holds_what_the_layers_of_its_stage_have() -> None:
 def test_kv_heads_are_replicated_as_often_as_the_fewest_need() -> None:
     assert VARIED.kv_head_counts == (4, 2)
     assert [VARIED.kv_replicas(tp) for tp in (1, 2, 4, 8)] == [1, 1, 2, 4]
+
+
+def test_a_model_with_fewer_layers_than_are_dense_has_all_its_parameters() -> None:
+    config = {**find_preset("deepseek-v3").config, "num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    assert config["first_k_dense_replace"] == 3
+    shape = shape_from_config(config)
+    assert rank_parameters(shape, Stage(range(2), True, True), 1) == parameter_table(shape).numel

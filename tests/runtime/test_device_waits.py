@@ -102,3 +102,14 @@ def test_batches_go_through_pinned_memory_to_a_gpu(monkeypatch: pytest.MonkeyPat
         assert to_device(tensor, torch.device(device)) is tensor
     assert len(pinned) == 1
     assert moved == [("cuda", True), ("cpu", True)]
+
+
+def test_what_is_pinned_shares_no_memory_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to pin an expanded tensor, such as the positions of several rows."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self)
+    moved = to_device(torch.arange(4).expand(3, -1), torch.device("cuda"))
+    assert moved is pinned[0]
+    assert moved.is_contiguous()
+    assert moved.tolist() == [[0, 1, 2, 3]] * 3
