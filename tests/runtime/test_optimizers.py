@@ -190,9 +190,9 @@ def test_preflight_counts_the_memory_and_the_messages_of_the_plan(name: str) -> 
     family = given.get("model")
     training = {"global_batch_size": 8, "micro_batch_size": 1, "optimizer": {"type": "muon"}}
     training |= {key: value for key, value in given.items() if key != "model"}
-    # With an odd number of elements in each norm, which are padded.
-    odd = {"hidden_size": 36, "head_dim": 8} if family == "llama" else {}
-    model = tiny_config(str(family), **odd) if family else None
+    # Each of the groups is padded, which all parameters together are not.
+    odd = {"hidden_size": 36, "head_dim": 8, "num_hidden_layers": 1, "intermediate_size": 71}
+    model = tiny_config(str(family), **(odd if family == "llama" else {})) if family else None
     plan = make_plan(
         world, parallelism, training=training, model=model, whole_model=bool(family), extra={"zero": {"stage": stage}}
     )
