@@ -92,13 +92,12 @@ def draw(number: int) -> Cell:
         rng.choice(ZERO_STAGES.get(layout, (0, 1) if "pp" in layout else (0, 1, 2, 3))),
         rng.choice((1, 4)),
         rng.choice((0.5, 1000.0)),
-        rng.choice(("muon", "muon", "adamw", "adamw", "sgd", "adagrad")),
+        rng.choice(("muon", "muon", "muon", "muon", "sgd", "adagrad")),
         rng.random() < 0.7,
         rng.choice(("match_rms_adamw", "original")),
     )
     on_host = drawn.optimizer != "muon" and drawn.zero > 0 and rng.random() < 0.5
-    falls, left_out = rng.random() < 0.3, rng.choice((None, "biases_and_norms", "vectors"))
-    return replace(drawn, on_host=on_host, falls=falls, no_weight_decay=left_out)
+    return replace(drawn, on_host=on_host, falls=rng.random() < 0.3)
 
 
 def plan_of(cell: Cell) -> Plan:
