@@ -279,13 +279,11 @@ def main() -> int:
         print(f"{arguments.name}, {name}: {spread(one['seconds'])} a step, peak {one['peak_bytes'] / 2**30:.2f} GiB")
         print(f"  attention by {kernels}: {profile['attention_seconds']:.4f} s")
         print(f"  the GPU computes {profile['computing_seconds']:.4f} s in {profile['launches']} launches")
-        print(
-            f"  the host waits {sum(one['waits'].values())} times; losses {one['losses'][0]:.4f} to {one['losses'][-1]:.4f}"
-        )
+        waits, losses = sum(one["waits"].values()), one["losses"]
+        print(f"  the host waits {waits} times; losses {losses[0]:.4f} to {losses[-1]:.4f}")
     memory, taken = found["estimate"]["memory"], found["estimate"]["time"]
-    print(
-        f"the plan: {taken['step_seconds']:.4f} s a step, peak {memory['peak_bytes'] / 2**30:.2f} GiB with the framework"
-    )
+    peak = memory["peak_bytes"] / 2**30
+    print(f"the plan: {taken['step_seconds']:.4f} s a step, peak {peak:.2f} GiB with the framework")
     return 1 if "error" in found["plan"] else 0
 
 

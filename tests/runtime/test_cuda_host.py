@@ -71,9 +71,9 @@ def test_steps_of_small_models_send_what_is_planned_and_wait_for_nothing_new() -
 
 def test_each_attention_layer_names_its_kernel_and_why_it_is_no_fused_one() -> None:
     kernels = {one["family"]: " ".join(one["kernels"]) for one in sampled()}
-    assert kernels["llama"] == "cuda-flash"
-    assert "plain: cuda-flash has no soft-capping" in kernels["gemma2"]
-    assert kernels["deepseek_v3"] == "cuda-flash, padded to 16"
+    assert kernels["llama"] == "cuda-cudnn"
+    assert "plain: cuda-cudnn has no soft-capping" in kernels["gemma2"]
+    assert kernels["deepseek_v3"] == "cuda-cudnn, padded to 16"
 
 
 def test_what_is_planted_in_a_step_is_named() -> None:
