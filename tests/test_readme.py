@@ -109,7 +109,7 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
 
 def test_the_readme_says_first_what_has_not_run() -> None:
     # Who reads only the top of the page has to know it too.
-    assert "No GPU has run the runtime yet." in README.partition("## ")[0]
+    assert "One GPU has run the runtime, several have not" in README.partition("## ")[0]
 
 
 def test_the_readme_is_short_and_its_first_command_runs(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ def asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     name = operator_name(func)
     if f"{name}.{func._overloadname}" in WAITING:
         return kwargs.get("output_size") is None
+    if name in ("aten.masked_fill", "aten.masked_fill_"):  # torch reads the value that is put in on the host
+        return isinstance(args[2], Tensor) and args[2].device.type == "cuda"
     return name in WAITING or (name.startswith("aten.index") and _by_mask(args))
 
 

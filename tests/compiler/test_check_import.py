@@ -80,7 +80,9 @@ def test_a_script_with_exported_arguments_comes_back_as_the_same_training(name: 
     again, checked = compile_file("spec.json", must_fit=False)
     assert again is not None, [one.message for one in checked.diagnostics if one.is_error]
     assert again.parameters.numel == plan.parameters.numel
-    assert again.spec.training == plan.spec.training
+    # Megatron-LM decays no parameter of one dim.
+    optimizer = replace(plan.spec.training.optimizer, no_weight_decay="vectors")
+    assert again.spec.training == replace(plan.spec.training, optimizer=optimizer)
     orders = [effective_order(one.spec.parallelism) for one in (again, plan)]
     assert orders[0] == orders[1]
     assert replace(again.spec.parallelism, order=plan.spec.parallelism.order) == plan.spec.parallelism

@@ -73,7 +73,7 @@ def test_each_attention_layer_names_its_kernel_and_why_it_is_no_fused_one() -> N
     kernels = {one["family"]: " ".join(one["kernels"]) for one in sampled()}
     assert kernels["llama"] == "cuda-cudnn"
     assert "plain: cuda-cudnn has no soft-capping" in kernels["gemma2"]
-    assert kernels["deepseek_v3"] == "cuda-cudnn, padded to 16"
+    assert kernels["deepseek_v3"] == "cuda-flash, padded to 16"  # packed
 
 
 def test_what_is_planted_in_a_step_is_named() -> None:
