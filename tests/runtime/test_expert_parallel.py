@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from closeness import assert_close, judge
 from expert_runs import Case, compare, one_sided
-from ranks import run_ranks
+from ranks import forked_world, run_ranks
+from torch import nn
 from training_runs import initial_model, samples, train_with_engine
 
 from parcompile.plan import Plan
+from parcompile.runtime.inject.mechanisms.experts import add_once
 
 CASES = {
     "dp2 × ep2 (mixtral)": Case("mixtral", {"dp": 2, "ep": 2}),
@@ -34,6 +37,7 @@ CASES = {
     "tp2 × dp2 × ep2, scores that scale what experts take": Case(
         "llama4_text", {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}
     ),
+    "tp2 × dp2 × ep2, biases of experts": Case("gpt_oss", {"tp": 2, "dp": 2, "ep": 2}),
     "pp2 × dp2 × ep2, and no experts in the first stage": Case(
         "deepseek_v3", {"pp": 2, "dp": 2, "ep": 2}, {}, {"first_k_dense_replace": 2}
     ),
@@ -77,6 +81,36 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_experts_on_other_ranks_give_the_numbers_of_one_process(name: str) -> None:
     judge(compare(CASES[name]))
+
+
+def order_of_messages(rank: int) -> list[str]:
+    """In which order backward reaches a bias that the first rank adds, and the rows that were sent before."""
+    events: list[str] = []
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(3))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            sent = rows.clone()
+            sent.register_hook(lambda _: events.append("rows"))
+            return sent + self.bias
+
+    experts = Experts()
+    experts.bias.register_hook(lambda _: events.append("bias"))
+    add_once(experts, "bias", dist.group.WORLD)
+    experts(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert experts.bias.grad is not None
+    assert experts.bias.grad.tolist() == [2.0 * (rank == 0)] * 3
+    return events
+
+
+def test_ranks_sum_the_gradient_of_a_bias_in_the_same_place_among_their_messages() -> None:
+    """They wait for one another for ever where the first rank sums before rows go back, and another one behind."""
+    with forked_world(2) as world:
+        first, second = world.run(order_of_messages, timeout=60)
+    assert first == second
 
 
 def test_a_rank_whose_experts_get_no_token_takes_part_in_everything() -> None:

@@ -6,7 +6,10 @@ part of its gradient on each rank.
 
 Biases that are added to a part of a sum, which every tensor-parallel rank has: the first rank alone adds them.
 
-The other ranks multiply them by zero, so that each rank has a gradient (zero there) and their sum is the whole one.
+The other ranks multiply them by zero, so that each rank has a gradient (zero there) and their sum is the whole one. The
+first rank multiplies them by one: autograd takes nodes in the reverse order of their making and hands a leaf its
+gradient behind its first use, so that ranks which use a bias in different places sum its gradient in different places
+among the messages of their experts, and wait for one another for ever.
 
 A norm of what each expert gives, where tensor parallelism cuts the experts: a rank has parts of sums only.
 
@@ -158,14 +161,13 @@ def is_bias_of_row(name: str, slices: Slices) -> bool:
 def add_once(module: nn.Module, name: str, group: dist.ProcessGroup) -> None:
     """Lets only the first rank of `group` add the bias `name`, which `module` reads in its forward.
 
-    The bias stays a parameter of the module: its attribute is covered while the forward runs.
+    The bias stays a parameter of the module: its attribute is covered while the forward runs, on the first rank too,
+    which makes the graph of all ranks the same.
     """
-    if dist.get_rank(group) == 0:
-        return
+    share = 1.0 if dist.get_rank(group) == 0 else 0.0
 
     def cover(owner: nn.Module, _: Any) -> None:
-        bias = owner.get_parameter(name)
-        vars(owner)[name] = bias * 0.0
+        vars(owner)[name] = owner.get_parameter(name) * share
 
     def uncover(owner: nn.Module, _: Any, __: Any) -> None:
         vars(owner).pop(name, None)
