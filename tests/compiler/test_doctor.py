@@ -286,7 +286,6 @@ def test_the_summary_of_torchrun_names_the_rank(
     assert (found.kind, found.cause, found.ranks) == ("died", cause, ranks)
 
 
-@pytest.mark.usefixtures("page_files")
 @pytest.mark.parametrize(("accelerator", "cause"), [("cpu", "too little"), ("h100-sxm", "longer than planned")])
 def test_a_step_is_compared_with_the_plan_of_its_machine_only(accelerator: str, cause: str, tmp_path: Path) -> None:
     plan = compile_tree(spec_tree(gpus_per_node=4, cluster={"accelerator": accelerator}), tmp_path)
@@ -294,6 +293,7 @@ def test_a_step_is_compared_with_the_plan_of_its_machine_only(accelerator: str, 
     assert judge(read_all([record]), plan).cause == cause
 
 
+@pytest.mark.usefixtures("page_files")
 def test_every_session_of_the_page_is_what_the_command_prints() -> None:
     shown = sessions()
     assert {text.split(" · ")[0] for _, text in shown} == {

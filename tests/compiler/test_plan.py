@@ -102,7 +102,9 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
         "ns_steps",
         "ns_dtype",
         "adjust_lr",
+        "no_weight_decay",
         "total_steps",
+        "weight_decay",
     }
     Draft202012Validator.check_schema(root)
     assert root["$id"] == f"{schema.BASE}{name}.schema.json"

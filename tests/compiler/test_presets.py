@@ -128,6 +128,7 @@ def test_preset_has_exactly_its_parameters(name: str) -> None:
 
 PLAIN_ATTENTION = {
     *("gemma-2-9b", "gemma-2-27b"),  # scores with a soft-cap
+    "gemma-4-26b-a4b",  # heads of 512 features
     *("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),  # attention dropout
     *("deepseek-v3.2", "glm-5", "glm-5.2"),  # keys that are chosen for each query
 }
