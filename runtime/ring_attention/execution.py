@@ -133,7 +133,8 @@ def attention_backward(
         block, hidden = BlockGradients(query, key, value), unseen_rows_to_infinity(lse)
         read = Queries(query, grad_out, out, hidden, call.scale)
         call.kernel.backward(read, key, value, band=band, terms=None, into=block)
-        return block.given[0], block.given[1], block.given[2], None
+        grads = tuple(one.to(query.dtype) for one in block.given)  # kernels of CPUs compute fp16 in fp32
+        return grads[0], grads[1], grads[2], None
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     bring_home = None
     ahead = gathered(call, key, value)
@@ -165,7 +166,7 @@ def attention_forward(
     """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
     if sinks is None and (band := only_block(call, query, key, value)) is not None:
         out, lse = call.kernel.forward(query, key, value, band=band, scale=call.scale, terms=None)
-        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+        return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
     batch, heads, length, _ = query.shape
     # [B, S, H, E] in memory: models join the heads of a token next.
     out = query.new_empty((batch, length, heads, value.shape[3])).transpose(1, 2)
