@@ -167,7 +167,7 @@ def _second_moment(work: Workload) -> int:
 
 
 def _share_of_matrices(work: Workload, stage: Stage, numel: int) -> float:
-    return sum(work.matrix_numels(stage)) / numel
+    return sum(work.matrix_numels(stage)) / max(numel, 1)
 
 
 def _largest_turn_bytes(work: Workload, stage: Stage) -> float:

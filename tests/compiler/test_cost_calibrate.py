@@ -18,6 +18,7 @@ from parcompile.cost.calibration import fit_time, quantiles, usable
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, coefficient_sets, time_bounds
 from parcompile.cost.footprint import peak_bytes
 from parcompile.cost.measurements import Measurement, crashed_of_memory, read_plain
+from parcompile.cost.memory import static_terms
 from parcompile.cost.memory_terms import memory_terms
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
@@ -146,6 +147,12 @@ def test_stages_are_cut_where_their_share_of_the_cost_is_passed() -> None:
 
 
 RUN = Workload(nanotron_models()["1B"], 1, 8, "h100-sxm", 4096, 1, 8, dp=8, framework="nanotron")
+
+
+def test_a_stage_that_nanotron_leaves_without_layers_takes_no_states() -> None:
+    split = replace(RUN, pp=8, dp=1, stage_layers=balanced_stages(RUN.shape, 8))
+    assert static_terms(split, split.stages[-1], split.stage_parameters(split.stages[-1])) == (0, 0, 0, 0)
+    assert memory_terms(split)
 
 
 def measured(micro: int, *, seconds: float | None) -> Measurement:
