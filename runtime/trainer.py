@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -35,9 +35,7 @@ from parcompile.plan import Plan, load_plan
 
 from .checkpoint import load, save
 from .checkpoint.state_file import random_state, set_random_state
-from .collectives import gather_from_group
 from .data import PlanLoader
-from .data.batches import with_positions
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
@@ -47,18 +45,17 @@ from .groups import Mesh, join
 from .groups.mesh import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
-from .labels import IGNORED_LABEL, shift_labels
-from .loss import entropy, log_probs, whole_sequences
+from .labels import IGNORED_LABEL
 from .model.lora import matrix_layout, matrix_of, without_peft
 from .model.pretrained import build_model
 from .model.slices import Slices
 from .profiling.recorder import peak_bytes
-from .ring_attention import split_sequence
 from .router_losses import RouterLosses
 from .run_log import RunLog
 from .tensor_parallel import VocabParallelEmbedding
+from .whole_logits import WholeLogits
 
-T = TypeVar("T", bound=type[Trainer])
+T = TypeVar("T", bound=type[Trainer] | type[Accelerator])
 
 
 def _decided(plan: Plan) -> dict[str, Any]:
@@ -484,7 +481,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
 
 def parallelise(trainer: T, plan: Plan | str | Path) -> T:
-    """Makes a class of `Trainer` train by a plan: one line before the trainer is made.
+    """Makes a class of `Trainer`, or accelerate's `Accelerator`, train by a plan: one line before it is made.
 
     `SFTTrainer = parallelise(SFTTrainer, "plan")`: the script goes on as it is, with its own arguments, data set,
     collator and callbacks. Values that the plan decides (batch, precision, optimizer, clipping, seed) take the place of
@@ -500,17 +497,22 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
         plan: or its folder.
 
     Raises:
-        RunError: it is no class of transformers' `Trainer`, or the plan has pipeline stages.
+        RunError: it is neither a class of transformers' `Trainer` nor `Accelerator`, or the plan has pipeline stages.
     """
-    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer | Accelerator)):
         raise RunError(
-            f"parallelise takes a class of transformers' Trainer, such as SFTTrainer, not {trainer!r}: write "
-            "SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made",
+            f"parallelise takes a class of transformers' Trainer, such as SFTTrainer, or accelerate's Accelerator, not "
+            f"{trainer!r}: write SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made",
             everywhere=True,
         )
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if (pp := plan.spec.parallelism.pp) > 1:
         raise RunError(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer", everywhere=True)
+    if issubclass(trainer, Accelerator):
+        from .accelerator import PlannedAccelerator, follow_launch
+
+        follow_launch(plan)
+        return cast(T, type(trainer.__name__, (PlannedAccelerator, trainer), {"_plan": plan}))
     members = {"_plan": plan, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
     kind = _Sampling if hasattr(trainer, _SAMPLES) else _Planned
     return cast(T, type(trainer.__name__, (kind, trainer), members))
@@ -568,7 +570,7 @@ class _Planned(_InEngine):
         values["args"] = _planned_arguments(plan, values["args"])
         config = values.get("peft_config")
         model = prepare(plan, self.mesh, _adapted(plan, values.get("model"), config))
-        self._logits = _WholeLogits(model, self.mesh)
+        self._logits = WholeLogits(model, self.mesh)
         with contextlib.ExitStack() as given_adapters:
             values["model"] = model
             if config is not None:  # trl makes a reference of a model that it has wrapped itself
@@ -948,106 +950,3 @@ class _Sampling(_Planned):
 
 def _listed(given: Any) -> Sequence[Any]:
     return given if isinstance(given, list | tuple) else [given]
-
-
-class _WholeLogits:
-    """Lets an injected model take sequences of any length up to the plan's, and give whole logits where asked for."""
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.whole, self._mesh, self._length = False, mesh, 0
-        self._generates = False
-        self._fused: Tensor | None = None
-        self._planned = mesh.plan.spec.training.sequence_length
-        self._labels = mesh.plan.spec.model.shape.head.labels
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave)
-
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """Within it calls are those of `generate`, which gives whole logits itself."""
-        self._generates = True
-        try:
-            yield
-        finally:
-            self._generates = False
-
-    def _enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._generates:
-            return args, kwargs
-        kwargs = with_positions(kwargs)
-        # Under this name trl calls models, and wants values of single tokens in the place of logits.
-        self._fused = kwargs.get("labels") if kwargs.pop("fused_lm_head", False) else None
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is None or self._mesh.size("cp") == 1:
-            self._length = 0 if tokens is None else tokens.shape[1]
-            return args, kwargs
-        self._length = tokens.shape[1]
-        missing = self._planned - self._length
-        if missing < 0:
-            raise RunError(
-                f"sequences have {self._length} tokens, the plan's sequence_length is {self._planned}: give the "
-                "trainer a maximum length (max_length), or compile a plan for longer sequences",
-                everywhere=True,
-            )
-        if missing == 0:
-            return args, kwargs
-        kwargs = {"input_ids": tokens, **kwargs}
-        if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
-            kwargs["attention_mask"] = torch.ones_like(tokens)
-        fill: dict[str, Any] = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
-        if self._labels:
-            fill["input_ids"] = model.config.get_text_config().pad_token_id or 0
-        for name, one in kwargs.items():
-            if isinstance(one, Tensor) and one.dim() == 2 and one.shape[1] == self._length:
-                kwargs[name] = F.pad(one, (0, missing), value=fill.get(name, 0))
-        if kwargs.get("position_ids") is not None:  # what is added is a document of its own
-            kwargs["position_ids"][:, self._length :] = torch.arange(missing, device=tokens.device)
-        return args[1:], kwargs
-
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        if self._fused is not None and not self._generates:
-            return self._of_tokens(output, self._fused)
-        if self._generates or not self.whole or self._labels:
-            return None
-        mesh = self._mesh
-        logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))
-        size = mesh.plan.spec.model.shape.vocab_size
-        output.logits = whole_sequences(logits, mesh)[:, : self._length, :size]
-        return output
-
-    def _of_tokens(self, output: Any, labels: Tensor) -> Any:
-        """What trl's `add_fused_lm_head` computes from a whole head, at temperature 1, from logits that are split."""
-        from trl.trainer.utils import FusedCausalLMOutput
-
-        mesh, logits, size = self._mesh, output.logits, self._mesh.plan.spec.model.shape.vocab_size
-        shifted = shift_labels(labels)
-        own = F.pad(shifted, (0, self._planned - shifted.shape[1]), value=IGNORED_LABEL)
-        if mesh.size("cp") > 1:
-            own = split_sequence(own, 1, mesh.plan.spec.parallelism.cp_layout, mesh.size("cp"), mesh.index("cp"))
-        else:
-            own = shifted
-        group, columns = mesh.parallel_group("tp"), logits.shape[-1]
-        start = 0 if group is None else dist.get_rank(group) * columns
-        with torch.no_grad():
-            held = logits[..., : max(0, min(columns, size - start))].float()
-            sums = held.sum(-1)
-            best = held.amax(-1) if held.shape[-1] else torch.full_like(sums, -torch.inf)
-            top = best.clone()
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            winner = torch.where(best == top, held.argmax(-1) + start if held.shape[-1] else size, size)
-            if group is not None:
-                dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
-            doubled = log_probs(logits * 2, own, mesh)
-        chosen = log_probs(logits, own, mesh)
-        values = {
-            "log_probs": chosen,
-            "entropy": entropy(logits, mesh, own),
-            "log_sum_sq_probs": 2 * chosen.detach() - doubled,
-            "mean_logits": (sums / size).masked_fill(own == IGNORED_LABEL, 0.0),
-            "is_top1": ((winner == own) & (own != IGNORED_LABEL)).float(),
-        }
-        found = {name: whole_sequences(one, mesh)[:, : self._length][:, :-1] for name, one in values.items()}
-        found["is_top1"] = found["is_top1"].bool()
-        return FusedCausalLMOutput(**found, loss=output.loss, label_mask=shifted[:, :-1] != IGNORED_LABEL)

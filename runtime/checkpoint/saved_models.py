@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -187,6 +188,24 @@ def _save_16bit_model(
 
     _on_rank_0(engine.module, engine.mesh, call, whole_weights, write)
     return True
+
+
+def whole_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """Copies of the whole weights of an injected model on the host of rank 0, adapters merged; nothing on other ranks.
+
+    Every rank calls it.
+
+    Raises:
+        RunError: not all ranks call it.
+    """
+    state: dict[str, Tensor] = {}
+
+    def keep(tensors: LiveTensors, weights: Iterator[tuple[str, Tensor]]) -> None:
+        every = itertools.chain(weights, tensors.buffers.items())
+        state.update((name, one.detach().to("cpu", copy=True).contiguous()) for name, one in every)
+
+    _on_rank_0(model, mesh, "get_state_dict", whole_weights, keep)
+    return state
 
 
 def _adapters(tensors: LiveTensors) -> Iterator[tuple[str, Tensor]]:
