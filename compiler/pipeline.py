@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import schema
 from .backends.kinds import CHECKED, SPEC, Certainty
-from .diagnostics import Diagnostic, has_errors, in_file_order
+from .diagnostics import Diagnostic, Safety, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
 from .lint.files import check_sections, checker, recognised
 from .rules import DEFAULT_TARGETS, EXPERTS_RULE, MEMORY_RULES, check
@@ -184,11 +184,12 @@ def _in_spec(
     more, wrong = check_sections(document)
     diagnostics += more
     invalid |= wrong
-    meant = {} if is_trial else _misspelt_sections(document, diagnostics)
+    meant = _misspelt_sections(document, diagnostics)
     tree = document.tree
     if meant and isinstance(tree, dict):
         tree = {meant.get(key, key): value for key, value in tree.items()}
         again = schema.validate(tree, "spec")
+        diagnostics = [_certain(one) if len(one.path) == 1 and one.path[0] in meant else one for one in diagnostics]
         diagnostics += [
             document.locate(_as_written(one, meant), key=one.code == "K001")
             for one in again.diagnostics
@@ -228,6 +229,11 @@ def _misspelt_sections(document: Document, diagnostics: Sequence[Diagnostic]) ->
         if isinstance(value, dict) and value and 2 * sum(name in known for name in value) >= len(value):
             found[key] = names[0]
     return found if len(set(found.values())) == len(found) else {}
+
+
+def _certain(one: Diagnostic) -> Diagnostic:
+    """A section under a wrong name, whose right one is certain: `--fix` gives it that."""
+    return replace(one, fixes=tuple(replace(fix, safety=Safety.SAFE) for fix in one.fixes))
 
 
 def _as_written(one: Diagnostic, meant: Mapping[str, str]) -> Diagnostic:

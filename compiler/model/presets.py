@@ -39,7 +39,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def near_presets(name: str) -> tuple[str, ...]:
-    """The presets that a name may mean: those that it begins with, or that begin with it, whatever stands between.
+    """The presets that a name may mean: those that begin with it, or the longest that it begins or ends with.
 
     A name of the Hugging Face Hub is read without its owner, and as that of the model that was trained further.
     """
@@ -47,7 +47,7 @@ def near_presets(name: str) -> tuple[str, ...]:
     longer = [one for one in presets() if _bare(one).startswith(wanted)] if len(wanted) > 2 else []
     if longer:
         return tuple(longer)
-    shorter = [one for one in presets() if wanted.startswith(_bare(one))]
+    shorter = [one for one in presets() if wanted.startswith(_bare(one)) or wanted.endswith(_bare(one))]
     return (max(shorter, key=len),) if shorter else ()
 
 

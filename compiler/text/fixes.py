@@ -151,13 +151,23 @@ def _working(
             continue
         after = recheck(changed)
         gone = all(_identity(other) != _identity(one) for other in after)
-        added = Counter(_identity(other) for other in after if other.is_error) - errors
+        known = Counter({(code, _renamed(path, fix)): count for (code, path), count in errors.items()})
+        added = Counter(_identity(other) for other in after if other.is_error) - known
         if gone and not added:
             working.append(replace(fix, replacement=_replacement(document, changed)))
         elif gone and all(code == too_large for code, _ in added):
             # Nobody could tell what memory it takes before: what is too large comes last.
             last.append(replace(fix, replacement=_replacement(document, changed)))
     return [*working, *last][:MOST_OFFERED]
+
+
+def _renamed(path: Path, fix: Fix) -> Path:
+    """Where a value stands after the renamings of a fix."""
+    for edit in fix.edits:
+        size = len(edit.path)
+        if edit.rename_to is not None and path[:size] == edit.path:
+            path = (*edit.path[:-1], edit.rename_to, *path[size:])
+    return path
 
 
 def _replacement(before: Document, after: Document) -> Replacement:

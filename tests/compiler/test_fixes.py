@@ -218,6 +218,32 @@ training:
     )
 
 
+def misspelt(section: dict[str, Any]) -> Any:
+    """What is wrong with a spec that has these sizes in a misspelt section, which has the wrong tp 3 beside."""
+    tree = {**spec_tree(), "paralellism": {"tp": 3, **section}}
+    del tree["parallelism"]
+    text = json.dumps(tree)
+    return check_read(parse(text, "spec.json"), Path())
+
+
+def test_a_misspelt_section_is_renamed_where_its_keys_tell_which_it_is():
+    checked = misspelt({})
+    (key,) = [one for one in checked.diagnostics if one.code == "K001"]
+    fixed = apply_fixes(checked.document, [key])
+    assert fixed.document.text == checked.document.text.replace("paralellism", "parallelism")
+    # What is wrong inside of it stays wrong, and is no reason against the fix.
+    again = check_read(parse(fixed.document.text, "spec.json"), Path())
+    inside = [one for one in checked.diagnostics if one.is_error and one.code != "K001"]
+    assert [one.code for one in inside] == [one.code for one in again.diagnostics if one.is_error]
+    assert {one.code for one in inside} >= {"T001", "W001"}
+
+
+def test_a_misspelt_section_of_unknown_keys_is_only_guessed_at():
+    (key, *_) = [one for one in misspelt({"rows": 1, "columns": 2}).diagnostics if one.code == "K001"]
+    assert key.help == 'did you mean "parallelism"?'
+    assert all(fix.safety is not Safety.SAFE for fix in key.fixes)
+
+
 def test_a_file_is_saved_whole_with_its_mark_and_permissions(tmp_path: Path):
     file = tmp_path / "spec.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": "8"}\r\n')

@@ -112,7 +112,8 @@ def test_the_batch_is_shared_by_every_number_of_copies(world: int, length: int) 
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("google/gemma-3-4b-it", "gemma-3-4b"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", None),  # another vocabulary than v0.1
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", None),  # no windows, and another base of its rotary embedding
         ("Qwen/Qwen3-4B-Instruct-2507", None),  # another base of its rotary embedding
     ],
 )

@@ -24,9 +24,13 @@ LAYOUTS = {
     "llama-3.2-1b": (1, 1, 1, 1, 1),
     "llama-3.2-3b": (1, 2, 1, 1, 1),
     "mistral-7b": (1, 2, 1, 1, 1),
+    "mistral-7b-v0.3": (1, 2, 1, 1, 1),
     "mistral-large-2407": (8, 8, 1, 4, 1),
     "qwen2.5-0.5b": (1, 2, 1, 1, 1),
+    "qwen2.5-1.5b": (1, 2, 1, 1, 1),
+    "qwen2.5-3b": (1, 2, 1, 1, 1),
     "qwen2.5-7b": (1, 4, 1, 1, 1),
+    "qwen2.5-14b": (1, 8, 1, 1, 1),
     "qwen2.5-32b": (2, 8, 1, 1, 1),
     "qwen2.5-72b": (4, 8, 1, 2, 1),
     "qwen3-0.6b": (1, 1, 2, 1, 1),
@@ -117,7 +121,7 @@ def compiled(tree: dict[str, Any], folder: Any) -> Any:
 
 def test_every_preset_has_a_layout() -> None:
     assert set(LAYOUTS) == set(presets())
-    assert len(LAYOUTS) == 72
+    assert len(LAYOUTS) == 76
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -159,6 +163,7 @@ def test_hugging_face_names_are_presets_too() -> None:
         ("gpt-oss", ("gpt-oss-20b", "gpt-oss-120b")),
         ("Phi4", ("phi-4",)),
         ("DeepSeek-V3.1", ("deepseek-v3",)),
+        ("NousResearch/Hermes-3-Llama-3.1-8B", ("llama-3.1-8b",)),
     ],
 )
 def test_a_name_that_is_nearly_a_preset_means_it(written: str, meant: tuple[str, ...], tmp_path) -> None:
