@@ -60,9 +60,11 @@ def _refused(types: list[ModelType]) -> Iterator[str]:
     titles = dict.fromkeys(reason.title for reason in REASONS.values())
     for title in titles:
         chosen = [one for one in types if one.reason and one.reason.title == title and not one.text_works]
+        if chosen:
+            yield f"\n### {title[0].upper()}{title[1:]}\n"
         for why in dict.fromkeys(one.reason.why for one in chosen if one.reason):
             names = [_name(one) for one in chosen if one.reason and one.reason.why == why]
-            yield f"\n### {title[0].upper()}{title[1:]}\n\n{why[0].upper()}{why[1:]}.\n\n{', '.join(names)}"
+            yield f"- {', '.join(names)} — {why[0].upper()}{why[1:]}."
 
 
 def _name(one: ModelType) -> str:

@@ -152,7 +152,7 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
         for outcome in (Outcome.LOST, Outcome.NO_EFFECT, Outcome.OPEN, Outcome.CARRIED):
             found = result.of(outcome)
             if found:
-                lines += [f"{outcome.value}:", *(f"  {one.option}: {one.detail}" for one in found)]
+                lines += [f"{outcome.value}:", *(hanging("  ", f"{one.option}: {one.detail}", width) for one in found)]
     else:
         lines += [
             hanging("", f"{one.option}: {one.detail}", width) for one in result.of(Outcome.CARRIED) if one.changes

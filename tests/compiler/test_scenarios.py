@@ -1,9 +1,16 @@
-"""Six first hours, from an empty folder, with the commands that a user would type."""
+"""Six first hours, from an empty folder, with the commands that a user would type.
+
+What each prints at 80 columns is compared with `tests/scenarios/`. After a change that is meant, write the transcripts
+anew with `python tests/compiler/test_scenarios.py` and read the difference.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +22,31 @@ from parcompile.cli.main import cli
 Run = Callable[..., str]
 
 
+TRANSCRIPTS = Path(__file__).parents[1] / "scenarios"
+WRITES = "PARCOMPILE_WRITE_TRANSCRIPTS"
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
     """Runs a line in an empty folder and returns what it prints; `code` is the exit code that is expected."""
     monkeypatch.chdir(tmp_path)
+    for name, value in {"COLUMNS": "80", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    transcript = []
 
     def call(line: str, code: int = 0) -> str:
         done = CliRunner().invoke(cli, line.split())
         assert done.exit_code == code, f"{line}\n{done.output}"
+        # How far a search has come is said every ten seconds: on a busy machine only.
+        said = re.sub(r"(?m)^predicted [\d,]+ of [\d,]+ settings of the axes\n", "", done.output)
+        transcript.append(f"$ parcompile {line}\n{said}exit code {code}\n")
         return " ".join(done.output.split())
 
-    return call
+    yield call
+    file = TRANSCRIPTS / f"{request.node.name.removeprefix('test_')}.txt"
+    if WRITES in os.environ:
+        file.write_text("\n".join(transcript), encoding="utf-8")
+    assert "\n".join(transcript) == file.read_text(encoding="utf-8"), f"run python tests/compiler/{Path(__file__).name}"
 
 
 def write(name: str, tree: dict[str, Any]) -> None:
@@ -55,8 +76,9 @@ def test_8b_at_128k_on_16_h100(run: Run) -> None:
     said = run("chosen.json -o plan")
     assert "executes this plan" in said
     assert "wrote plan/plan.json" in said
-    assert "fits into" in run("estimate plan")
-    assert "does not fit" not in run("estimate plan")
+    said = run("estimate plan")
+    assert "fits into" in said
+    assert "does not fit" not in said
     assert "up to date" in run("chosen.json -o plan --check")
 
 
@@ -142,3 +164,8 @@ def odd_heads() -> dict[str, int]:
 
 CARD = {"memory_gib": 24}
 """A card that has no preset."""
+
+
+if __name__ == "__main__":
+    os.environ[WRITES] = "1"
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", __file__]))
