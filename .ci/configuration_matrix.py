@@ -48,15 +48,15 @@ fp64.
 *Refused*: the message names a key that was drawn. *No model*: transformers builds none. The suite trains a sample; the
 tables were written by `python .ci/configuration_matrix.py run LOG` and `write LOG docs/configurations.md`.
 
-Over dp 2 x ep 2, of families with experts, no draw adds the loss that balances experts (`output_router_logits`): each
-micro-batch is balanced alone there, as under DeepSpeed and Megatron-LM, and one process would balance both as one.
+Over dp 2 x ep 2 no draw of a family with experts adds the loss that balances experts (`output_router_logits`). Each
+micro-batch is balanced alone there, as under DeepSpeed and Megatron-LM; one process would balance both as one.
 
 Why a run can be *rounded* and right: relu, top-k routers and clamps have edges, and a sum in another order can fall on
 the other side of one. A LongCat-Flash with relu over dp 2 x ep 2 came out 1.5e-4 off in the gradient norm of its third
-step, with all before it equal. Of all numbers in front of the dense relu, and of all choices of routers, one was on
-another side: 3.5e-07 on the ranks, -4.5e-08 in one process, where such numbers are 0.5 in the mean. The ranks are
-within 1.0e-07 of one process in fp64, from which one process in fp32 is 1.5e-4 off; two of four changes of the last
-bits of the weights move transformers alone as far. With silu the runs are equal.
+step; everything before was equal. One number in front of the dense relu had another sign: 3.5e-07 on the ranks and
+-4.5e-08 in one process, where such numbers are 0.5 in the mean. No router chose otherwise. One process in fp64 is
+within 1.0e-07 of the ranks, and 1.5e-4 off one process in fp32. Two of four changes of the last bits of the weights
+move transformers alone as far. With silu the runs are equal.
 """
 
 NOISE = """## Both sides of the noise

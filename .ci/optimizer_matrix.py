@@ -21,8 +21,8 @@ Layouts drawn with their family, ZeRO stage, accumulation, clipping (0.5 is acti
 trained three steps on live ranks (gloo, fp32), and with transformers and torch's own optimizers in one process.
 Newton-Schulz runs in fp32 on both sides; the page [Training](training.md#optimizers) says what bf16 does. "On the
 host" is `zero.offload_optimizer`; a falling rate warms up for two steps and falls. Numbers are the largest relative
-differences. Their limit is 1e-5, or ten times what other last bits of the weights do to one process, where that is
-more: norms of this qwen3_next move by 1e-4 then. Differences stay within a third of it. `python
+differences. Their limit is 1e-5 or, if that is more, ten times what a change of the last bits of the weights does to
+one process: it moves norms of this qwen3_next by 1e-4. Differences stay within a third of the limit. `python
 .ci/optimizer_matrix.py --write` makes this page again.
 
 | | layout | family | ZeRO | accumulation | clipping | optimizer | loss | norm | parameters |

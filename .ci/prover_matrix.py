@@ -17,9 +17,10 @@ from typing import Any
 ADAPTER = Path(__file__).parents[1] / "tests" / "runtime" / "mutants.py"
 START = """# Proof of the prover
 
-`parcompile prove` is worth as much as what it finds, and as what it leaves alone. A correct engine, written by hand,
-deals rows and positions of sequences to ranks, reduces gradients in two levels and steps shards of the weights; each
-*mutant* is that engine with one mistake. The table says in which drawn cell each mutant is red first.
+This page shows that `parcompile prove` finds mistakes, and that it blames no correct engine. The correct engine is
+written by hand: it splits rows and positions of sequences over ranks, reduces gradients in two levels and updates
+shards of the weights. Each *mutant* is that engine with one mistake. The table says in which drawn cell each mutant is
+red first.
 `python .ci/prover_matrix.py > docs/prover.md` makes this page again, in about half an hour on one core.
 """
 
@@ -66,7 +67,7 @@ def main() -> int:
     print(f"- Of {right.total()} cells of the engine without a mistake {right['red']} are red: ", end="")
     print(", ".join(f"{number} {verdict}" for verdict, number in right.items()) + ".\n")
     if missed:
-        print("Not found: " + "; ".join(missed) + ".\n")
+        print("Not found: the mutant " + "; ".join(f'"{one}"' for one in missed) + ".\n")
     print("| mutant | cells until red | the cell | why |\n|---|---|---|---|\n" + "\n".join(rows))
     for line in wrong:
         say(0, line)

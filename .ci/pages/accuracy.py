@@ -177,7 +177,7 @@ have been of memory: a crash is left out when a larger micro-batch of the same l
 so much of the device empty that the optimizer state of ZeRO 0 (12 bytes of each parameter) would have left 20 % of it.
 Step time on layouts that took at most twice as long as the best of their model and number of nodes. Left out
 everywhere: rows whose batch contradicts their label, runs with stages that have nothing to do, and runs with fewer
-micro-batches than stages but one, which nanotron's 1F1B refuses to start (none of 106 ran)."""
+micro-batches than pp − 1, which nanotron's 1F1B refuses to start (none of 106 ran)."""
 
 _REGRET = """Regret: the share of the best measured throughput that the predicted choice loses, by model and nodes; a
 choice that crashed loses all of it. A layout is chosen when it fits with a probability of at least 90 %. Its step
@@ -195,8 +195,8 @@ _MISSING = (
     token than the form says, and those of 3B do not.""",
     """What is not blind: coefficients never see the judged model, but the form of the formulas, the classes of
     `KEEPING` and seven settings of the method (`TIE`, `SAFE`, `TRANSFER`, `LEAST_SPREAD`, `PRIOR_WEIGHT`,
-    `USABLE_SHARE`, `UNSHARDED_RISK`) were chosen while both models were in view.
-    A third model may err more.""",
+    `USABLE_SHARE`, `UNSHARDED_RISK`) were chosen while 1B and 3B were in view. 8B
+    is a third model, and errs more.""",
     """Fits or not: crashes of other causes (time-outs, network) that no later run contradicts stay in.""",
     f"""Regret beyond {QUIET_NODES} nodes: no choice crashed. Equal layouts differ by factors of 2 to 20 from run to run
     there: of 3B the best run reaches 4,045 tokens/s per GPU and the next best layout 1,692; the

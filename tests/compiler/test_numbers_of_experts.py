@@ -20,7 +20,7 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import ChangeKind, difference
 from parcompile.rules.registry import example_spec
 from parcompile.show.markdown import as_markdown
-from parcompile.show.pictures.cuts import lines
+from parcompile.show.pictures.splits import lines
 from parcompile.show.pictures.shapes import Subject
 from parcompile.text import parse
 from parcompile.units import format_bytes

@@ -48,12 +48,12 @@ def test_every_picture_is_well_formed_and_stays_inside_its_frame(plan: str) -> N
                     assert -0.5 <= shape.y <= shape.y + shape.height <= drawn.height + 0.5, (name, shape)
                 if isinstance(shape, Cells):
                     assert max(x for x, _ in shape.corners) + shape.width <= width
-        assert as_text(name, subject, unicode=False).isascii() or name == "cuts"
+        assert as_text(name, subject, unicode=False).isascii() or name == "splits"
 
 
 def test_what_a_spec_is_called_is_shown_and_never_executed(tmp_path: Path) -> None:
     subject = small(tmp_path, name='</text><script>alert("1")</script> & more', parallelism={"tp": 2})
-    text = svg(picture("cuts", subject))
+    text = svg(picture("splits", subject))
     assert "<script" not in text
     assert any('<script>alert("1")' in (one.text or "") for one in ET.fromstring(text).iter(f"{SVG}text"))
 
@@ -124,7 +124,7 @@ def test_the_schedule_follows_the_implementation(implementation: str, said: str,
 
 def test_what_is_cut_is_cut_as_the_plan_says(tmp_path: Path) -> None:
     subject = small(tmp_path, parallelism={"tp": 2, "cp": 4})
-    titles = [one.title for one in picture("cuts", subject).shapes if isinstance(one, Box)]
+    titles = [one.title for one in picture("splits", subject).shapes if isinstance(one, Box)]
     for rank, found in enumerate(plan_tree(subject.plan)["sequence"]["ranks"]):
         for start, stop, _ in found["tokens"]:
             assert f"cp {rank}: tokens [{start}, {stop})" in titles
@@ -200,7 +200,7 @@ class TestCommand:
             (("--picture", "memory", "--format", "svg", "--rank", "1"), "takes no --rank", 2),
             (("--picture", "grid", "--format", "svg", "--rank", "99"), "0 ≤ rank < 16", 2),
             (("--picture", "grid", "--format", "svg", "--axis", "xp"), "tp, cp, dp, pp", 2),
-            (("--picture", "cuts", "--format", "svg", "--axis", "xp"), "zero", 2),
+            (("--picture", "splits", "--format", "svg", "--axis", "xp"), "zero", 2),
             (("--picture", "grid", "-o", "none/x.svg"), "cannot be written", 2),
         ],
     )

@@ -65,7 +65,7 @@ def page(
         drawn += shown
     more.append(section("launch", "Launch", launching(subject)))
     more.append(section("values", "Values", values(subject)))
-    links = [("ranks", "Ranks"), ("cuts", "Shards"), ("memory", "Memory"), ("traffic", "Traffic")]
+    links = [("ranks", "Ranks"), ("splits", "Shards"), ("memory", "Memory"), ("traffic", "Traffic")]
     links += [("ring", "Ring")] if plan.spec.parallelism.cp > 1 else []
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
     links += [

@@ -132,7 +132,7 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
     """The pictures as sections, each wide and narrow, with its table; and the pictures, for their colours."""
     drawn, parts = [], []
     for name, anchor in (
-        ("cuts", "cuts"),
+        ("splits", "splits"),
         ("memory", "memory"),
         ("traffic", "traffic"),
         ("schedule", "ring"),

@@ -10,7 +10,7 @@ from typing import Any
 from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import cuts, grid, memory, rates, ring, timeline, traffic
+from . import grid, memory, rates, ring, splits, timeline, traffic
 from .shapes import SMALL, WIDE, Box, Line, Picture, Sketch, Subject, Text, ticks
 
 _HEIGHT = 260.0
@@ -105,7 +105,7 @@ class PictureKind:
 
 KINDS = {
     "grid": PictureKind(grid.draw, grid.lines, ("axis", "rank")),
-    "cuts": PictureKind(cuts.draw, cuts.lines, ("axis",)),
+    "splits": PictureKind(splits.draw, splits.lines, ("axis",)),
     "memory": PictureKind(memory.draw, memory.lines),
     "traffic": PictureKind(traffic.draw, traffic.lines),
     "schedule": PictureKind(ring.draw, ring.lines),
@@ -123,7 +123,7 @@ def picture(
         name: one of `KINDS`.
         subject: the plan (`Subject.of(plan)`).
         width: in pixels, without margins.
-        axis: what the grid is coloured by, or the only panel of `cuts`.
+        axis: what the grid is coloured by, or the only panel of `splits`.
         rank: the rank whose groups the grid lights up.
 
     Raises:

@@ -30,7 +30,7 @@ def draw(subject: Subject, width: float, *, axis: str | None = None) -> Picture:
     """
     if axis is not None and axis not in _PANELS:
         raise ValueError(f"there is no panel {axis!r}: what is split is shown for {', '.join(_PANELS)}")
-    names = [axis] if axis else _cut(subject)
+    names = [axis] if axis else _split(subject)
     sketch = Sketch(width)
     said = []
     for name in names:
@@ -44,8 +44,8 @@ def draw(subject: Subject, width: float, *, axis: str | None = None) -> Picture:
     return sketch.picture(title, f"{subject.plan.spec.name}: {world}", " ".join(said))
 
 
-def _cut(subject: Subject) -> list[str]:
-    """The panels that show a cut."""
+def _split(subject: Subject) -> list[str]:
+    """The panels that show a split."""
     spec = subject.plan.spec
     found = [axis for axis in (*DENSE_AXES, Axis.EP) if spec.parallelism.size(axis) > 1]
     return [*found, *(["zero"] if spec.zero_stage and spec.parallelism.zero_shards > 1 else [])] or [Axis.TP]
@@ -199,7 +199,7 @@ def _layers(sketch: Sketch, subject: Subject) -> str:
 
 
 def _optimizer(sketch: Sketch, subject: Subject) -> str:
-    """Weights and gradients whole, the optimizer state cut into shards."""
+    """Weights and gradients whole, the optimizer state in shards."""
     spec = subject.plan.spec
     work = workload_of(spec)
     memory = static_memory(work)
@@ -213,8 +213,8 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     )
     sketch.caption(said, strong=True)
     whole = {"weights": ("weights", spec.zero_stage >= 3), "gradients": ("gradients", spec.zero_stage >= 2)}
-    for name, (role, cut) in whole.items():
-        sketch.caption(f"{name}: {'split as well' if cut else 'in full on each rank'}", size=SMALL + 1)
+    for name, (role, is_split) in whole.items():
+        sketch.caption(f"{name}: {'split as well' if is_split else 'in full on each rank'}", size=SMALL + 1)
         sketch.add(Box(0, sketch.y + 2, sketch.width, 16, role, name))
         sketch.y += 24
     dealt = max(map(work.dealt_parameters, spec.stages))
@@ -308,4 +308,4 @@ _NAMES = {"zero": "ZeRO"}
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- words only
     """For a terminal: what each panel says."""
     sketch = Sketch(1e6)
-    return [_PANELS[name](sketch, subject) for name in _cut(subject)]
+    return [_PANELS[name](sketch, subject) for name in _split(subject)]
