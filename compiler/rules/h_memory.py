@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ _PLACES: dict[str, tuple[str, str]] = {
     "cp": ("parallelism", "cp"),
     "stage": ("zero", "stage"),
     "nodes": ("cluster", "nodes"),
+    "offload_optimizer": ("zero", "offload_optimizer"),
 }
 _NO_SMALL_CHANGE = (
     "none of the changes of one to three values that were tried fits: `parcompile search` looks at every layout of a "
@@ -240,7 +242,7 @@ def _name(path: Path) -> str:
 def _written(edit: Edit, change: Change) -> str:
     if isinstance(edit.value, list):
         return change.work.recompute_text
-    return str(edit.value).lower() if isinstance(edit.value, bool) else str(edit.value)
+    return str(edit.value) if isinstance(edit.value, str) else json.dumps(edit.value)
 
 
 # What a rank holds fits into its accelerator.

@@ -110,9 +110,7 @@ def _all_layouts(spec: Resolution) -> tuple[SearchResult, bool]:
     tree["training"]["global_batch_size"] = spec.spec().training.global_batch_size
     space = narrow_space(tree, spec.folder)
     few = _thinned(space)
-    result = search(few)
-    wider = search(_thinned(wider_space(tree, few))) if result.best is None else result
-    return (result if wider.best is None else wider), few is space
+    return search(few, wider=_thinned(wider_space(tree, few))), few is space
 
 
 def _thinned(space: Space) -> Space:

@@ -167,11 +167,8 @@ def first_spec(
         return FirstSpec(reason=f"its {error} cannot be read")
     if not estimate:
         return _exact_only(space)
-    found = search(space, progress)
-    for result in (found, search(wider_space(base, space), progress)) if found.best is None else (found,):
-        if result.best is not None:
-            return FirstSpec(tuple(_offers(space, result)))
-    return _nothing(space, found)
+    found = search(space, progress, wider=wider_space(base, space))
+    return _nothing(space, found) if found.best is None else FirstSpec(tuple(_offers(space, found)))
 
 
 def wider_space(tree: Mapping[str, Any], space: Space) -> Space:

@@ -96,7 +96,8 @@ class Ranked:
         more = recomputed.get(work.recompute_text, f", recomputation {work.recompute_text}")
         virtual = f", {work.virtual_stages} virtual stages" if work.virtual_stages > 1 else ""
         stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage != ZERO_STAGES[0] else ""
-        return f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}{virtual}{more}{stage}"
+        options = "".join(f", {name}" for name in self.base.options)
+        return f"{sizes}, micro-batch {work.micro_batch} × {work.micro_batches}{virtual}{more}{stage}{options}"
 
     @functools.cached_property
     def time(self) -> Timing:
@@ -172,8 +173,16 @@ class SearchResult:
         return tuple(found)
 
 
-def search(space: Space, progress: Progress | None = None, fitted: CoefficientSet | None = None) -> SearchResult:
+def search(
+    space: Space,
+    progress: Progress | None = None,
+    fitted: CoefficientSet | None = None,
+    *,
+    wider: Space | None = None,
+) -> SearchResult:
     """Every layout of a space, ranked; at ZeRO stage 3 only where none fits whose tp stays in a node.
+
+    Where none fits at all, those of `wider` are; where none of these does, those with `OPTIONS` switched on.
 
     `progress` passes on the settings of the axes and may count them; `fitted` are coefficients to use instead of those
     of the package.
@@ -182,7 +191,15 @@ def search(space: Space, progress: Progress | None = None, fitted: CoefficientSe
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _search(space, progress, fitted)
+        found = _search(space, progress, fitted)
+        if found.best is not None or not found.too_large:
+            return found
+        for other in itertools.chain([wider] if wider else [], space.with_options):
+            result = _search(other, progress, fitted)
+            if result.best is not None:
+                return result
+        least = found.too_large[0]
+        return replace(found, remedies=tuple(remedies(space, least.candidate)))
     finally:
         if collects:
             gc.enable()
@@ -198,8 +215,7 @@ def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | No
     found = outcome(tried.ranked, tried.refused)
     found = replace(found, too_large=(*found.too_large, *tried.larger))
     if found.best is None:
-        smallest = found.too_large[:1]
-        return replace(found, remedies=tuple(one for each in smallest for one in remedies(space, each.candidate)))
+        return found
     return replace(found, other_executions=_other_executions(found.best, space.choices, time))
 
 
@@ -255,8 +271,8 @@ def _try_all(space: Space, predictor: Predictor, progress: Progress | None, trie
 
 
 def _named(changes: Mapping[str, object]) -> frozenset[tuple[str, object]]:
-    """A setting of the axes, at whatever ZeRO stage."""
-    return frozenset((name, value) for name, value in changes.items() if name != "stage")
+    """A setting of the axes, at whatever ZeRO stage, wherever the optimizer is."""
+    return frozenset((name, value) for name, value in changes.items() if name not in ("stage", "offload_optimizer"))
 
 
 def _at_each_stage(

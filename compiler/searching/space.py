@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,14 @@ LAST_ZERO_STAGE = 3
 """Tried where nothing fits at the others: its weights are gathered in each pass."""
 
 
+OPTIONS: Mapping[str, Mapping[str, object]] = {
+    "linear_cross_entropy": {"linear_cross_entropy": True},
+    "tiled_mlp": {"tiled_mlp": True},
+    "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
+}
+"""What lets a rank hold less, and is tried where nothing fits without: what it sets, by what it is called."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A layout: what it sets in the spec, and its step."""
@@ -107,13 +115,22 @@ class Candidate:
         marks += [f"zero{work.zero_stage}"] * (work.zero_stage != ZERO_STAGES[0])
         marks += ["sp"] * work.sequence_parallel + [work.recompute_text] * ("full" in work.recompute)
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
+        marks += [short for name, short in _SHORT.items() if name in self.changes]
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
         return " ".join([axes, f"mb{work.micro_batch}", *marks])
+
+    @property
+    def options(self) -> list[str]:
+        """What a search switched on because nothing fits without."""
+        return [name for name, settings in OPTIONS.items() if self.changes.keys() >= settings.keys()]
 
     @property
     def ordered(self) -> tuple[Axis, ...]:
         """The axes whose order matters."""
         return tuple(axis for axis in DENSE_AXES if self.work.size(axis) > 1)
+
+
+_SHORT = {"linear_cross_entropy": "linear_ce", "tiled_mlp": "tiled", "offload_optimizer": "offload"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +168,8 @@ class Space:
     choices: OpenChoices
     document_length: int | None = None
     """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
+    switched_on: Mapping[str, object] = field(default_factory=dict)
+    """What every layout has of `OPTIONS`."""
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -174,6 +193,7 @@ class Space:
             ways = cuts(self.layers, named[Axis.PP]) if self.layers is not None else [{}]
             for way, whole in itertools.product(ways, self._ways_of_experts(named)):
                 changes: dict[str, object] = {axis.value: size for axis, size in named.items()} | way | whole
+                changes |= self.switched_on
                 if self.dp is not None:
                     changes[Axis.DP.value] = self.dp
                 changes["sequence_parallel"] = self.sequence_parallel and named[Axis.TP] > 1
@@ -189,9 +209,27 @@ class Space:
     @property
     def at_last_stage(self) -> Space | None:
         """The same at ZeRO stage 3; None where the spec gives a stage, needs pp, or is not meant for the runtime."""
-        if self.zero_stages != ZERO_STAGES or not self.executable or 1 not in self.axes[Axis.PP]:
+        if len(self.zero_stages) == 1 or not self.executable or 1 not in self.axes[Axis.PP]:
             return None
         return replace(self, zero_stages=(LAST_ZERO_STAGE,), axes={**self.axes, Axis.PP: (1,)})
+
+    @property
+    def with_options(self) -> Iterator[Space]:
+        """The same with more and more of `OPTIONS` that the spec leaves open, those that cost least first.
+
+        Only the runtime has them.
+        """
+        given = {name for section in ("training", "zero") for name in self.tree.get(section) or {}}
+        opened = [one for one in OPTIONS.values() if not one.keys() & given] if self.executable else []
+        sets = (set_ for count in range(1, len(opened) + 1) for set_ in itertools.combinations(opened, count))
+        for chosen in sorted(sets, key=lambda one: OPTIONS["the optimizer on the host"] in one):
+            stages = self.zero_stages
+            settings = {name: value for one in chosen for name, value in one.items()}
+            if "offload_optimizer" in settings:
+                # DeepSpeed offloads from stage 1 on.
+                stages = tuple(stage for stage in stages if stage)
+            if stages:
+                yield replace(self, switched_on=settings, zero_stages=stages)
 
 
 def open_space(

@@ -41,6 +41,7 @@ SECTIONS: Mapping[str, str] = {
     "gpus_per_node": "cluster",
     "accelerator": "cluster",
     "stage": "zero",
+    "offload_optimizer": "zero",
 }
 """What may be replaced, and the section of the spec in which it stands."""
 
@@ -87,7 +88,8 @@ def _judged(tree: Mapping[str, Any], resolution: Resolution, rules: Iterable[Rul
     for rule in rules:
         try:
             for one in rule.check(resolution):
-                return Variant(tree, None, rule.code, one.message)
+                if one.severity in (None, Severity.ERROR):
+                    return Variant(tree, None, rule.code, one.message)
         except Unavailable:  # noqa: PERF203 -- another rule speaks of the value that is missing
             continue
     try:
