@@ -153,6 +153,7 @@ def _name_plan(file: Path, first_step: int, plan: Plan) -> None:
         except (OSError, ValueError, TypeError, KeyError):
             raise RunError(f"{file} does not name the plans of a run: remove it, or name another folder") from None
     named = {"plan": plan.plan_hash, "world_size": plan.world_size, "device": get_accelerator().device_name()}
+    named["global_batch_size"] = plan.spec.training.global_batch_size
     if not before or named.items() - before[-1].items():
         before.append({"after_step": first_step, **named})
     write_file(file, json.dumps({"format": FORMAT, "plans": before}) + "\n")

@@ -22,6 +22,7 @@ _COMMANDS = (
     "check",
     "checkpoint",
     "compile",
+    "data",
     "diff",
     "doctor",
     "estimate",

@@ -149,8 +149,8 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
     if ours != theirs:
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
-    counters = {key: saved.counters.get(key) for key in ("global_steps", "skipped_steps", "lr_scheduler")}
-    counters["global_samples"] = saved.note.step * plan.spec.training.global_batch_size
+    kept = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+    counters = {key: saved.counters.get(key) for key in kept}
     groups = [ParameterGroup(one.names, one.settings, one.scalars) for one in saved.groups]
     source = Source(plan, _layouts(plan), saved.whole, groups, saved.buffers, saved.loss_scaler)
     return write(source, Path(output), saved.note.step, counters)

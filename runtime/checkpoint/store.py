@@ -113,7 +113,7 @@ def load(engine: Any, folder: str | Path) -> int:
     """Restores the last checkpoint in `folder` (or the checkpoint `folder` itself); returns the steps it had made.
 
     Saved in another layout (tp, cp, ep, dp, pp, padding, precision), it is cut anew. In the same one the run goes on to
-    the bit, random numbers included.
+    the bit, random numbers included. The loader of `initialize` goes on with the next sample, whatever the batch size.
 
     Raises:
         RunError: there is no checkpoint, it is damaged (which file is said), or it is of another model or optimizer
@@ -131,8 +131,10 @@ def load(engine: Any, folder: str | Path) -> int:
     schedules = _compare_schedulers(engine, note)
     if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, _opened(note))
-        return note.step
-    _load_as_it_is(engine, note, schedules=schedules)
+    else:
+        _load_as_it_is(engine, note, schedules=schedules)
+    if (loader := getattr(engine, "parcompile_loader", None)) is not None:
+        loader.resume(note.step, engine.global_samples)
     return note.step
 
 

@@ -1,7 +1,7 @@
 """Walks a data set for the ranks of a plan, in rows or as packed documents.
 
 The order of the data does not depend on the layout: step s trains on samples s·B … (s+1)·B − 1 whatever dp is, so that
-any two layouts see the same batches.
+any two layouts see the same batches. A run that resumes with another batch size goes on with the next sample.
 
 Of rows each rank gets its sequences (dp) and its tokens of them (cp). Long documents are dealt to all cp ranks, short
 ones stay whole on one; a sample is then as many documents as the plan's `sequence_length` has room for.
@@ -46,6 +46,11 @@ class PlanLoader:
         self._dataset = dataset
         self._mesh = mesh
         self.step = first_step
+        self._before = 0
+
+    def resume(self, step: int, samples: int) -> None:
+        """Goes on behind `step` steps, which took `samples` samples: with batches of another size, where it changed."""
+        self.step, self._before = step, samples - step * self._mesh.plan.spec.training.global_batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches; the first of a step counts the step's tokens over dp."""
@@ -65,7 +70,7 @@ class PlanLoader:
         """The number of the first sequence of this dp rank's micro-batch."""
         training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
         in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
-        return self.step * training.global_batch_size + in_step
+        return self._before + self.step * training.global_batch_size + in_step
 
     def _numbers(self, micro: int) -> list[int]:
         """Of the samples of this dp rank's micro-batch in the data set."""

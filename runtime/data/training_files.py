@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import struct
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from parcompile.plan import Plan
 from parcompile.runtime.labels import IGNORED_LABEL
-from parcompile.user_files import read_start
 
 from .conversations import Ids, is_instruction, shown, tokens_and_labels
+from .megatron_files import MegatronTokens
 from .rows_of_files import data_files, rows, unusable
+from .sequences import Mixture, Packed, Places, SequencesOfFiles, Windows
 
 
-def read_training_data(path: str | Path, plan: Plan, tokenizer: str | Path | None = None) -> SequencesOfFiles:
+def read_training_data(
+    path: str | Path | Sequence[str], plan: Plan, tokenizer: str | Path | None = None
+) -> SequencesOfFiles:
     """The sequences of a file or a folder of files, in an order drawn from the plan's seed, the same on every rank.
 
     Text (.txt, or rows with `text`) is one stream of tokens, cut into sequences; documents are separated by the
@@ -34,19 +35,27 @@ def read_training_data(path: str | Path, plan: Plan, tokenizer: str | Path | Non
     other data are tokenized by every rank as it starts.
 
     Args:
-        path: a file, a folder of files of one format, a prefix of Megatron's files, or a folder that `datasets` saved.
+        path: a file, a folder of files of one format, a prefix of Megatron's files, or a folder that `datasets` saved;
+            or several of them, each behind its weight: ["0.3", "code", "0.7", "books.jsonl"] is a `Mixture`.
         plan: the plan, for its sequence length, vocabulary and seed.
         tokenizer: a folder with a Hugging Face tokenizer. None: a token is a byte.
 
     Raises:
         RunError: which file and row cannot be used, and why.
     """
+    if not isinstance(path, str | Path):
+        if len(path) > 1:
+            weights, paths = _weighted(path)
+            return Mixture(paths, [read_training_data(one, plan, tokenizer) for one in paths], weights)
+        (path,) = path
     spec, files = plan.spec, data_files(path)
     room, words = spec.training.sequence_length, None
     if tokenizer is not None:
         words = _tokenizer(Path(tokenizer))
     if files[0].suffix == ".idx":
-        found: SequencesOfFiles = _Windows([megatron_tokens(file) for file in files], room, spec.training.seed)
+        read = [MegatronTokens(file) for file in files]
+        parts, starts = [one.tokens for one in read], [one.starts for one in read]
+        found: SequencesOfFiles = Windows(parts, starts, _places_in(read), room, spec.training.seed)
         made = "they were written with the tokenizer of another model"
     else:
         found = _of_rows(files, words, room, spec.training.seed)
@@ -77,156 +86,80 @@ def _tokenizer(folder: Path) -> Any:
         ) from None
 
 
-def shuffled(count: int, seed: int) -> list[int]:
-    """0 … count − 1 in an order drawn from the seed."""
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-    return order
+def _places_in(files: Sequence[MegatronTokens]) -> Places:
+    ends = list(itertools.accumulate(len(one.starts) for one in files))
+
+    def look(numbers: Collection[int]) -> Mapping[int, tuple[str, str]]:
+        found = {}
+        for number in numbers:
+            file = int(np.searchsorted(ends, number, side="right"))
+            name = str(files[file].file)
+            found[number] = name, f"{name} document {number - ends[file] + len(files[file].starts)}"
+        return found
+
+    return look
 
 
-def packed(numbers: Sequence[int], lengths: Sequence[int], room: int, at_once: int = 64) -> list[list[int]]:
-    """Documents in groups of at most `room` tokens: each into the first of `at_once` open groups that has room."""
-    full: list[list[int]] = []
-    open_groups: list[list[int]] = []
-    left: list[int] = []
-    for number in numbers:
-        into = next((at for at, free in enumerate(left) if free >= lengths[number]), len(left))
-        if into == len(left):
-            open_groups.append([])
-            left.append(room)
-        open_groups[into].append(number)
-        left[into] -= lengths[number]
-        if len(left) > at_once:
-            fullest = left.index(min(left))
-            full.append(open_groups.pop(fullest))
-            del left[fullest]
-    return full + open_groups
+def _places_of_rows(files: Sequence[Path], ordinals: Sequence[int]) -> Places:
+    """Of documents that are these rows of the files, counted through; the files are read again."""
+
+    def look(numbers: Collection[int]) -> Mapping[int, tuple[str, str]]:
+        wanted = {ordinals[number]: number for number in numbers}
+        every = ((str(file), where) for file in files for where, _ in rows(file))
+        return {wanted[at]: place for at, place in enumerate(every) if at in wanted}
+
+    return look
 
 
-class SequencesOfFiles(ABC):
-    """Sequences of the plan's length, by number; `summary` says what was read, in one line."""
+def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
+    """Weights and paths of data sets that are given in turn, as to Megatron's `--data-path`.
 
-    summary: str
-    _order: list[int]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def _shuffle(self, count: int, seed: int) -> None:
-        self._order = shuffled(count, seed)
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`input_ids` and `labels` [S], and of packed documents `position_ids` and `attention_mask`."""
-
-    @abstractmethod
-    def extremes(self) -> tuple[int, int]:
-        """The smallest and the largest token of all; of Megatron's files, of the first 16 million of each."""
-
-
-class _Windows(SequencesOfFiles):
-    """A stream of tokens, cut; a stream that is shorter than one sequence is padded with places that count nothing."""
-
-    def __init__(self, parts: Sequence[NDArray[np.integer]], length: int, seed: int) -> None:
-        self._parts, self._length = parts, length
-        self._counts = [len(part) // length for part in parts]
-        tokens = sum(map(len, parts))
-        if not tokens:
-            raise unusable("the training data hold no token: every text is empty")
-        if not any(self._counts):
-            self._parts = [np.concatenate([np.asarray(part) for part in parts])[:length]]
-            self._counts = [1]
-        self._shuffle(sum(self._counts), seed)
-        self.summary = f"{tokens:,} tokens, {len(self):,} sequences of {length:,}"
-        if tokens < length:
-            self.summary += f", of which {length - tokens:,} are padding"
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        number, part = self._order[index], 0
-        while number >= self._counts[part]:
-            number, part = number - self._counts[part], part + 1
-        cut = self._parts[part][number * self._length : (number + 1) * self._length]
-        ids = torch.from_numpy(np.asarray(cut).astype(np.int64))
-        padding = self._length - len(ids)
-        if not padding:
-            return {"input_ids": ids, "labels": ids}
-        pad = torch.nn.functional.pad
-        return {"input_ids": pad(ids, (0, padding)), "labels": pad(ids, (0, padding), value=IGNORED_LABEL)}
-
-    def extremes(self) -> tuple[int, int]:
-        return _extremes(part[: 2**24] for part in self._parts)
-
-
-class _Packed(SequencesOfFiles):
-    """Documents with labels, as many in a sequence as fit, none attending to another; the rest is padding."""
-
-    def __init__(self, documents: Sequence[tuple[NDArray[Any], NDArray[Any]]], length: int, seed: int) -> None:
-        self._documents, self._length = documents, length
-        lengths = [len(ids) for ids, _ in documents]
-        self._packs = packed(shuffled(len(documents), seed), lengths, length)
-        self._shuffle(len(self._packs), seed)
-        predicted = sum(int((labels != IGNORED_LABEL).sum()) for _, labels in documents)
-        tokens = sum(lengths)
-        self.summary = (
-            f"{len(documents):,} conversations or documents, {tokens:,} tokens of which {predicted:,} are predicted, "
-            f"{len(self):,} sequences of {length:,}"
-        )
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = torch.zeros(self._length, dtype=torch.long)
-        labels = torch.full_like(ids, IGNORED_LABEL)
-        positions, mask, at = torch.zeros_like(ids), torch.zeros_like(ids), 0
-        for number in self._packs[self._order[index]]:
-            tokens, targets = (torch.from_numpy(one.astype(np.int64)) for one in self._documents[number])
-            place = slice(at, at + len(tokens))
-            ids[place], labels[place], mask[place] = tokens, targets, 1
-            positions[place] = torch.arange(len(tokens))
-            at += len(tokens)
-        positions[at:] = torch.arange(self._length - at)
-        return {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": mask}
-
-    def extremes(self) -> tuple[int, int]:
-        return _extremes(one for ids, labels in self._documents for one in (ids, labels[labels != IGNORED_LABEL]))
-
-
-def _extremes(parts: Iterable[NDArray[Any]]) -> tuple[int, int]:
-    held = [(int(part.min()), int(part.max())) for part in parts if len(part)]
-    return min(low for low, _ in held), max(high for _, high in held)
+    Raises:
+        RunError: a weight is no number above 0, or a path has none.
+    """
+    weights, paths = [], list(given[1::2])
+    for text in given[::2]:
+        try:
+            weights.append(float(text))
+        except ValueError:
+            weights.append(math.nan)
+        if not 0 < weights[-1] < math.inf:
+            raise unusable(f"{text!r} stands for a weight, and is no number above 0: write 0.3 code 0.7 books.jsonl")
+    if len(paths) < len(weights):
+        raise unusable(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
+    return weights, paths
 
 
 def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> SequencesOfFiles:
     stream: list[NDArray[Any]] = []
     documents: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    ordinals = array("q")
     shortened = dropped = unread = 0
-    end: Ids = list(b"\n\n")
-    if tokenizer is not None:
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for file in files:
-        for where, row in rows(file):
-            known = "input_ids" in row or is_instruction(row)
-            if (text := row.get("text")) is not None and not known:
-                if not isinstance(text, str):
-                    raise unusable(f"{where}: text is {shown(text)}: expected a text")
-                if not text:
-                    continue
-                words = list(text.encode()) if tokenizer is None else tokenizer(text)["input_ids"]
-                stream.append(np.array([*words, *end], np.int32))
-                continue
-            unread += text is not None
-            ids, labels = _tokens(row, tokenizer, where)
-            shortened += len(ids) > room
-            if len(ids) > 1 and any(one != IGNORED_LABEL for one in labels[1:room]):
-                documents.append((np.array(ids[:room], np.int32), np.array(labels[:room], np.int32)))
-            else:
-                dropped += 1
+    for ordinal, (where, row) in enumerate(itertools.chain.from_iterable(map(rows, files))):
+        if (words := _text(row, tokenizer, where)) is not None:
+            if words:
+                stream.append(np.array(words, np.int32))
+                ordinals.append(ordinal)
+            continue
+        unread += row.get("text") is not None
+        ids, labels = _tokens(row, tokenizer, where)
+        shortened += len(ids) > room
+        if len(ids) > 1 and any(one != IGNORED_LABEL for one in labels[1:room]):
+            documents.append((np.array(ids[:room], np.int32), np.array(labels[:room], np.int32)))
+            ordinals.append(ordinal)
+        else:
+            dropped += 1
+    places = _places_of_rows(files, ordinals)
     if stream and documents:
         raise unusable(f"{files[0].parent}: some rows are text and others conversations: train on one of them")
     if stream:
-        return _Windows([np.concatenate(stream)], room, seed)
+        starts = np.cumsum([0, *map(len, stream[:-1])], dtype=np.int64)
+        return Windows([np.concatenate(stream)], [starts], places, room, seed)
     if not documents and not dropped:
         raise unusable(f"{files[0]} holds no row, or only empty texts")
     if not documents:
         raise unusable(f"{files[0]}: no row has a token to predict in its first {room} tokens")
-    found = _Packed(documents, room, seed)
+    found = Packed(documents, places, room, seed)
     if shortened:
         found.summary += f"; {shortened:,} are longer and end there"
     if dropped:
@@ -234,6 +167,20 @@ def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> Seq
     if unread:
         found.summary += f"; {unread:,} have text too, which is not read"
     return found
+
+
+def _text(row: Mapping[str, Any], tokenizer: Any, where: str) -> Ids | None:
+    """The tokens of a row of text, with the one that separates it from the next; None where it is none."""
+    text = row.get("text")
+    if text is None or "input_ids" in row or is_instruction(row):
+        return None
+    if not isinstance(text, str):
+        raise unusable(f"{where}: text is {shown(text)}: expected a text")
+    if not text:
+        return []
+    if tokenizer is None:
+        return list(f"{text}\n\n".encode())
+    return [*tokenizer(text)["input_ids"], *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
 
 
 def _tokens(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
@@ -288,40 +235,22 @@ def _numbers(row: Mapping[str, Any], name: str, where: str) -> Ids:
     return list(found)
 
 
-# Tokens that Megatron-LM's `tools/preprocess_data.py` wrote: NAME.bin and NAME.idx.
-
-_MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
-_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-
-
-def megatron_tokens(index: Path) -> NDArray[np.integer]:
-    """All tokens [n] of NAME.idx, one document behind the other, mapped from NAME.bin.
+def documents_of(path: str | Path, tokenizer: str | Path | None = None) -> Iterator[tuple[str, Ids]]:
+    """The tokens of each document of text or `input_ids`, with where it stands, for Megatron's files.
 
     Raises:
-        RunError: a file is missing, is none of this format, or does not hold what the index says.
+        RunError: the data have labels of their own or are Megatron's, or as for `read_training_data`.
     """
-    tokens = index.with_suffix(".bin")
-    for file in (index, tokens):
-        if not file.is_file():
-            raise unusable(f"{file} is missing: Megatron's data are NAME.bin and NAME.idx")
-    head, _ = read_start(index, _HEADER.size)
-    magic, version, code, sequences, _ = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
-    if magic != _MAGIC or version != 1 or code not in _TYPES:
-        raise unusable(f"{index} is no index of Megatron's version 1 with tokens that are whole numbers")
-    size = np.dtype(_TYPES[code]).itemsize
-    if index.stat().st_size < _HEADER.size + 12 * sequences:
-        raise unusable(f"{index} is incomplete: it begins as the index of {sequences:,} sequences")
-    lengths = np.fromfile(index, np.int32, sequences, offset=_HEADER.size)
-    listed, held = int(lengths.sum(dtype=np.int64)), tokens.stat().st_size
-    if held != listed * size or (lengths < 0).any():
-        raise unusable(
-            f"{tokens} holds {held:,} bytes; {index} lists {listed:,} tokens of {size} bytes: one of them is incomplete"
-        )
-    if not listed:
-        raise unusable(f"{tokens} holds no token")
-    found = np.memmap(tokens, dtype=_TYPES[code], mode="r")
-    starts = np.fromfile(index, np.int64, sequences, offset=_HEADER.size + 4 * sequences)
-    ends = list(itertools.accumulate(lengths.tolist(), initial=0))[:-1]
-    if starts.tolist() != [end * found.itemsize for end in ends]:
-        raise unusable(f"{index} does not list the sequences of {tokens} in their order")
-    return found
+    files, words = data_files(path), None if tokenizer is None else _tokenizer(Path(tokenizer))
+    if files[0].suffix == ".idx":
+        raise unusable(f"{path} is Megatron's already: copy the files")
+    for where, row in itertools.chain.from_iterable(map(rows, files)):
+        if (ids := _text(row, words, where)) is None:
+            ids, labels = _tokens(row, words, where)
+            if ids != labels:
+                raise unusable(
+                    f"{where} masks labels, as conversations do: Megatron's files hold tokens alone, and all of them "
+                    "would be predicted; write text or input_ids without labels"
+                )
+        if ids:
+            yield where, ids

@@ -174,7 +174,7 @@ def initialize(
             those that the model had before would train nothing, and is refused.
         training_data: samples for `PlanLoader`.
         lr_scheduler: as in `deepspeed.initialize`, in place of the plan's.
-        first_step: the step at which the loader starts, after a resume.
+        first_step: the step at which the loader starts, after a resume; `load` sets it, with another batch size too.
         self_check: compare one forward and backward of the injected model with the original, and refuse to go on when
             they differ. None: the model itself where it is given whole and has up to 20 million parameters, or is a
             user module; a small model of the same configuration for others, and where windows are long. True: the
@@ -215,7 +215,7 @@ def initialize(
     take_over(engine, mesh, stop_on_nonfinite)
     if file is not None:
         Recorder(engine, mesh, file)
-    loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
+    loader = engine.parcompile_loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)
     return engine, optimizer, loader, lr_scheduler
 
 

@@ -113,6 +113,27 @@ def test_another_layout_goes_on_and_back(name: str, folder: Path, uninterrupted:
     assert_goes_on(run("tp2 × dp2", folder / name)[0], uninterrupted[0], 1)
 
 
+def test_a_run_goes_on_with_the_next_sample_in_another_batch_size_and_layout(tmp_path: Path) -> None:
+    """2 steps of 2 samples on one rank, 2 of 4 on two, and one of 2 in the same layout: its data end after sample 9."""
+    small, large = {"global_batch_size": 2}, {"global_batch_size": 4}
+    plans = [make_plan(1, {}, training=small), make_plan(2, {}, training=large), make_plan(2, {}, training=small)]
+    found: dict[str, list[float]] = {"losses": [], "norms": []}
+    resume = None
+    for plan, until in zip(plans, (2, 4, 5), strict=True):
+        saved = str(tmp_path / str(until))
+        rank = run_ranks(plan.world_size, train, plan, resume, until, {until: saved})[0]
+        found = {key: [*values, *rank[key]] for key, values in found.items()}
+        resume = saved
+    batches = [slice(0, 2), slice(2, 4), slice(4, 8), slice(8, 12), slice(2, 4)]
+
+    def expected(seed: int | None = None) -> dict[str, Any]:
+        return train_in_one_process(plans[1], batches=batches, seed=seed)
+
+    names = {name: value[: len(rank["parameters"][name])] for name, value in expected()["parameters"].items()}
+    parameters = {name: rank["parameters"][name][: len(value)] for name, value in names.items()}
+    assert_close({**found, "parameters": parameters}, expected(), rerun=expected)
+
+
 def test_weights_in_half_precision_start_from_the_full_precision_ones(
     folder: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:

@@ -184,8 +184,9 @@ def test_a_run_names_its_plans_from_the_steps_on_that_they_ran(tmp_path: Path) -
     one, other = make_plan(1, {}, training=ONE), make_plan(2, {"tp": 2}, training=ONE)
     for plan, first in ((one, 0), (one, 3), (other, 5), (other, 8)):
         RunLog(tmp_path, first, plan=plan)
-    named = {"after_step": 0, "plan": one.plan_hash, "world_size": 1, "device": "cpu"}
-    also = {"after_step": 5, "plan": other.plan_hash, "world_size": 2, "device": "cpu"}
+    size = {"global_batch_size": one.spec.training.global_batch_size, "device": "cpu"}
+    named = {"after_step": 0, "plan": one.plan_hash, "world_size": 1, **size}
+    also = {"after_step": 5, "plan": other.plan_hash, "world_size": 2, **size}
     assert json.loads((tmp_path / "run.json").read_text("utf-8")) == {"format": 1, "plans": [named, also]}
     RunLog(tmp_path, 4, plan=one)  # a step before the second plan
     assert json.loads((tmp_path / "run.json").read_text("utf-8"))["plans"] == [named]

@@ -313,10 +313,11 @@ def train_in_one_process(
     built: Callable[[Plan], torch.nn.Module] = initial_model,
     seed: int | None = None,
     of_trainer: bool = False,
+    batches: Sequence[slice] | None = None,
 ) -> dict[str, Any]:
     """The same training with transformers and torch alone: no DeepSpeed, no layers of ours.
 
-    Of weights that `seed` nudges, for the noise of a comparison.
+    Of weights that `seed` nudges, for the noise of a comparison; on these `batches`, where they are said.
     """
     training = plan.spec.training
     model = built(plan)
@@ -324,8 +325,9 @@ def train_in_one_process(
     optimizer = plain_optimizer(model, plan, of_trainer=of_trainer)
     data = samples(plan, masked=masked)
     losses, norms = [], []
-    for step in range(steps):
-        batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
+    size = training.global_batch_size
+    for step, place in enumerate(batches or [slice(step * size, (step + 1) * size) for step in range(steps)]):
+        batch = data[place]
         ids = torch.stack([sample["input_ids"] for sample in batch])
         labels = torch.stack([sample["labels"] for sample in batch])
         output = model(input_ids=ids, labels=labels)
