@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 
 BASELINE = "import jsonschema, click"
 GOAL_RATIO, GOAL_SECONDS = 2.5, 0.005

@@ -18,11 +18,11 @@ import torch
 from meters import quartiles
 from torch import Tensor
 
+from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel, kept_memory
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.selection import has_bf16_products_alone
-from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band
 
 
 class Block(NamedTuple):

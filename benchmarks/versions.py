@@ -22,7 +22,7 @@ from pathlib import Path
 from check import write_specs
 from layout import spec as world_spec
 
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 
 MILLION = 1_048_576
 COUNT_LINES = """

@@ -14,12 +14,11 @@ from .backends.kinds import UNKNOWN, chosen
 from .backends.registry import render
 from .backends.writing import write
 from .cost.estimate import Estimate
-from .diagnostics import Diagnostic, Position, Severity
-from .diagnostics.diagnostic import closest
+from .diagnostics import Diagnostic, Position, Severity, closest
 from .diagnostics.reporters import report
 from .diagnostics.reporters.dispatch import Style
 from .importing import Imported, foreign, import_document
-from .lint.files import recognised
+from .lint import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets
 from .pipeline import Checked, check_read, is_plan, read_spec, require_lossless_spec
 from .plan import Plan, PlanError, compile_plan, load_plan

@@ -34,7 +34,7 @@ from .backends.recipes import RECIPES, recipe
 from .diagnostics import Diagnostic, has_errors
 from .entry_points import IMPORTERS as GROUP
 from .entry_points import called
-from .lint.files import recognised
+from .lint import recognised
 from .pipeline import check_read
 from .plan import Plan, compile_plan
 from .text import Document, parse, read_file

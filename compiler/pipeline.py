@@ -12,7 +12,7 @@ from . import schema
 from .backends.kinds import CHECKED, SPEC, Certainty
 from .diagnostics import Diagnostic, Safety, has_errors, in_file_order
 from .diagnostics import Path as DiagnosticPath
-from .lint.files import check_sections, checker, recognised
+from .lint import check_sections, checker, recognised
 from .rules import DEFAULT_TARGETS, EXPERTS_RULE, MEMORY_RULES, check
 from .spec import Origin
 from .spec.resolve import Resolution
@@ -168,7 +168,7 @@ def check_read(
     else:
         found = find(document)
     if any(one.fixes for one in found):
-        from .rules.registry import PEAK_RULE
+        from .rules import PEAK_RULE
         from .text.fixes import tried
 
         found = tried(found, document, find, too_large=PEAK_RULE)

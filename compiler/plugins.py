@@ -25,7 +25,7 @@ from .diagnostics import Edit, Fix, Related, Severity
 from .model.family import Experts, Family, Latent, Norm, Refusal
 from .model.tables.reading import table_like
 from .plan import Plan
-from .rules.registry import Check, Example, Finding, Rule
+from .rules import Check, Example, Finding, Rule
 from .spec.resolve import Resolution
 
 __all__ = [

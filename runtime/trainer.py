@@ -42,7 +42,7 @@ from .engine.loop import evaluate
 from .engine.metering import known_work
 from .errors import RunError
 from .groups import Mesh, join
-from .groups.mesh import Mpu
+from .groups.joining import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
 from .labels import IGNORED_LABEL

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -90,8 +90,8 @@ def test_a_target(copy: Copy) -> None:
     )
     copy.replace(
         "backends/registry.py",
-        "from . import torchtitan\n",
-        "from . import acme, torchtitan\n",
+        "from . import launch, torchtitan\n",
+        "from . import acme, launch, torchtitan\n",
     )
     copy.replace(
         "backends/registry.py",

@@ -32,7 +32,7 @@ OWN = {
     "runtime/liveness/monitor.py": 1,
     "runtime/liveness/recording.py": 2,
     "runtime/liveness/watchdog.py": 1,
-    "runtime/preflight/cuda_host/library.py": 1,
+    "runtime/preflight/cuda_host/__init__.py": 1,
     "runtime/preflight/live/facts.py": 5,
     "runtime/profiling/machine.py": 1,
     "runtime/profiling/recorder.py": 1,

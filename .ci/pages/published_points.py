@@ -14,7 +14,7 @@ from published_runs import gpt_shape
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.workload import Workload
 from parcompile.layout.pipeline import PipelineSplit, merged, rank_stages
-from parcompile.machines.accelerator import Accelerator, accelerators
+from parcompile.machines import Accelerator, accelerators
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
 from parcompile.units import GIB

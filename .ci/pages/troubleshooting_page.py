@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.lint.deepspeed.usage import usage_context
 from parcompile.lint.registry import FILE_CODES, GROUPS, Page, Settings, check_settings, file_rules, pages
-from parcompile.rules.registry import CONCERNED, check, example_spec
+from parcompile.rules import CONCERNED, check, example_spec
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.text import parse
 
@@ -221,7 +221,7 @@ def _messages() -> dict[str, Diagnostic | None]:
 
 
 def _all_found() -> Iterator[tuple[str, Diagnostic]]:
-    from parcompile.rules.registry import all_rules
+    from parcompile.rules import all_rules
 
     for rule in all_rules():
         with contextlib.suppress(Unavailable):

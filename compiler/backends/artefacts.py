@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parcompile.machines.accelerator import find_accelerator
+from parcompile.machines import find_accelerator
 from parcompile.plan import Plan
 from parcompile.spec import Parallelism, Spec
 

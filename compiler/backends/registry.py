@@ -20,13 +20,12 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.sections import process_groups
 from parcompile.spec import Origin
 
-from . import torchtitan
+from . import launch, torchtitan
 from .accelerate import write as accelerate
 from .artefacts import Loss, to_text
 from .deepspeed import facts as deepspeed
 from .deepspeed import write as deepspeed_write
 from .kinds import BUILT_IN, chosen
-from .launch import clusters, scripts
 from .megatron import write as megatron
 
 LOCK = "parcompile.lock.json"
@@ -45,17 +44,17 @@ class Target:
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:
-    return {"ds_config.json": deepspeed_write.ds_config(plan), **scripts.deepspeed_script(plan)}
+    return {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)}
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         Target("deepspeed", _deepspeed, deepspeed_write.losses, "deepspeed", deepspeed.VERSION),
-        Target("torchrun", scripts.torchrun_script),
-        Target("slurm", scripts.slurm_script),
-        Target("kubernetes", clusters.kubernetes_files),
-        Target("skypilot", clusters.skypilot_files, clusters.skypilot_losses),
+        Target("torchrun", launch.torchrun_script),
+        Target("slurm", launch.slurm_script),
+        Target("kubernetes", launch.kubernetes_files),
+        Target("skypilot", launch.skypilot_files, launch.skypilot_losses),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
         Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
         Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),

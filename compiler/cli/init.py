@@ -23,9 +23,9 @@ from parcompile.cli.options import (
     token_count,
 )
 from parcompile.cli.search import progress_bar
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.machines.accelerator import named_accelerator
+from parcompile.machines import named_accelerator
 from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
 from parcompile.searching.first import Offer, batch_of, first_spec, sequence_length_of

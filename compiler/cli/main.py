@@ -106,7 +106,7 @@ def _refuse_misspelt(word: str) -> None:
     """
     if word.startswith("-") or not word.replace("-", "").isalpha() or Path(word).exists():
         return
-    from parcompile.diagnostics.diagnostic import closest
+    from parcompile.diagnostics import closest
 
     near = closest(word, _COMMANDS)
     if near is not None:

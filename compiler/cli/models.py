@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from parcompile.cost.table import columns
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
 from parcompile.model.hf_config import ModelConfigError

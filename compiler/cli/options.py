@@ -15,9 +15,9 @@ import click
 from parcompile.backends.kinds import ALL, chosen, names
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.reporters import report
-from parcompile.machines.accelerator import named_accelerator
+from parcompile.machines import named_accelerator
 from parcompile.pipeline import Checked, compile_file, is_plan
-from parcompile.rules.registry import INEXPRESSIBLE
+from parcompile.rules import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
 
@@ -115,7 +115,7 @@ def codes_of(given: tuple[str, ...]) -> tuple[str, ...]:
     """The codes or beginnings of codes, separated by commas or given several times."""
     codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
     if codes:
-        from parcompile.diagnostics.diagnostic import closest
+        from parcompile.diagnostics import closest
         from parcompile.lint.registry import pages
 
         for code in codes:

@@ -21,7 +21,7 @@ from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.table import columns
-from parcompile.machines.accelerator import SCHEMA, accelerators, is_preset_file
+from parcompile.machines import SCHEMA, accelerators, is_preset_file
 from parcompile.units import MIB, format_bandwidth, format_bytes, format_compute, format_seconds
 from parcompile.user_files import parse_json, read_text
 from parcompile.version import how_to_install

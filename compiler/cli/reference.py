@@ -14,12 +14,11 @@ import click
 from parcompile import schema
 from parcompile.backends.deepspeed.table import UnknownVersionError, order
 from parcompile.cost.table import columns
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.diagnostics.reporters.dispatch import Style, hanging
-from parcompile.lint.advisories import Advisory, advisories, records
-from parcompile.lint.advisories.advisory import DEEPSPEED
+from parcompile.lint.advisories import DEEPSPEED, Advisory, advisories, records
 from parcompile.lint.registry import Page, pages
-from parcompile.machines.accelerator import Accelerator, accelerators
+from parcompile.machines import Accelerator, accelerators
 from parcompile.schema.validation import draft07
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.layout.groups import Axis
-from parcompile.machines.accelerator import find_accelerator, preset_from_tree, preset_tree
+from parcompile.machines import find_accelerator, preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape

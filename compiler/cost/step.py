@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import MASTER_BYTES
-from parcompile.machines.accelerator import find_accelerator
+from parcompile.machines import find_accelerator
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
 

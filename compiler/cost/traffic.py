@@ -28,7 +28,7 @@ from parcompile.layout.groups import (
 )
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import keeps_places
-from parcompile.machines.accelerator import Link
+from parcompile.machines import Link
 
 from .blocks import gathered_over_cp, sent_over_cp, window_exchanges
 from .collectives import Sent, busiest_stage, collectives, stage_exchanges

@@ -28,7 +28,7 @@ from parcompile.layout.shards import (
     takes_muon,
     tensor_layout,
 )
-from parcompile.machines.accelerator import Accelerator, find_accelerator
+from parcompile.machines import Accelerator, find_accelerator
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
 from parcompile.model.table import Parameter

@@ -14,7 +14,7 @@ from typing import Any
 from parcompile.backends.deepspeed.table import newest
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.diagnostics import Diagnostic, Path, Severity
-from parcompile.rules.registry import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Finding, Rule, all_rules, page_of
+from parcompile.rules import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Finding, Rule, all_rules, page_of
 from parcompile.user_files import shipped
 
 from .deepspeed.usage import UsageContext, UsageOptions

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.user_files import shipped
 
 _NEAR = 0.85

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 
 LAYER = "*"
 """Stands for the number of the layer in a name."""

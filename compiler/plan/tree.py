@@ -16,7 +16,7 @@ from parcompile.cost.memory import static_memory
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation, CpLayout
-from parcompile.machines.accelerator import preset_from_tree, preset_tree
+from parcompile.machines import preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
 from parcompile.spec import (
     Cluster,

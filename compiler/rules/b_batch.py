@@ -9,8 +9,8 @@ from parcompile.layout.groups import Axis, divisors
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 
+from . import Finding, rule
 from .arithmetic import also, listed, nearest_multiples
-from .registry import Finding, rule
 
 # The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding.
 

@@ -17,8 +17,8 @@ from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
+from . import Finding, rule
 from .arithmetic import also
-from .registry import Finding, rule
 
 # The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 

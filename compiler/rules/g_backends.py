@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.spec.resolve import Resolution
 
-from .registry import Finding, rule
+from . import Finding, rule
 
 _MEGATRON = ("backends", "megatron")
 

@@ -11,18 +11,17 @@ from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity, closest
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
-from parcompile.machines.accelerator import PresetError, accelerators, is_preset_file
+from parcompile.machines import PresetError, accelerators, is_preset_file
 from parcompile.model.derived_rows import dense_mlps
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
+from . import ESTIMATE, PEAK_RULE, Finding, rule
 from .arithmetic import also, model_path
-from .registry import ESTIMATE, PEAK_RULE, Finding, rule
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change

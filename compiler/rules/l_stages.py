@@ -9,8 +9,8 @@ from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
+from . import Finding, rule
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
-from .registry import Finding, rule
 
 _PP = ("parallelism", "pp")
 _FIRST = ("parallelism", "num_layers_in_first_pipeline_stage")

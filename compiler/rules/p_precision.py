@@ -9,8 +9,8 @@ from parcompile.layout.groups import Axis
 from parcompile.spec import OPTIMIZER_KEYS, Precision
 from parcompile.spec.resolve import Resolution
 
+from . import Finding, rule
 from .arithmetic import also
-from .registry import Finding, rule
 
 _PRECISION = ("training", "precision")
 _SUMS = ("training", "gradient_accumulation_dtype")

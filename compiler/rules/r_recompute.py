@@ -8,8 +8,8 @@ from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 
+from . import Finding, rule
 from .arithmetic import also
-from .registry import Finding, rule
 
 _PATH = ("training", "activation_checkpointing")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")

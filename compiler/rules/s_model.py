@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
 from parcompile.layout.groups import divisors
 from parcompile.model.family import by_type
 from parcompile.model.hf_config import InjectionError, ModelConfigError
@@ -14,8 +13,8 @@ from parcompile.model.presets import near_presets, presets
 from parcompile.spec import LrScheduler
 from parcompile.spec.resolve import Resolution, Unavailable
 
+from . import Finding, rule
 from .arithmetic import also, model_path
-from .registry import Finding, rule
 
 # The model can be read, and its positions reach as far as the sequence.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
-from parcompile.machines.accelerator import accelerators
+from parcompile.machines import accelerators
 from parcompile.model.blocks import Divided
 from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
 from parcompile.model.derived_rows import parameter_table
@@ -15,9 +15,9 @@ from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
+from . import Finding, rule
 from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
 from .c_context import length_finding
-from .registry import Finding, rule
 
 _TP = ("parallelism", "tp")
 

@@ -13,15 +13,15 @@ from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, divisors
 from parcompile.layout.sequence import CpImplementation
-from parcompile.machines.accelerator import accelerators
+from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
+from . import EXPERTS_RULE, Finding, rule
 from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors
 from .c_context import possible_sizes, resize
-from .registry import EXPERTS_RULE, Finding, rule
 
 if TYPE_CHECKING:
     from parcompile.cost.executions import Execution

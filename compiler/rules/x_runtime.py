@@ -20,8 +20,8 @@ from parcompile.model.table import Parameter
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
+from . import OTHER_TOOL, Finding, rule
 from .arithmetic import also, model_path
-from .registry import OTHER_TOOL, Finding, rule
 
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))

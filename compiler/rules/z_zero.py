@@ -11,8 +11,8 @@ from parcompile.model.blocks.experts import router_biases
 from parcompile.model.derived_rows import parameter_table
 from parcompile.spec.resolve import Resolution
 
+from . import Finding, rule
 from .arithmetic import also
-from .registry import Finding, rule
 
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parcompile.diagnostics import Related
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Related, closest
 
 from .keys import (
     choice,

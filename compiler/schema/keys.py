@@ -7,8 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
 from parcompile.user_files import shipped
 
 from .values import (

@@ -20,7 +20,7 @@ from parcompile.layout.groups import DENSE_AXES, Axis, Grid
 from parcompile.layout.pipeline import PipelineSplit, Schedule, Stage, merged, rank_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.layout.shards import ADAM_STATE_BYTES, MOMENTUM_BYTES
-from parcompile.machines.accelerator import Accelerator
+from parcompile.machines import Accelerator
 from parcompile.model.shape import ModelShape, architecture
 
 

@@ -7,7 +7,7 @@ import stat
 import sys
 from pathlib import Path as FilePath
 
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.units import MIB
 
 from .document import Result, SourceError, SourceText

@@ -30,7 +30,7 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 
 from .heads import mark, sum_repeated_gradient
 from .mechanisms.expert_adapters import ExpertAdapters, why_not
-from .mechanisms.selective import why_untrained, why_whole
+from .mechanisms.state_space import why_untrained, why_whole
 from .regions import BLOCK_TAKES_INPUT, Region
 
 INJECTED_FIRST = (

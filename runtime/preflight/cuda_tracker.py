@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
-from parcompile.machines.accelerator import find_accelerator
+from parcompile.machines import find_accelerator
 from parcompile.machines.attention_kernels import CUDA_CUDNN, CUDA_EFFICIENT
 from parcompile.runtime import loss
 from parcompile.runtime.groups import Mesh

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parcompile.machines.accelerator import Accelerator, Link, Measured, find_accelerator, preset_tree
+from parcompile.machines import Accelerator, Link, Measured, find_accelerator, preset_tree
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
 from parcompile.units import MIB

@@ -20,11 +20,11 @@ from parcompile.runtime.ring_attention.kernels.kernel import Gradients
 from .all_gather import gathered
 from .execution import attention_backward, attention_call, blocks, queries_of_pass
 from .inputs import autocast
+from .kernels import Tile
 from .kernels.blocks import add_gradients, attend
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.merge import RunningAttention
 from .kernels.selection import select_kernel
-from .kernels.tiles import Tile
 from .passes import AttentionCall, attention_once
 
 

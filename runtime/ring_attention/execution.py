@@ -17,12 +17,12 @@ from parcompile.runtime.ring_attention.kernels.kernel import BlockGradients, Gra
 
 from .all_gather import gathered, gathered_backward
 from .inputs import check_inputs, check_terms
+from .kernels import Band, Tile
 from .kernels.blocks import attend
 from .kernels.fused import CpuFlashKernel, is_fused_on_cpus
 from .kernels.kernel import Terms, accumulation_dtype
 from .kernels.merge import RunningAttention, unseen_rows_to_infinity
 from .kernels.selection import select_kernel
-from .kernels.tiles import Band, Tile
 from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, ring_backward

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from parcompile.layout.sequence import CpLayout, chunk_ids
 
+from .kernels import FULL, Tile
 from .kernels.packs import PackedTiles
-from .kernels.tiles import FULL, Tile
 from .route import Hop, Masking, check_route, dealt_alone, effective_layout, needed_steps, source_tiles
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from parcompile.layout.sequence import CpLayout, Mask, blocks_between, chunk_ids, ring_holder, ring_source
 
 from .document_tiles import document_tiles, some_rank_computes, some_rank_sees, windowed_tiles
-from .kernels.tiles import CAUSAL, FULL, STRICT, Band, Tile
+from .kernels import CAUSAL, FULL, STRICT, Band, Tile
 
 _BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
 

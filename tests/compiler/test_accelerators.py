@@ -19,7 +19,7 @@ from parcompile.cli.reference import accelerators_command
 from parcompile.cli.search import command as search_command
 from parcompile.cost.coefficients import default_memory
 from parcompile.cost.footprint import footprint, usable_bytes
-from parcompile.machines.accelerator import accelerators, preset_from_tree, preset_tree
+from parcompile.machines import accelerators, preset_from_tree, preset_tree
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
 from parcompile.plan import compile_plan, plan_from_tree, plan_tree

@@ -18,8 +18,7 @@ from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
 from parcompile.backends.megatron.file import from_shell
 from parcompile.lint.registry import file_rules
 from parcompile.pipeline import check_any, check_read
-from parcompile.rules import check, rule_targets
-from parcompile.rules.registry import example_spec
+from parcompile.rules import check, example_spec, rule_targets
 from parcompile.spec.resolve import Resolution
 from parcompile.text import Result, SourceText, parse
 

@@ -18,8 +18,7 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, ring_holder, ring_source
 from parcompile.model.layers import LayerAttention, LayerShape, kinds_of_layers
 from parcompile.plan import Plan, compile_plan, plan_tree
-from parcompile.rules import check
-from parcompile.rules.registry import example_spec
+from parcompile.rules import check, example_spec
 from parcompile.spec.resolve import Resolution
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)

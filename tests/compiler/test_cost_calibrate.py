@@ -22,7 +22,7 @@ from parcompile.cost.memory import static_terms
 from parcompile.cost.memory_terms import memory_terms
 from parcompile.cost.step import step_seconds, step_terms
 from parcompile.cost.workload import Workload
-from parcompile.machines.accelerator import Measured, find_accelerator
+from parcompile.machines import Measured, find_accelerator
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = [

@@ -13,7 +13,7 @@ from parcompile.cost.flops import matmul_parameters, model_flops_per_token
 from parcompile.cost.step import bandwidth, step_terms, step_time, timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
-from parcompile.machines.accelerator import accelerators, find_accelerator
+from parcompile.machines import accelerators, find_accelerator
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
 

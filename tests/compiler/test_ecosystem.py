@@ -22,9 +22,9 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.importers import importer
 from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.backends.registry import losses, render
-from parcompile.backends.trainers.tool import DEFAULTS
+from parcompile.backends.trainers import DEFAULTS
 from parcompile.importing import Imported, import_tree
-from parcompile.lint.files import recognised
+from parcompile.lint import recognised
 from parcompile.pipeline import check_read
 from parcompile.plan import compile_plan
 from parcompile.text import parse, read_file

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parcompile.backends.gpt_neox.fields import fields
+from parcompile.backends.gpt_neox import fields
 from parcompile.backends.kinds import GPT_NEOX
 from parcompile.cli.check import command as check_command
 from parcompile.diagnostics import Diagnostic

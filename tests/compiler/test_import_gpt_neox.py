@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.gpt_neox.fields import Field, fields
+from parcompile.backends.gpt_neox import Field, fields
 from parcompile.backends.gpt_neox.model import OPTIONS, mlp_width
 from parcompile.backends.gpt_neox.read import IMPORTER
 from parcompile.backends.reading import Outcome, RefusedError

@@ -19,8 +19,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset
 from parcompile.pipeline import check_read
 from parcompile.plan import compile_plan
-from parcompile.rules import check
-from parcompile.rules.registry import example_spec
+from parcompile.rules import check, example_spec
 from parcompile.searching.first import LONGEST, sequence_length_of
 from parcompile.spec.resolve import Resolution
 from parcompile.text import parse

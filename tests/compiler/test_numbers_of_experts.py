@@ -18,7 +18,7 @@ from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import ChangeKind, difference
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 from parcompile.show.markdown import as_markdown
 from parcompile.show.pictures.splits import lines
 from parcompile.show.pictures.shapes import Subject

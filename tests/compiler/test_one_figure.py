@@ -15,7 +15,7 @@ from parcompile.cli.main import cli
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import timing
-from parcompile.machines.accelerator import accelerators
+from parcompile.machines import accelerators
 from parcompile.model.presets import presets
 from parcompile.plan import Plan
 from parcompile.plan.diff import difference

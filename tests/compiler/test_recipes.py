@@ -17,7 +17,7 @@ from parcompile.backends.importers import importer
 from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.backends.recipes import recipe
 from parcompile.importing import Imported, import_document
-from parcompile.lint.files import recognised
+from parcompile.lint import recognised
 from parcompile.text import SourceError, read_file
 
 CLUSTER = {("cluster", "gpus_per_node"): 8}

@@ -23,7 +23,7 @@ from parcompile.backends.reading import Outcome
 from parcompile.backends.recipes import recipe
 from parcompile.backends.registry import losses, render
 from parcompile.importing import Imported, import_document
-from parcompile.lint.files import recognised
+from parcompile.lint import recognised
 from parcompile.plan import Plan
 from parcompile.text import read_file
 

@@ -12,9 +12,8 @@ from layout_cases import MIXTRAL
 
 from parcompile.backends.kinds import BUILT_IN, LAUNCHERS
 from parcompile.cli.main import cli
-from parcompile.rules import Rule, all_rules, rule_targets
+from parcompile.rules import OTHER_TOOL, Rule, all_rules, example_spec, rule_targets
 from parcompile.rules import check as check_rules
-from parcompile.rules.registry import OTHER_TOOL, example_spec
 from parcompile.spec.resolve import Resolution
 
 PHI3 = {

@@ -1,6 +1,6 @@
 import pytest
 
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 
 AXES = ["tp", "cp", "pp", "dp", "ep", "order", "sequence_parallel", "cp_layout"]
 PRESETS = ["llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-405b", "qwen2.5-7b", "qwen3-8b", "gpt2-xl"]

@@ -14,7 +14,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.lint.deepspeed.usage import UsageContext
 from parcompile.lint.registry import Settings, check_settings
 from parcompile.pipeline import check_read
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 from parcompile.text import parse
 
 OTHERWISE = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 from training_runs import make_plan
 
-from parcompile.runtime.preflight import preflight
-from parcompile.runtime.preflight.cuda_host import NoCudaHostError, card_of, library, torch_cuda_of
+from parcompile.runtime.preflight import cuda_host, preflight
+from parcompile.runtime.preflight.cuda_host import NoCudaHostError, card_of, torch_cuda_of
 from parcompile.runtime.preflight.stand_in import META, device_of_plan
 from parcompile.runtime.preflight.waits import KNOWN_WAITS
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
@@ -27,9 +27,9 @@ SAMPLE = ("llama", "mixtral", "gemma2", "deepseek_v3", "qwen3_next")
 
 @pytest.fixture(autouse=True)
 def _a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    library.built_library.cache_clear()
+    cuda_host.built_library.cache_clear()
     yield
-    library.built_library.cache_clear()
+    cuda_host.built_library.cache_clear()
 
 
 def gpu_plan(**training: Any) -> Any:
@@ -40,8 +40,8 @@ def gpu_plan(**training: Any) -> Any:
 def skip_where_there_is_none() -> None:
     """A torch with CUDA of its own cannot have it, and without a compiler it is not built."""
     try:
-        library.check_torch()
-        library.find_compiler()
+        cuda_host.check_torch()
+        cuda_host.find_compiler()
     except NoCudaHostError as error:
         pytest.skip(str(error))
 
@@ -138,16 +138,16 @@ def test_a_plan_for_cpus_or_for_other_gpus_takes_meta() -> None:
 def test_the_library_is_built_once_for_a_torch_and_a_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
-        library.check_torch()
-        library.find_compiler()
+        cuda_host.check_torch()
+        cuda_host.find_compiler()
     except NoCudaHostError as error:
         pytest.skip(str(error))
-    built = library.built_library()
+    built = cuda_host.built_library()
     assert built.parent == tmp_path / "parcompile"
     assert torch.__version__ in built.name
-    library.built_library.cache_clear()
+    cuda_host.built_library.cache_clear()
     monkeypatch.setenv("PATH", "")  # what is there needs no compiler
-    assert library.built_library() == built
+    assert cuda_host.built_library() == built
     assert list(built.parent.iterdir()) == [built]
 
 

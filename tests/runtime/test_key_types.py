@@ -21,8 +21,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.key_types import misspelt, mistyped
 from parcompile.model.presets import presets, text_part
-from parcompile.rules import DEFAULT_TARGETS, check
-from parcompile.rules.registry import example_spec
+from parcompile.rules import DEFAULT_TARGETS, check, example_spec
 from parcompile.runtime.model.text_head import causal_model
 from parcompile.spec.resolve import Resolution
 

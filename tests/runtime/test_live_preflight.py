@@ -21,7 +21,7 @@ from ranks import RankError, free_port, run_ranks
 from training_runs import make_plan, samples
 
 from parcompile.backends.artefacts import to_text
-from parcompile.machines.accelerator import Link, Measured, find_accelerator
+from parcompile.machines import Link, Measured, find_accelerator
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.tree import identified
 from parcompile.runtime.preflight.findings import Finding, Verdict

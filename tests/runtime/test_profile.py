@@ -13,7 +13,7 @@ from ranks import RankError, forked_world, free_port
 
 from parcompile import schema
 from parcompile.cost.step import timing
-from parcompile.machines.accelerator import read_preset
+from parcompile.machines import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import plan_from_tree, plan_tree
 from parcompile.runtime.profiling.compute import Rate

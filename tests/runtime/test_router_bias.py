@@ -22,7 +22,7 @@ from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 from parcompile.runtime.engine.router_bias import RouterBiases
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.text_head import causal_model

@@ -18,7 +18,7 @@ from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import text_part
 from parcompile.model.shape import ModelShape
 from parcompile.pipeline import compile_file
-from parcompile.rules.registry import example_spec
+from parcompile.rules import example_spec
 
 
 def same_sizes(shape: ModelShape, config: Any) -> None:

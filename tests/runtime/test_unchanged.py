@@ -16,8 +16,7 @@ from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.mechanisms.shared_blocks import share_blocks
 from parcompile.runtime.inject.selfcheck import SelfCheck, unchanged
-from parcompile.runtime.ring_attention.kernels import cpu_tiles
-from parcompile.runtime.ring_attention.kernels.tiles import Band
+from parcompile.runtime.ring_attention.kernels import Band, cpu_tiles
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from typing import Any
 from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
+from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, with_deepspeed
-from parcompile.backends.trainers.tool import options
 from parcompile.text import Document
 from parcompile.text.typed import integer, number
 

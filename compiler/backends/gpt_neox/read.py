@@ -28,8 +28,7 @@ from parcompile.layout.shards import BIASES_AND_NORMS
 from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
 
-from . import model
-from .fields import fate, fields
+from . import fate, fields, model
 
 # Parts of a gpt-neox file as documents of their own: its keys under the names of their fields, and DeepSpeed's.
 

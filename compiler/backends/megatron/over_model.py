@@ -12,15 +12,15 @@ from typing import Any
 from parcompile.backends import reading as table
 from parcompile.backends.reading import Account, Draft, Importer, Outcome, Source, Undecided, fate_of
 from parcompile.backends.recipes import flattened
+from parcompile.backends.trainers import ADAPTER
 from parcompile.backends.trainers.read import read_model
-from parcompile.backends.trainers.tool import ADAPTER
 from parcompile.layout.shards import VECTORS
 from parcompile.text.python import Made
 from parcompile.text.typed import integer, number
 
 from . import layout, training
 from .arguments import line
-from .effects import effect
+from .write import effect
 
 _ROWS = (*layout.ROWS, *training.ROWS)
 _NAMES = table.names(_ROWS)

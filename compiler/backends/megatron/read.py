@@ -22,15 +22,14 @@ from parcompile.backends.reading import (
     Undecided,
     UndecidedError,
 )
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import closest
 from parcompile.text.typed import WrongValueError, integer, number, shown
 
 from .arguments import NVIDIA, Unknown, line
-from .effects import CARRIED, changes, effect, fate
 from .file import imported
 from .model import default_ffn, described
 from .training import SCHEDULE_OPTIONS
-from .write import ROWS, arguments
+from .write import CARRIED, ROWS, arguments, changes, effect, fate
 
 STANDS_FOR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

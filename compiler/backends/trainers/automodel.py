@@ -22,8 +22,8 @@ from parcompile.backends.reading import (
 from parcompile.backends.recipes import flattened
 from parcompile.text.typed import integer, list_of, number, word
 
+from . import ADAPTER, METHOD, QUANTISED
 from .read import read_model
-from .tool import ADAPTER, METHOD, QUANTISED
 
 _LENGTHS = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
 _SEEDS = ("rng.seed", "seed")

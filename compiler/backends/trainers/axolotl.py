@@ -5,8 +5,8 @@ from __future__ import annotations
 from parcompile.backends.kinds import AXOLOTL
 from parcompile.backends.reading import Draft, Importer, Source
 
+from . import options, stored_tool
 from .read import reader, with_deepspeed
-from .tool import options, stored_tool
 
 TOOL = stored_tool("axolotl")
 

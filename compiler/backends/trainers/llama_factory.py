@@ -5,8 +5,8 @@ from __future__ import annotations
 from parcompile.backends.kinds import LLAMA_FACTORY, TRAINER
 from parcompile.backends.reading import Draft, Importer, Source
 
+from . import METHOD, options, stored_tool
 from .read import reader, with_deepspeed
-from .tool import METHOD, options, stored_tool
 
 TOOL = stored_tool("LLaMA-Factory")
 

@@ -15,8 +15,8 @@ from parcompile.backends.recipes import flattened
 from parcompile.text import Document
 from parcompile.text.typed import integer, word
 
+from . import ADAPTER, CHANGING, METHOD, options, stored_tool
 from .read import read_model, reader, with_deepspeed
-from .tool import ADAPTER, CHANGING, METHOD, options, stored_tool
 
 TOOL = stored_tool("ms-swift")
 _ZERO: Mapping[str, Any] = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)} | {

@@ -33,7 +33,7 @@ from parcompile.text import Document, SourceError, read_file
 from parcompile.text.typed import integer, number
 from parcompile.user_files import parse_json
 
-from .tool import CHANGING, Tool
+from . import CHANGING, Tool
 
 # The DeepSpeed configuration inside of a trainer's file, or named by it.
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from parcompile.backends.deepspeed.table import known
 from parcompile.backends.kinds import DEEPSPEED, MEGATRON
 from parcompile.diagnostics import Fix, Path, Safety, Severity
+from parcompile.lint.advisories import DEEPSPEED as DEEPSPEED_TOOL
 from parcompile.lint.advisories import Advisory, advisories, affecting
-from parcompile.lint.advisories.advisory import DEEPSPEED as DEEPSPEED_TOOL
 from parcompile.lint.deepspeed.usage import LIGHTNING, UsageOptions
 from parcompile.lint.registry import Check, Settings, file_rule
-from parcompile.rules.registry import Finding
+from parcompile.rules import Finding
 
 _CLIPPING: Path = ("gradient_clipping",)
 _KINDS = {DEEPSPEED_TOOL: DEEPSPEED, "megatron": MEGATRON}

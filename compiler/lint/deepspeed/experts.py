@@ -8,12 +8,11 @@ from typing import Any
 
 from parcompile.backends.deepspeed.table import find
 from parcompile.backends.kinds import DEEPSPEED
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest
 from parcompile.layout.groups import divisors
 from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules import Finding
 from parcompile.rules.arithmetic import listed
-from parcompile.rules.registry import Finding
 
 from .optimizer import ranks
 from .stages import ZERO, stage_of

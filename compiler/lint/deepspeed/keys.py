@@ -21,7 +21,7 @@ from parcompile.lint.deepspeed.usage import (
     autos,
 )
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules.registry import Finding
+from parcompile.rules import Finding
 
 from .stages import ZERO
 

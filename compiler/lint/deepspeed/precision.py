@@ -11,7 +11,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.deepspeed.constructors import on_host
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules.registry import Finding
+from parcompile.rules import Finding
 
 from .optimizer import ranks
 from .stages import ZERO, stage_of

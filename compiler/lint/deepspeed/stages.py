@@ -10,7 +10,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.deepspeed.constructors import ADAM
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules.registry import Finding
+from parcompile.rules import Finding
 
 # A DeepSpeed configuration on its own: keys of zero_optimization that the stage does not read.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.deepspeed.table import find
-from parcompile.backends.gpt_neox.fields import ANY, Field, deepspeed, fields, versions
+from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, versions
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
 from parcompile.diagnostics import Diagnostic, Path, Severity

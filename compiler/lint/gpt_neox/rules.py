@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parcompile.backends.gpt_neox.fields import fields
+from parcompile.backends.gpt_neox import fields
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
-from parcompile.diagnostics import Related, Severity
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Related, Severity, closest
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules.registry import Finding
+from parcompile.rules import Finding
 from parcompile.user_files import shipped
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"

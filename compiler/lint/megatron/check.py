@@ -14,13 +14,12 @@ from typing import Any
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import Arguments, Line, Option, Problem, Span, Unknown, converted, spelling
 from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM, PARENTS, Call, from_tree
-from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.diagnostics.diagnostic import closest
+from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings
 from parcompile.text import Document, Result
 from parcompile.user_files import read_bytes, shipped
 
-from .settings import MegatronSettings
+from . import MegatronSettings
 
 
 def check_file(document: Document) -> list[Diagnostic]:

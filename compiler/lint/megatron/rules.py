@@ -10,10 +10,10 @@ from parcompile.diagnostics import Severity
 from parcompile.layout.groups import divisors
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.lint.registry import Settings, file_rule
+from parcompile.rules import Finding
 from parcompile.rules.arithmetic import listed, nearest_multiples
-from parcompile.rules.registry import Finding
 
-from .settings import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, spelled, trains, where_decided
+from . import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, spelled, trains, where_decided
 
 # Megatron-LM arguments on their own: the layout but for its stages. The names are those of flags, with underscores.
 

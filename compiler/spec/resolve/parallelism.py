@@ -11,7 +11,7 @@ from typing import Any
 from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import ContextParallel, CpLayout
-from parcompile.machines.accelerator import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
+from parcompile.machines import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
 from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism
 

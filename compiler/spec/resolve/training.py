@@ -11,7 +11,7 @@ from parcompile.cost.context_time import attention_seconds, candidates, cheapest
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation
-from parcompile.machines.accelerator import accelerators
+from parcompile.machines import accelerators
 from parcompile.schema import default
 from parcompile.spec import (
     OPTIMIZER_KEYS,

@@ -15,10 +15,9 @@ from .layer_inputs import cut_layer_inputs
 from .mechanism import Change, Phase, Placed
 from .ngrams import look_ngrams_up
 from .recurrent import localise_states, recurrent_modules, use_pieces
-from .selective import is_inside
 from .shared_blocks import parts_with_adapters, share_blocks_here
 from .sparsity import share_cutoffs
-from .state_space import spread_gated_norm
+from .state_space import is_inside, spread_gated_norm
 
 CHANGES: Mapping[Phase, tuple[Change, ...]] = {
     Phase.WHOLE: (share_blocks_here,),

@@ -9,6 +9,18 @@ All tensor-parallel ranks compute the same choice from the same inputs. It has n
 without one, and its weights are frozen here.
 
 Shapes: B rows, S tokens of this rank, T tokens of all ranks, N chosen keys.
+
+Sparse attention over chosen pools of keys: an indexer scores one key for all tokens of a pool (GLM-5-Next).
+
+transformers' own indexer computes all but the keys of pools, for which it asks which tokens are no padding: the host
+would wait for the answer. A cache that stands in for one hands it what the tokens of all ranks give to pools,
+those of one document at a time, in which its pools begin anew. It is asked for queries that follow one another, each
+time as if the sequence ended behind them: so it sees what one process sees, and ranks the same pools in a row.
+
+The choice has no gradient, as there. Where a query has less keys to choose than there may be, one is named again.
+
+Shapes: B rows, S tokens of this rank, T tokens of all ranks, L of them in a document, P numbers of a token, N chosen
+keys.
 """
 
 from __future__ import annotations
@@ -22,12 +34,154 @@ from torch import Tensor, nn
 
 from parcompile.cost.recurrent import SCORES_AT_ONCE
 from parcompile.model.blocks.indexer import Indexer, IndexerTraits
-from parcompile.runtime.inject.ring_place import RingPlace, Unmasked, token_order
+from parcompile.runtime.inject.ring_place import Chosen, RingPlace, Unmasked, token_order
 from parcompile.runtime.micro_batch import current
+from parcompile.runtime.ring_attention import Run, TokenOrder
 from parcompile.runtime.ring_attention.passes import once
 
 from .mechanism import Placed
-from .pools import of_all_ranks, use_pools, without_masks
+
+
+def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
+    """[B, S, ..] of this rank to [B, T, ..] of all; where a rank is alone with those that a cache has kept before."""
+    if current().alone:
+        kept: Tensor = local if past is None else past.update_indexer(local, layer)
+        return kept
+    return token_order(place, local.shape[1], 0, local.device).gather(local, place.group)
+
+
+def choose_pools(
+    indexer: Any,
+    place: RingPlace,
+    hidden_states: Tensor,
+    q_resid: Tensor,
+    attention_mask: Any = None,  # noqa: ARG001 -- the order of the tokens says it
+    past_key_values: Any = None,
+) -> Tensor:
+    """The keys that each query attends to: int32 [B, S, N], places among the T tokens."""
+
+    def chosen() -> tuple[Tensor]:
+        own = functools.partial(type(indexer).forward, indexer)
+        of_tokens = _given_to_pools(own, hidden_states, q_resid)
+        every = of_all_ranks(place, of_tokens, past_key_values, indexer.layer_idx)
+        order = token_order(place, hidden_states.shape[1], every.shape[1], hidden_states.device)
+        return (_of_runs(indexer, own, order, every, hidden_states, q_resid),)
+
+    # Kept where the layer is computed again: attention is, and the two belong together.
+    (places,) = once(chosen)
+    return places
+
+
+def use_pools(attention: Any, place: RingPlace) -> None:
+    """Makes an attention hand its choice, not a mask, to the attention over ranks, and its indexer choose."""
+    attention.build_attention_mask_from_topk = lambda topk_indices, **_: Chosen(topk_indices)
+    if (indexer := attention.indexer) is not None:
+        indexer.requires_grad_(False)
+        indexer.forward = functools.partial(choose_pools, indexer, place)
+        indexer.get_pooled_states = functools.partial(_pooled, indexer)
+
+
+def _pooled(indexer: Any, packed_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The keys of the whole pools of a document [B, L, P], the places of their tokens, and that they are whole.
+
+    As the indexer's own (`Glm5NextTextIndexer.get_pooled_states`) of tokens none of which is padding.
+    """
+    rows, length, _ = packed_states.shape
+    count, size = length // indexer.index_kpool, indexer.index_kpool
+    of_pools = packed_states[:, : count * size, :-1].reshape(rows, count, size, 2 * indexer.head_dim)
+    keys, gates = torch.split(of_pools, indexer.head_dim, -1)
+    shares = (gates.float() + indexer.index_kpool_compress_ape.float()).softmax(2).to(keys.dtype)
+    places = torch.arange(count * size, device=keys.device).view(1, count, size).expand(rows, -1, -1)
+    return (shares * keys).sum(2), places, torch.ones(rows, count, dtype=torch.bool, device=keys.device)
+
+
+def without_masks(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook of the base model, which would make a mask of padding for its layers where it is given none."""
+    return args, {**kwargs, "attention_mask": dict.fromkeys(("indexed_attention", "linear_attention"))}
+
+
+def _given_to_pools(own: Callable[..., Tensor], hidden_states: Tensor, q_resid: Tensor) -> Tensor:
+    """What the tokens of this rank give to the keys of pools: [B, S, P]."""
+    try:
+        own(hidden_states, q_resid, _counting(hidden_states), _Taking())
+    except _TakenError as taken:
+        return taken.of_tokens
+    raise AssertionError("an indexer asks its cache")
+
+
+def _of_runs(
+    indexer: Any, own: Callable[..., Tensor], order: TokenOrder, every: Tensor, hidden_states: Tensor, q_resid: Tensor
+) -> Tensor:
+    width = indexer.index_topk + (indexer.index_kpool - 1 if indexer.index_kpool_always_select_tail else 0)
+    found = torch.zeros(*hidden_states.shape[:2], width, dtype=torch.int32, device=hidden_states.device)
+    for run in order.runs():
+        document = every[run.rows, run.first : run.stop]
+        pools = max(1, document.shape[1] // indexer.index_kpool)
+        at_once = max(1, SCORES_AT_ONCE // (document.shape[0] * indexer.n_heads * pools))
+        for start in range(run.tokens.start, run.tokens.stop, at_once):
+            queries = slice(start, min(start + at_once, run.tokens.stop))
+            found[run.rows, queries] = _chosen_in(own, run, document, queries, hidden_states, q_resid)
+    return found
+
+
+def _chosen_in(
+    own: Callable[..., Tensor], run: Run, document: Tensor, queries: slice, hidden_states: Tensor, q_resid: Tensor
+) -> Tensor:
+    """Of some queries of a document [B, L, P]: places among the T tokens."""
+    here = (run.rows, queries)
+    behind = run.end - run.first - (run.tokens.stop - queries.stop)
+    places = own(hidden_states[here], q_resid[here], _counting(hidden_states[here]), _Kept(document, behind))
+    # Each query sees a token at least, the largest place that is named.
+    return torch.where(places < 0, places.amax(-1, keepdim=True), places) + run.first
+
+
+def _counting(hidden_states: Tensor) -> Tensor:
+    """The mask of padding [B, S], of which there is none."""
+    return torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
+
+
+class _TakenError(Exception):
+    """An indexer has made what its tokens give; nothing behind it needs to run."""
+
+    def __init__(self, of_tokens: Tensor) -> None:
+        super().__init__()
+        self.of_tokens = of_tokens
+
+
+class _Taking:
+    """Stands for the cache of an indexer, to take what it is to keep."""
+
+    def __init__(self) -> None:
+        self.layers: Any = _Every(None)
+
+    def update_indexer(self, of_tokens: Tensor, _: int) -> Tensor:
+        raise _TakenError(of_tokens)
+
+
+class _Kept:
+    """Stands for the cache of an indexer: a document [B, L, P], whose last query is the one before `behind`."""
+
+    def __init__(self, document: Tensor, behind: int) -> None:
+        self.keys, self._behind = document, behind
+        self.layers: Any = _Every(self)
+
+    def update_indexer(self, _: Tensor, __: int) -> Tensor:
+        return self.keys
+
+    def get_seq_length(self) -> int:
+        return self._behind
+
+
+class _Every:
+    """The layers of a cache, all of them one."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getitem__(self, _: int) -> Any:
+        return self._layer
 
 
 def use_indexers(placed: Placed) -> None:

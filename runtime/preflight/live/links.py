@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.cost.coefficients import time_values
-from parcompile.machines.accelerator import Link
+from parcompile.machines import Link
 from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.text_head import TORCH_DTYPES

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
+from . import FULL, Tile
 from .cpu_tiles import kept_memory
 from .kernel import Kernel, PackingKernel, Terms
 from .merge import RunningAttention
 from .packs import Launch, PackedTiles
-from .tiles import FULL, Tile
 
 BACKWARD_KEY_NUMBERS = 1 << 18
 """Numbers of one head's keys in one backward call of these: its results are in memory beside the sums."""

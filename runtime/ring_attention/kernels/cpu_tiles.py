@@ -31,8 +31,8 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
+from . import FULL, Band
 from .kernel import Terms, accumulation_dtype, without_autocast
-from .tiles import FULL, Band
 
 # The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
+from . import Band
 from .kernel import Terms
 from .packs import Launch, window_of
-from .tiles import Band
 
 _aten = torch.ops.aten
 

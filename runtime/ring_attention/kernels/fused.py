@@ -14,9 +14,9 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
+from . import CAUSAL, FULL, Band
 from .cpu_tiles import CpuTileKernel
 from .kernel import Terms
-from .tiles import CAUSAL, FULL, Band
 
 _aten = torch.ops.aten
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from parcompile.runtime.ring_attention.kernels import Band
 from parcompile.runtime.ring_attention.kernels.packs import Launch
-from parcompile.runtime.ring_attention.kernels.tiles import Band
 
 # The dtypes in which kernels compute and sum.
 

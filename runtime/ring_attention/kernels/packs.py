@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .tiles import Band, Tile
+from . import Band, Tile
 
 Numbers: TypeAlias = "npt.NDArray[np.int64]"
 UNBOUNDED = 1 << 62

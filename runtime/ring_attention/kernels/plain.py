@@ -18,10 +18,10 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
+from . import Band
 from .kernel import Kernel, PackingKernel, Terms, accumulation_dtype, without_autocast
 from .merge import RunningAttention, unseen_rows_to_infinity
 from .packs import Launch
-from .tiles import Band
 
 _TILE = 512
 

@@ -11,7 +11,7 @@ from closeness import assert_close, assert_within
 from ranks import run_ranks
 from torch import Tensor
 
-from parcompile.runtime.ring_attention import UspGroups, attention, ring_attention, split_sequence, traced
+from parcompile.runtime.ring_attention import UspGroups, attention, blockwise, ring_attention, split_sequence
 
 LENGTH = 24
 TERMS: dict[str, dict[str, Any]] = {
@@ -61,8 +61,8 @@ def test_a_compiled_graph_has_the_same_numbers(kind: str, sinks: bool) -> None:
 def test_the_operator_is_what_torch_expects_of_one() -> None:
     query, key, value, sinks = inputs(True)
     options = ("ring", "", "zigzag", True, None, 5, None, None, False, None, 0.0, None, 0, 0, None)
-    torch.library.opcheck(traced._operator, (query, key, value, sinks, None, None, *options))
-    torch.library.opcheck(traced._operator, (query, key, value, None, None, None, *options))
+    torch.library.opcheck(blockwise._operator, (query, key, value, sinks, None, None, *options))
+    torch.library.opcheck(blockwise._operator, (query, key, value, None, None, None, *options))
 
 
 def test_documents_as_tensors_are_refused_in_a_graph() -> None:

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels import cpu_tiles
+from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band, Tile, cpu_tiles
 from parcompile.runtime.ring_attention.kernels import cpu_tiles as cpu_products
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
-from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, FULL, Band, Tile
 
 
 def _everything(

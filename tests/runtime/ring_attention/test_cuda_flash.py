@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels import cuda_flash, packs, selection
+from parcompile.runtime.ring_attention.kernels import CAUSAL, Band, Tile, cuda_flash, packs, selection
 from parcompile.runtime.ring_attention.kernels.cuda_flash import (
     CudaFlashKernel,
     FlashAttnKernel,
@@ -22,7 +22,6 @@ from parcompile.runtime.ring_attention.kernels.cuda_flash import (
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
-from parcompile.runtime.ring_attention.kernels.tiles import CAUSAL, Band, Tile
 
 
 def _weights(

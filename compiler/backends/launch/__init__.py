@@ -1,1 +1,0 @@
-"""What starts a job: scripts and manifests."""
