@@ -31,7 +31,7 @@ from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
 from .errors import RunError
 from .groups import Mesh, join
-from .groups.mesh import Mpu
+from .groups.joining import Mpu
 from .inject.adapters import INJECTED_FIRST
 from .whole_logits import WholeLogits
 

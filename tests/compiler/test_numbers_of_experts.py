@@ -20,8 +20,8 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import ChangeKind, difference
 from parcompile.rules import example_spec
 from parcompile.show.markdown import as_markdown
-from parcompile.show.pictures.splits import lines
 from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures.splits import lines
 from parcompile.text import parse
 from parcompile.units import format_bytes
 
