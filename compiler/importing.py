@@ -106,6 +106,11 @@ def foreign(
             raise RefusedError(f"{file} is a spec already")
         if read.document is None or not isinstance(read.document.tree, dict):
             why = read.why_unread or "a configuration is an object of keys and values"
+            if file.endswith(".py"):
+                why = (
+                    "it is no configuration of torchtitan or Megatron-Bridge. Of a script with TrainingArguments, "
+                    "write args.to_json_string() to a file and import that"
+                )
             raise RefusedError(f"{file} cannot be read: {why}")
         found = read.document, recognition.kind
     document, known = found

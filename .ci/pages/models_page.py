@@ -15,9 +15,9 @@ Causal language models of transformers {version}, by model type, as `parcompile 
 NAME` tells of one. This page is written by `python .ci/pages/models_page.py` from the same data.
 
 A type that works runs with {axes}, and a mixture of experts with ep.
-In tp 2, cp 2, tp 2 × cp 2 with sequence parallelism, and pp 2, AdamW steps of a tiny model with its windows, soft-caps, biases and norms switched on
-give the losses, gradient norms and parameters of the original in one process: within 1e-5, or within ten times what
-a change of 1e-7 of the weights does to the original itself
+In tp 2, cp 2, tp 2 × cp 2 with sequence parallelism, and pp 2, AdamW steps of a tiny model with its windows,
+soft-caps, biases and norms switched on give the losses, gradient norms and parameters of the original in one process:
+within 1e-5, or within ten times what a change of 1e-7 of the weights does to the original itself
 (`python benchmarks/models.py`; most of it is in `tests/runtime/test_families.py`). [Drawn
 configurations](configurations.md) vary every key that changes numbers.
 Everything else is refused: the compiler does not accept the model type (rule S003), or the runtime refuses the plan

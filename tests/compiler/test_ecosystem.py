@@ -170,6 +170,26 @@ def test_the_defaults_of_the_trainer_are_those_of_transformers() -> None:
     assert found == dict(DEFAULTS)
 
 
+def test_arguments_that_are_saved_whole_lose_nothing_that_was_left_at_its_default(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    chosen = {"max_steps": 100, "warmup_steps": 10, "label_smoothing_factor": 0.1}
+    arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", **chosen)
+    (tmp_path / "args.json").write_text(arguments.to_json_string(), encoding="utf-8")
+    answers = {"model": {"preset": "llama-3-8b"}, "cluster.gpus_per_node": 8, "training.sequence_length": 4096}
+    found = parcompile.import_file(tmp_path / "args.json", answers)
+    lost = {one.option: one.changes for one in found.of(Outcome.LOST)}
+    # transformers itself pins no memory where it uses the CPU.
+    named = ("output_dir", "use_cpu", "hub_token", "dataloader_pin_memory")
+    assert lost == {**dict.fromkeys(named, False), "label_smoothing_factor": True}
+
+
+def test_python_with_training_arguments_is_told_how_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text('args = TrainingArguments("out")\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"args\.to_json_string\(\)"):
+        parcompile.import_file(tmp_path / "train.py")
+
+
 AXOLOTL = """\
 base_model: meta-llama/Meta-Llama-3-8B
 datasets:

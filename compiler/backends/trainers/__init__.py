@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = _STORED["defaults"]
 
 _REASONS: Mapping[str, str] = _STORED["reasons"]
 ADAPTER, METHOD, QUANTISED = (_REASONS[name] for name in ("adapter", "method", "quantised"))
-CHANGING = frozenset({_REASONS["tf32"], ADAPTER, METHOD, QUANTISED})
+CHANGING = frozenset({_REASONS["tf32"], _REASONS["setting"], ADAPTER, METHOD, QUANTISED})
 """Reasons that stand for another training."""
 
 
@@ -34,6 +34,7 @@ class Tool:
         length: its option for the tokens of a sequence.
         settled: what there is to say of options that a spec has no place for.
         parallel: its options for the axes, by the axis.
+        unplaced: defaults of options that a spec has no place for: a file may write out all of them.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Tool:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parallel: Mapping[str, Sequence[str]] = field(default_factory=dict)
     settled: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unplaced: Mapping[str, Any] = field(default_factory=dict)
 
     def own(self, argument: str) -> str:
         """Its name for an argument of transformers."""

@@ -134,7 +134,7 @@ def _read_megatron(source: Source, draft: Draft) -> None:
     draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
     for name in list(source.unread()):
         if (why := TOOL.reason(name)) is not None:
-            source.lose(name, why, changes=why in CHANGING)
+            source.lose(name, why, changes=why in CHANGING and bool(source.given[name]))
     settle(source)
 
 

@@ -142,8 +142,10 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
             _joined(tool, draft, inner)
         for name in list(source.unread()):
             why = tool.reason(name)
-            if why is not None:
-                source.lose(name, why, changes=why in CHANGING)
+            if name in tool.unplaced and source.given[name] == tool.unplaced[name]:
+                source.ignore(name, f"the default of {tool.name}")
+            elif why is not None:
+                source.lose(name, why, changes=why in CHANGING and bool(source.given[name]))
 
     return read
 
