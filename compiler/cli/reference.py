@@ -75,6 +75,8 @@ def _figures(one: Accelerator) -> str:
         ("fp32", format_compute(one.fp32_flops_per_s), one.sources.get("fp32_flops_per_s", "")),
         ("bandwidth", format_bandwidth(one.memory_bytes_per_s), one.sources["memory_bytes_per_s"]),
     ]
+    if one.host_memory_bytes is not None:
+        rows.append(("host", f"{format_bytes(one.host_memory_bytes)} a rank", one.sources["host_memory_gib"]))
     rows += [
         (what, format_bandwidth(link.bytes_per_s), f"{link.title}; {link.source}")
         for what, link in (

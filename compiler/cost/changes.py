@@ -19,6 +19,7 @@ from typing import Any
 from parcompile.layout.groups import divisors
 from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import family_of
+from parcompile.model.shape import ModelShape
 
 from .coefficients import Fit
 from .context_time import candidates, cheapest
@@ -173,6 +174,13 @@ def _sets(work: Workload, names: Collection[str]) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(known, count)
 
 
+def has_use_for(shape: ModelShape, name: str) -> bool:
+    """Whether rules X011 and X012 take a switch of `training`: a head of tokens, and dense MLPs."""
+    if name == "tiled_mlp":
+        return bool(dense_mlps(shape))
+    return name != "linear_cross_entropy" or (shape.user_module is None and not shape.head.labels)
+
+
 def _values(work: Workload, name: str) -> list[Value]:
     """What a value may become; of sizes, the smaller changes first. None of an axis that the runtime refuses."""
     if name in family_of(work.shape.model_type).refused_axes:
@@ -180,9 +188,9 @@ def _values(work: Workload, name: str) -> list[Value]:
     if name == "activation_checkpointing":
         return [] if work.recompute == "full" else ["full"]
     if name == "linear_cross_entropy":
-        return [] if work.linear_loss or work.shape.user_module is not None or work.shape.head.labels else [True]
+        return [] if work.linear_loss or not has_use_for(work.shape, name) else [True]
     if name == "tiled_mlp":
-        return [] if work.tiled_mlp or not dense_mlps(work.shape) else [True]
+        return [] if work.tiled_mlp or not has_use_for(work.shape, name) else [True]
     if name == "sequence_parallel":
         return [] if work.sequence_parallel else [True]
     if name == "micro_batch_size":

@@ -61,6 +61,8 @@ class Accelerator:
     like: str
     measured: Measured | None = None
     assumed: tuple[str, ...] = ()
+    host_memory_bytes: int | None = None
+    """A rank's share of the memory of the server that its vendor sells with it; None where there is no such one."""
 
     @property
     def starts_kernels_in_turn(self) -> bool:
@@ -134,6 +136,7 @@ def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
             host_link=links[one["host_link"]],
             sources=one["sources"],
             like=name,
+            host_memory_bytes=one["host_memory_gib"] * GIB if "host_memory_gib" in one else None,
         )
         for name, one in tree["accelerators"].items()
     }

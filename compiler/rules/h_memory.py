@@ -280,9 +280,15 @@ _TIGHT = 0.8
 """Beyond this share of a host's memory a warning is given: the processes and the file cache take some, too."""
 
 
+def usual_host_bytes(work: Workload) -> float | None:
+    """What a node of the accelerators that a spec names usually has; None where nothing is known of it."""
+    share = work.machine.host_memory_bytes if work.names_machine else None
+    return None if share is None else float(share * work.gpus_per_node)
+
+
 @rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires beyond the memory that is given, warns where it is tight, and says what is needed where it is not given."""
+    """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
     offload = spec.offload_optimizer
     if offload is None:
         if spec.given(*_HOST_MEMORY):
@@ -297,17 +303,22 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
         needed = node_bytes(work)
     except (SplitError, ValueError):
         raise Unavailable("memory") from None
-    said = f"the optimizer of {work.gpus_per_node} ranks takes {format_bytes(needed)} of each node's memory"
-    place = ("zero", "offload_optimizer")
-    if not spec.given(*_HOST_MEMORY):
-        message = f"{said}: cluster.host_memory_gib is not given, whether it fits is not checked"
-        yield Finding(message, place, help="say it, as host_memory_gib 2048", severity=Severity.INFO)
-    elif needed > _TIGHT * (room := float(spec.get(*_HOST_MEMORY)) * GIB):
+    ranks = f"{work.gpus_per_node} rank{'s' * (work.gpus_per_node > 1)}"
+    said = f"the optimizer of {ranks} takes {format_bytes(needed)} of each node's memory"
+    place, is_given, source = ("zero", "offload_optimizer"), spec.given(*_HOST_MEMORY), ""
+    room = float(spec.get(*_HOST_MEMORY)) * GIB if is_given else usual_host_bytes(work)
+    if not is_given:
+        source = ": cluster.host_memory_gib is not given, "
+        source += "whether it fits is not checked" if room is None else f"{format_bytes(room)} are assumed"
+    if room is None or (needed <= _TIGHT * room and not is_given):
+        yield Finding(said + source, place, help="say it, as host_memory_gib 2048", severity=Severity.INFO)
+    elif needed > _TIGHT * room:
         sign = ">" if needed > room else "of"
         yield Finding(
-            f"{said} {sign} {format_bytes(room)}, beside the processes themselves",
+            f"{said} {sign} {format_bytes(room)}, beside the processes themselves{source}",
             place,
-            help="use more nodes, a larger tp or pp, or leave the optimizer on the accelerators",
+            help="use more nodes, or leave the optimizer on the accelerators"
+            + ("" if is_given else "; where a node has more, say it, as host_memory_gib 4096"),
             fixes=(Fix.removing(place, Safety.CHANGES_COST),),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,

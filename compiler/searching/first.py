@@ -21,6 +21,7 @@ from parcompile import schema
 from parcompile.cost.calibration import TIE
 from parcompile.cost.footprint import is_safe
 from parcompile.cost.memory import is_own_master, static_memory
+from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.shards import MASTER_BYTES
@@ -261,7 +262,9 @@ def _figures(one: Ranked) -> str:
     room = "" if limit is None else f" of {format_bytes(limit)}"
     likely = "" if chance is None or chance >= _CERTAIN else f" ({chance:.0%} likely to fit)"
     rate = f"{one.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {one.time.utilisation:.0%}"
-    return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}"
+    work = one.candidate.work
+    host = f", {format_bytes(node_bytes(work))} of each node's own memory" if work.on_host else ""
+    return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}{host}"
 
 
 def _warnings(one: Ranked, shortest: float) -> Iterator[str]:
@@ -390,9 +393,10 @@ def _remedies(space: Space, least: Ranked) -> Iterator[str]:
 
 
 def _state_bytes(work: Workload) -> int:
-    """Weights and optimizer state of the whole model, each once."""
+    """What accelerators hold of weights and optimizer state of the whole model, each once."""
     master = 0 if is_own_master(work) else MASTER_BYTES
-    return parameter_table(work.shape).numel * (work.element_bytes + master + work.state_bytes)
+    state = 0 if work.on_host else master + work.state_bytes
+    return parameter_table(work.shape).numel * (work.element_bytes + state)
 
 
 def _size(one: Ranked) -> str:
@@ -403,7 +407,9 @@ def _any_that_fits(tree: Mapping[str, Any], space: Space) -> Ranked | None:
     """A layout that fits, the simplest settings first, with full recomputation only where it has to be."""
     narrow = narrow_space(tree, space.variants.folder)
     predictor = Predictor(narrow.choices)
-    for setting in itertools.chain.from_iterable(map(_settings, _with_last_stage(narrow))):
+    spaces = (narrow, *(each[-1] for each in narrow.with_options))
+    at_stages = itertools.chain.from_iterable(map(_with_last_stage, spaces))
+    for setting in itertools.chain.from_iterable(map(_settings, at_stages)):
         if isinstance(setting, Refused) or far_too_large(setting.work):
             continue
         for word in setting.recompute:

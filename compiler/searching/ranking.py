@@ -194,11 +194,16 @@ def search(
         found = _search(space, progress, fitted)
         if found.best is not None or not found.too_large:
             return found
-        for other in itertools.chain([wider] if wider else [], space.with_options):
-            result = _search(other, progress, fitted)
-            if result.best is not None:
-                return result
         least = found.too_large[0]
+        for *fewer, most in [*([[wider]] if wider else []), *space.with_options]:
+            result = _search(most, progress, fitted)
+            if result.best is not None:
+                others = (_search(one, progress, fitted) for one in fewer)
+                return next((one for one in others if one.best is not None), result)
+            if result.too_large and result.too_large[0].peak_bytes < least.peak_bytes:
+                least = result.too_large[0]
+        smaller = () if least is found.too_large[0] else (least,)
+        found = replace(found, too_large=(*smaller, *found.too_large))
         return replace(found, remedies=tuple(remedies(space, least.candidate)))
     finally:
         if collects:

@@ -9,12 +9,12 @@ follows from the world unless it is given. What the spec gives stays.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_stages
+from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_stages, has_use_for
 from parcompile.cost.coefficients import Fit
 from parcompile.cost.executions import OpenChoices
 from parcompile.cost.workload import Workload
@@ -22,6 +22,7 @@ from parcompile.layout.groups import AXES, DENSE_AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
+from parcompile.spec.resolve import Resolution
 from parcompile.units import format_bytes, format_seconds
 
 from .variant import CUT_KEYS, Variants, variant
@@ -88,7 +89,7 @@ LAST_ZERO_STAGE = 3
 """Tried where nothing fits at the others: its weights are gathered in each pass."""
 
 
-OPTIONS: Mapping[str, Mapping[str, object]] = {
+OPTIONS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": {"linear_cross_entropy": True},
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
@@ -214,22 +215,28 @@ class Space:
         return replace(self, zero_stages=(LAST_ZERO_STAGE,), axes={**self.axes, Axis.PP: (1,)})
 
     @property
-    def with_options(self) -> Iterator[Space]:
-        """The same with more and more of `OPTIONS` that the spec leaves open, those that cost least first.
+    def with_options(self) -> list[list[Space]]:
+        """The same with more and more of `OPTIONS` that the spec leaves open: without the host, and with it.
 
-        Only the runtime has them.
+        Only the runtime has them, and DeepSpeed offloads from stage 1 on.
         """
+        if not self.executable:
+            return []
         given = {name for section in ("training", "zero") for name in self.tree.get(section) or {}}
-        opened = [one for one in OPTIONS.values() if not one.keys() & given] if self.executable else []
-        sets = (set_ for count in range(1, len(opened) + 1) for set_ in itertools.combinations(opened, count))
-        for chosen in sorted(sets, key=lambda one: OPTIONS["the optimizer on the host"] in one):
-            stages = self.zero_stages
-            settings = {name: value for one in chosen for name, value in one.items()}
-            if "offload_optimizer" in settings:
-                # DeepSpeed offloads from stage 1 on.
-                stages = tuple(stage for stage in stages if stage)
-            if stages:
-                yield replace(self, switched_on=settings, zero_stages=stages)
+        *chunks, host = ({} if one.keys() & given else one for one in OPTIONS.values())
+        shape = Resolution(self.tree, (), self.variants.folder).shape
+        few = [one for one in chunks if any(has_use_for(shape, name) for name in one)]
+        sets = [{name: value for one in each for name, value in one.items()} for each in _subsets(few)]
+        stages = tuple(stage for stage in self.zero_stages if stage)
+        found = [[replace(self, switched_on=one) for one in sets if one]]
+        if host and stages:
+            found.append([replace(self, switched_on={**host, **one}, zero_stages=stages) for one in sets])
+        return [one for one in found if one]
+
+
+def _subsets(every: Sequence[Mapping[str, object]]) -> Iterator[tuple[Mapping[str, object], ...]]:
+    """Of all sizes, the smallest first."""
+    return itertools.chain.from_iterable(itertools.combinations(every, size) for size in range(len(every) + 1))
 
 
 def open_space(

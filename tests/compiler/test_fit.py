@@ -266,12 +266,17 @@ def test_init_never_writes_what_its_own_estimate_says_cannot_fit(run: Run, nodes
 
 
 def test_init_says_what_would_fit_and_it_does(run: Run) -> None:
-    done = run("init", "--model", "qwen2.5-32b", "-o", "spec.json")
+    done = run("init", "--model", "llama-3-70b", "--accelerator", "a100-40gb", "-o", "spec.json")
     assert done.exit_code
     assert not Path("spec.json").exists()
     remedies = done.output.partition("what would fit:\n")[2]
     nodes = int(remedies.partition(" nodes: ")[0])
-    assert run("init", "--model", "qwen2.5-32b", "--nodes", nodes, "-o", "spec.json").exit_code == 0
+    assert (
+        run(
+            "init", "--model", "llama-3-70b", "--accelerator", "a100-40gb", "--nodes", nodes, "-o", "spec.json"
+        ).exit_code
+        == 0
+    )
     assert parcompile.check("spec.json").valid
 
 

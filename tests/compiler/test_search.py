@@ -414,6 +414,8 @@ def test_a_search_without_an_accelerator_says_which_one_it_means() -> None:
 def test_when_nothing_fits_it_says_what_would_and_that_does() -> None:
     tree = spec_tree(nodes=1, model={"preset": "llama-3-70b"})
     tree["training"] = {"sequence_length": 8192, "global_batch_size": 64}
+    # With more of it the optimizer goes there.
+    tree["cluster"]["host_memory_gib"] = 512
     opened = space(tree, layers=80)
     found = search(opened)
     assert found.best is None
