@@ -95,7 +95,7 @@ def test_every_command_of_a_page_runs_on_the_files_that_it_shows(
 
 def test_every_console_block_is_run_by_a_test() -> None:
     shown = {page.stem for page in DOCS.glob("*.md") if commands(page.read_text(encoding="utf-8"))}
-    assert shown == {*PAGES, "doctor", "finetune", "guide", "preflight", "report"}  # their own tests run these
+    assert shown == {*PAGES, "data", "doctor", "finetune", "guide", "preflight", "report"}  # their own tests run these
 
 
 @pytest.mark.parametrize(

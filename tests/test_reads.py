@@ -27,6 +27,7 @@ OWN = {
     "runtime/checkpoint/manifest.py": 1,
     "runtime/checkpoint/state_file.py": 1,
     "runtime/checkpoint/universal.py": 1,
+    "runtime/data/megatron_files.py": 1,
     "runtime/data/rows_of_files.py": 1,
     "runtime/groups/rendezvous.py": 1,
     "runtime/liveness/monitor.py": 1,
