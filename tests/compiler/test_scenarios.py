@@ -112,8 +112,10 @@ def test_heads_that_tp_does_not_divide(run: Run) -> None:
 
 def test_four_cards_of_24_gib(run: Run) -> None:
     write("card.json", CARD)
-    said = run("init --model llama-3-8b --gpus-per-node 4 --accelerator card.json -o spec.json", code=1)
-    assert "no layout of llama-3-8b fits" in said
+    eight = run("init --model llama-3-8b --gpus-per-node 4 --accelerator card.json -o eight.json")
+    assert "the optimizer on" in eight
+    said = run("init --model llama-3-70b --gpus-per-node 4 --accelerator card.json -o spec.json", code=1)
+    assert "no layout of llama-3-70b fits" in said
     assert "what would fit:" in said
     assert "nodes: " in said
     run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json -o spec.json")
