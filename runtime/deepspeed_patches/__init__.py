@@ -92,7 +92,7 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
   AutoEP are. `mark_sharded_experts`
 - `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
-- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.mesh`
+- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.joining`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
   `checkpoint.state_file`, `checkpoint.writing`, `checkpoint.reading`
 - `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for
