@@ -124,7 +124,9 @@ def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
         except ValueError:
             weights.append(math.nan)
         if not 0 < weights[-1] < math.inf:
-            raise unusable(f"{text!r} stands for a weight, and is no number above 0: write 0.3 code 0.7 books.jsonl")
+            raise unusable(
+                f"{text!r} is where a weight belongs, and is not a number above 0: write 0.3 code 0.7 books.jsonl"
+            )
     if len(paths) < len(weights):
         raise unusable(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
     return weights, paths

@@ -162,8 +162,8 @@ def test_samples_of_a_mixture_are_those_of_its_data_sets(tmp_path: Path) -> None
         assert all(sample[name].tolist() == value.tolist() for name, value in plain.items())
         assert one["documents"][0]["file"] == paths[one["data_set"]]
     for given, said in (
-        (["a.txt", "b.txt"], "'a.txt' stands for a weight, and is no number above 0"),
-        (["0", "a.txt"], "'0' stands for a weight"),
+        (["a.txt", "b.txt"], "'a.txt' is where a weight belongs, and is not a number above 0"),
+        (["0", "a.txt"], "'0' is where a weight belongs"),
         (["0.5", "a.txt", "0.5"], "the weight 0.5 has no data behind it"),
     ):
         with pytest.raises(RunError, match=said):
