@@ -111,8 +111,8 @@ def write_megatron(documents: Iterable[tuple[str, Sequence[int]]], prefix: str |
         if isinstance(error, OSError):
             raise unusable(f"{error.filename or prefix} cannot be written: {error.strerror}") from None
         raise
-    documents = f"{len(lengths):,} document{'s' * (len(lengths) != 1)}"
-    return f"{sum(lengths):,} tokens of {documents}, {size} bytes each"
+    written = f"{len(lengths):,} document{'s' * (len(lengths) != 1)}"
+    return f"{sum(lengths):,} tokens of {written}, {size} bytes each"
 
 
 def _write_tokens(
