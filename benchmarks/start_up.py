@@ -1,18 +1,25 @@
-"""How long a rank takes to create its process groups in a large world, which its 16,383 fellows do at the same time.
+"""What a rank asks and creates at its start in a large world, which its 16,383 fellows do at the same time.
 
     python benchmarks/start_up.py [--nodes 2048] [--rounds 3]
 
 One process stands for one rank of the world, under torch's fake process group: what it measures is the work of the
 host, and the calls that would need a message through the store are counted. "Every group" is what
 `torch.distributed.new_group` asks for by default: all ranks call it for all groups of the world, in one order.
+
+The second table counts the requests of ranks to a real `TCPStore` of torch, in which the others have left what they
+leave: handshake, entry and one look at the others. The seconds are those of all requests, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +28,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import parcompile
 from parcompile.plan import Plan
 from parcompile.runtime.groups import create_groups
+from parcompile.runtime.groups.joining import agree
+from parcompile.runtime.liveness.neighbours import Neighbours
+from parcompile.runtime.liveness.watchdog import StoreChannel
 
 META = torch.device("meta")
+SIZES = (64, 1024, 16384)
+STATEMENT = {"plan": "sha256:0", "torch": torch.__version__}
 
 
 def plan_of(nodes: int) -> Plan:
@@ -69,6 +81,49 @@ def seconds(plan: Plan, create: Callable[[Plan], int], rounds: int) -> tuple[lis
     return found, calls
 
 
+class Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.requests = store, 0
+
+    def clone(self) -> Counted:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def ask(*args: Any) -> Any:
+            self.requests += 1
+            return method(*args)
+
+        return ask
+
+
+def ask(size: int, rank: int) -> tuple[list[int], float]:
+    """Requests of the handshake, of the entry with a first look, and of a later look; and the seconds of all."""
+    store = Counted(dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False))
+    others = [one for one in range(size) if one != rank]
+    for one in others:
+        store.set(f"parcompile/handshake/{one}", json.dumps(STATEMENT))
+        channel = StoreChannel(store, one, size, "job")
+        Neighbours(one, size, 60, f"host-{one // 8}").enter(channel)
+        channel.beat(1, "starting")
+    if rank:
+        store.set("parcompile/handshake/verdict", "")
+    counts, start = [store.requests], time.perf_counter()
+    agree(store, rank, size, STATEMENT, timedelta(seconds=60))
+    counts.append(store.requests)
+    channel, mine = StoreChannel(store, rank, size, "job"), Neighbours(rank, size, 60, f"host-{rank // 8}")
+    mine.enter(channel)
+    for _ in range(2):
+        channel.beat(1, "starting")
+        for other, _ in mine.look():
+            mine.process(other)
+        counts.append(store.requests)
+    return [after - before for before, after in itertools.pairwise(counts)], time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2048)
@@ -81,6 +136,14 @@ def main() -> None:
     for name, create in (("every group of the world", every_group), ("its own groups", own_groups)):
         spent, calls = seconds(plan, create, arguments.rounds)
         print(f"| {name} | {calls:,} | {statistics.median(spent):.3f} ({min(spent):.3f} … {max(spent):.3f}) |")
+    print("\n| ranks | rank | handshake | entry and first look | each further look | ms |")
+    print("|---|---|---|---|---|---|")
+    for size in SIZES:
+        for rank in (size // 2 + 1, 0):
+            counts, spent_once = ask(size, rank)
+            print(
+                f"| {size:,} | {rank:,} | " + " | ".join(f"{one:,}" for one in counts) + f" | {1e3 * spent_once:.0f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -56,13 +56,16 @@ def wait_for_all(mesh: Mesh, call: str) -> None:
     _waits += 1
     store, seconds, pause = store_of_world(), HANDSHAKE_TIMEOUT.seconds(), 0.01
     assert store is not None
-    keys = [f"parcompile/whole-{_waits}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[mesh.rank], call)
+    place, ranks = f"parcompile/whole-{_waits}", dist.get_world_size()
+    store.set(f"{place}/{mesh.rank}", "")
+    if store.compare_set(f"{place}/call", "", call).decode() != call:
+        store.set(f"{place}/other", call)
+    store.add(f"{place}/count", 1)
     deadline = time.monotonic() + seconds
     # Not `wait`, which would keep heartbeats from the store meanwhile.
-    while not store.check(keys):
+    while store.add(f"{place}/count", 0) < ranks:
         if time.monotonic() > deadline:
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            missing = [str(rank) for rank in range(ranks) if not store.check([f"{place}/{rank}"])]
             raise RunError(
                 f"{call} gathers slices of all ranks, and rank {', '.join(missing)} has not called it within "
                 f"{seconds:.0f} s: call it on every rank, not under `if rank == 0` "
@@ -70,9 +73,9 @@ def wait_for_all(mesh: Mesh, call: str) -> None:
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-    calls = {store.get(key).decode() for key in keys}
-    if len(calls) > 1:
-        raise RunError(f"ranks make different calls at a time: {', '.join(sorted(calls))}", everywhere=True)
+    if store.check([f"{place}/other"]):
+        calls = sorted({store.get(f"{place}/{one}").decode() for one in ("call", "other")})
+        raise RunError(f"ranks make different calls at a time: {', '.join(calls)}", everywhere=True)
 
 
 class LiveTensors(WholeTensors):
@@ -105,14 +108,22 @@ class LiveTensors(WholeTensors):
             _persistent_buffers(model),
             describe_adapters(model),
         )
-        places = enumerate(model_parallel_places(mesh.plan))
-        self._ranks = {place: mesh.plan.groups.of_rank("tp-pp", 0)[number] for number, place in places}
-        self._described = [mine] * (mesh.rank + 1)
+        first_copy = mesh.plan.groups.of_rank("tp-pp", 0)
+        self._ranks = dict(zip(model_parallel_places(mesh.plan), first_copy, strict=True))
+        self._described = [mine] * mesh.size("pp")
         if not is_whole(mesh.plan):
             wait_for_all(mesh, call)
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT.seconds()))
-            self._described = [mine] * dist.get_world_size()
-            dist.all_gather_object(self._described, mine, group=self._group)
+            # Connections between those that hold one copy of the model, on the host; each other rank has its own group,
+            # since torch names groups by how many there are.
+            places = self._ranks.items()
+            holders = sorted({one for place, first in places for one in (first, *self._sources(place).values())})
+            self._group = dist.new_group(
+                holders if mesh.rank in holders else [mesh.rank],
+                backend="gloo",
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT.seconds()),
+                use_local_synchronization=True,
+            )
+            dist.all_gather_object(self._described, mine, group=mesh.group("pp"))
 
     @property
     def is_first(self) -> bool:
@@ -120,9 +131,9 @@ class LiveTensors(WholeTensors):
         return self._rank == 0
 
     @property
-    def group(self) -> Any:
-        """Of all ranks on the host; None where rank 0 needs no other."""
-        return self._group
+    def is_alone(self) -> bool:
+        """Whether rank 0 needs no other."""
+        return self._group is None
 
     def close(self) -> None:
         """Ends the group."""
@@ -130,8 +141,13 @@ class LiveTensors(WholeTensors):
             dist.destroy_process_group(self._group)
 
     def _stage(self, pp_rank: int) -> _Described:
-        """What the first rank of a stage says."""
-        return self._described[self._ranks[ModelParallelPlace(pp_rank, 0)]]
+        """What a stage says; types and shapes are those of all its ranks."""
+        return self._described[pp_rank]
+
+    def _sources(self, place: ModelParallelPlace) -> dict[int, int]:
+        """The ranks that send the experts of a place, by the ep ranks that it has."""
+        shards = self.plan.groups.of_rank("dp-cp", self._ranks[place])
+        return {self.plan.groups.of_rank(Axis.EP, one).index(one): one for one in reversed(shards)}
 
     @cached_property
     def adapters(self) -> list[str]:
@@ -161,11 +177,9 @@ class LiveTensors(WholeTensors):
 
     def _local(self, name: str, kind: str, place: tuple[int, int], layout: TensorLayout, ep_rank: int) -> Tensor:
         assert kind == MASTER
-        source = self._ranks[ModelParallelPlace(*place)]
-        if layout.ep > 1:
-            shards = self.plan.groups.of_rank("dp-cp", source)
-            source = next(one for one in shards if self.plan.groups.of_rank(Axis.EP, one).index(one) == ep_rank)
-        dtype, shape, _ = self._described[source].parameters[name]
+        at = ModelParallelPlace(*place)
+        source = self._ranks[at] if layout.ep == 1 else self._sources(at)[ep_rank]
+        dtype, shape, _ = self._stage(place[0]).parameters[name]
         if name in self._own and self._gathered[0] != name:
             with gathered(self._own[name]):
                 self._gathered = name, self._own[name].detach().cpu().contiguous()

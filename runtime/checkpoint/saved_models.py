@@ -240,10 +240,10 @@ def _on_rank_0(
                 if error is not None:
                     raise error
 
-            if tensors.group is None:
+            if tensors.is_alone:
                 raise_error()
             else:
-                on_all_ranks(raise_error, tensors.group)
+                on_all_ranks(raise_error)
         finally:
             tensors.close()
 

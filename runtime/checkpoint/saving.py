@@ -2,19 +2,18 @@
 
 Each rank serialises its part to the disk, or to host memory; then all files are brought to the disk and hashed, rank 0
 compares their list with the plan's, writes the note, and puts the folder in place. Nothing after the first step needs
-the engine: with `wait=False` a thread of each rank does it, with a process group of its own. What goes wrong on one
-rank goes wrong on all of them.
+the engine: with `wait=False` a thread of each rank does it, which speaks to the others through the launcher's store.
+What goes wrong on one rank goes wrong on all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,14 @@ from parcompile.runtime.deepspeed_patches.sharded_weights import held
 from parcompile.runtime.errors import RunError
 
 from . import writing
-from .agreement import await_seen, on_all_ranks, on_rank_0
+from .agreement import Collectives, StoreMessages, await_seen, on_all_ranks, on_rank_0
 from .manifest import Note, check_listed, damages, locate
 from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
 from .state_file import random_file, random_state
 from .universal import universal_checkpoint_info
 
-Files = Mapping[str, tuple[int, str]]
-"""Size in bytes and SHA-256 of each file, by its name."""
-
-_SLOWEST_WRITE = timedelta(hours=1)
-"""How long the writer of one rank waits for that of another: disks differ."""
+_SLOWEST_WRITE = 3600.0
+"""Seconds that the writer of one rank waits for that of another: disks differ."""
 
 
 class Saver:
@@ -44,7 +40,9 @@ class Saver:
 
     def __init__(self) -> None:
         self._memories: dict[str, bytearray] = {}
-        self._group: Any = None
+        self._agreement: StoreMessages | None = None
+        """None after an error, too: ranks may have left theirs at different places."""
+        self._looks = False
         self._thread: threading.Thread | None = None
         self._place = Path()
         self._error: RunError | None = None
@@ -71,14 +69,15 @@ class Saver:
             on_all_ranks(lambda: _refuse_lost_weights(engine.module))
             writer = self._take(engine, note, in_memory=not wait)
             if wait:
-                _complete(writer, note, keep, None)
+                _complete(writer, note, keep, Collectives())
                 return True
         except RunError as error:
             return self._failed(error)
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE)
+        if not self._looks:
             _after_each_step(engine, self)
-        self._thread = threading.Thread(target=self._run, args=(writer, note, keep), name=f"writes {note.folder.name}")
+        self._looks, self._agreement = True, self._agreement or StoreMessages.of_world(_SLOWEST_WRITE)
+        arguments = writer, note, keep, self._agreement
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"writes {note.folder.name}")
         self._thread.start()
         return True
 
@@ -95,6 +94,7 @@ class Saver:
         try:
             on_all_ranks(self._outcome)
         except RunError as error:
+            self._agreement = None
             self._failed(error)
 
     def after_step(self, device: torch.device) -> None:
@@ -133,10 +133,10 @@ class Saver:
         writer.save(random_state(), random_file(engine.mesh.rank))
         return writer
 
-    def _run(self, writer: Any, note: Note, keep: int | None) -> None:
+    def _run(self, *arguments: Any) -> None:
         """In a thread of its own."""
         try:
-            _complete(writer, note, keep, self._group)
+            _complete(*arguments)
         except RunError as error:
             self._error = error
         except Exception as error:  # no one else would hear of it
@@ -206,21 +206,25 @@ def _open(place: Path) -> None:
     begin(place)
 
 
-def _complete(writer: Any, note: Note, keep: int | None, group: Any) -> None:
+def _complete(writer: Any, note: Note, keep: int | None, agreement: Collectives) -> None:
     """Brings the files of all ranks to the disk, and makes them a checkpoint.
 
     Raises:
         RunError: some rank could not. Every rank raises.
     """
-    by_rank: list[Files] = on_all_ranks(writer.finish, group)
-    note = replace(note, files=dict(sorted(entry for files in by_rank for entry in files.items())))
-    same = _is_there_already(note, sorted(by_rank[dist.get_rank()]), group)
-    on_rank_0(lambda: _commit(note, keep, same=same), group)
+    mine: dict[str, tuple[int, str]] = {}
 
+    def finish() -> list[tuple[str, int, str]]:
+        mine.update(writer.finish())
+        return [(name, size, digest) for name, (size, digest) in mine.items()]
 
-def _is_there_already(note: Note, mine: list[str], group: Any) -> bool:
-    """Whether this very checkpoint is in place; each rank compares the files that it would replace."""
-    return on_rank_0(lambda: is_noted_there(note), group) and not any(on_all_ranks(lambda: damages(note, mine), group))
+    by_rank = agreement.gathered(finish)
+    own = replace(note, files=mine)
+    note = replace(note, files={name: (size, digest) for name, size, digest in sorted(itertools.chain(*by_rank))})
+    # Whether this very checkpoint is in place: each rank compares the files that it would replace.
+    same = agreement.of_rank_0(lambda: is_noted_there(note))
+    same = same and not any(agreement.gathered(lambda: bool(damages(own, sorted(mine)))))
+    agreement.of_rank_0(lambda: _commit(note, keep, same=same))
 
 
 def _commit(note: Note, keep: int | None, *, same: bool) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parcompile.layout.groups import Axis
 from parcompile.plan.diff import ADAPTABLE, file_layout, layout_differences
 from parcompile.plan.holding import further_ep_ranks
+from parcompile.plan.tree import digest
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import doing, share_errors
@@ -145,7 +146,7 @@ def _note_on_all_ranks(folder: Path) -> Note:
     def look() -> tuple[str, int, str, str]:
         found.append(read_note(folder))
         note = found[-1]
-        return note.folder.name, note.step, note.plan.plan_hash, str(sorted(note.files.items()))
+        return note.folder.name, note.step, note.plan.plan_hash, digest(sorted(note.files.items()))
 
     views = on_all_ranks(look)
     for rank, view in enumerate(views):
@@ -209,8 +210,14 @@ def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
 
 
 def _agree_that_it_is_whole(note: Note) -> None:
-    """Every rank compares names and sizes, and reads its share of the files; what one finds wrong, all raise."""
+    """Every rank compares the names, and reads its share of the files; what one finds wrong, all raise."""
     names = sorted(note.files)
-    on_all_ranks(lambda: refuse_damaged(note, strange_contents(note) or damages(note, names, hashes=False)))
+
+    def compare() -> None:
+        refuse_damaged(note, strange_contents(note))
+        seen = {one.name for one in note.folder.iterdir()}
+        refuse_damaged(note, damages(note, [name for name in names if name not in seen], hashes=False))
+
+    on_all_ranks(compare)
     mine = names[dist.get_rank() :: dist.get_world_size()]
     on_all_ranks(lambda: refuse_damaged(note, wrong_files(note, mine)))

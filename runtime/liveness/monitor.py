@@ -1,10 +1,10 @@
 """A thread beside training that says that this rank is alive, and ends the process when another rank is lost.
 
 A rank that waits in a collective for one that has died cannot be called back from there. So every rank sends heartbeats
-through the launcher's store with what it is doing. Rank 0 looks for ranks that have fallen silent, the others look at
-rank 0, and each looks at the processes of its own machine, whose end is seen at once. A watchdog sees that the store
-itself answers nothing, whose keeper is stopped or cut off. Whoever is first to see that a rank is lost says so in one
-line; then every rank ends with exit code 1.
+through the launcher's store with what it is doing. Each looks at rank 0 and at the ranks of its own machine, the end of
+whose processes is seen at once; rank 0 looks at one rank of every machine. A watchdog sees that the store itself
+answers nothing, whose keeper is stopped or cut off. Whoever is first to see that a rank is lost says so in one line;
+then every rank ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parcompile.runtime.liveness.neighbours import Neighbours
 from parcompile.runtime.liveness.recording import is_training, records
-from parcompile.runtime.liveness.watchdog import LOST, Requests, StoreChannel, Watchdog, is_running
+from parcompile.runtime.liveness.watchdog import (
+    LOST,
+    REQUESTS_EACH_SECOND,
+    Requests,
+    StoreChannel,
+    Watchdog,
+    is_running,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 BEAT_SECONDS = 0.5
-BEATS_EACH_SECOND = 2000
-"""What one store takes from all ranks together, beside its other work."""
 PARTING_SECONDS = 6.0
 """How long the rank that may keep the store waits until the others know why the job ends."""
 MARK_SECONDS = 60.0
@@ -59,15 +65,13 @@ class Monitor:
         self.activity: Callable[[], str] = lambda: "starting"
         self.stops_itself = False
         """Whether the training loop acts on SIGTERM; otherwise the signal ends the process."""
-        self._processes: dict[int, tuple[str, int]] = {}
-        self._last: dict[int, tuple[int, str, float]] = {}
         self._unsaid: tuple[str, str] | None = None
         self._mark = Path(tempfile.gettempdir()) / f"parcompile-{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}"
         self._silent = silent_seconds
         self._agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._period = max(BEAT_SECONDS, world_size / BEATS_EACH_SECOND)
+        self._period = max(BEAT_SECONDS, world_size / REQUESTS_EACH_SECOND)
         # The watchdog is there first: opening the channel is a request too.
-        requests = Requests()
+        requests, self._neighbours = Requests(), Neighbours(rank, world_size, silent_seconds)
         self._watchdog = Watchdog(requests, silent_seconds, self._store_is_silent)
         self._watchdog.start()
         self._channel = StoreChannel(store, rank, world_size, name, requests)
@@ -81,7 +85,7 @@ class Monitor:
 
     def start(self) -> None:
         """Sends the first heartbeat; from here on the end of this process is noticed."""
-        self._channel.post(f"process/{self.rank}", [socket.gethostname(), os.getpid()])
+        self._neighbours.enter(self._channel)
         self._beat()
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             # Python runs a handler only when the main thread comes back from wherever it waits; the number of the
@@ -187,7 +191,8 @@ class Monitor:
                 pause = self._watchdog.last_pause()
                 if pause is not None and pause != known_pause:
                     # While this rank was stopped it heard nobody: the others have their full time again.
-                    known_pause, self._last = pause, {}
+                    known_pause = pause
+                    self._neighbours.forget()
                 if self._keeper_has_ended():
                     # A request to its store would fail with a page of frames of C++.
                     self._store_is_gone()
@@ -211,9 +216,9 @@ class Monitor:
 
     def _keeper_has_ended(self) -> bool:
         """Whether rank 0 is on this machine, has ended without a word, and took the store with it."""
-        if self.rank == 0 or 0 not in self._processes or self._may_lose_store or self._agent_keeps_store:
+        if self.rank == 0 or self._may_lose_store or self._agent_keeps_store:
             return False
-        host, pid = self._processes[0]
+        host, pid = self._neighbours.known_process(0)
         return host == socket.gethostname() and not is_running(pid)
 
     def _let_first_end(self, *, lost: int = 0) -> None:
@@ -223,7 +228,7 @@ class Monitor:
         Once all have counted up, the store may be gone.
         """
         first, why = self._channel.posted("off")
-        host, pid = self._process(int(first))
+        host, pid = self._neighbours.process(int(first))
         records.write(str(why))
         self._channel.count("heard", 1)
         if self.rank == 0:
@@ -244,47 +249,26 @@ class Monitor:
 
     def _lost(self) -> dict[int, str]:
         """Ranks that have ended without a word or have fallen silent, with what is known of each."""
-        here, now = socket.gethostname(), time.monotonic()
-        found = {}
-        for rank in self._watched():
-            last = self._heartbeat(rank, now)
-            host, pid = self._process(rank)
+        here, watched, found = self._neighbours.host, list(self._neighbours.look()), dict[int, str]()
+        now = time.monotonic()
+        for rank, heard in watched:
+            host, pid = self._neighbours.process(rank)
+            is_silent = now - heard.since > self._silent
             if host == here and not is_running(pid):
                 what = "ended without a message (killed by the system, or out of memory?)"
-            elif now - last[2] > self._silent:
+            elif is_silent:
                 what = f"has given no sign of life for {self._silent:.0f} s"
             else:
                 continue
             # What a rank says last stands in the store before its process ends.
             if not self._has_ended(rank):
                 who = f"rank {rank} on host {host} (process {pid})" if host else f"rank {rank} of {self.world_size}"
-                found[rank] = f"{who} {what}; {now - last[2]:.1f} s before, it was {last[1]}"
+                found[rank] = f"{who} {what}; {now - heard.since:.1f} s before, it was {heard.activity}"
+                if is_silent and host:
+                    for other in self._neighbours.silent_beside(rank, 2 * self._period):
+                        if not self._has_ended(other):
+                            found[other] = f"rank {other} on host {host} is silent, too"
         return found
-
-    def _watched(self) -> Iterator[int]:
-        """Rank 0 looks at all, the others at rank 0 and at the processes of their machine."""
-        here = socket.gethostname()
-        for rank in range(self.world_size):
-            if rank != self.rank and (self.rank == 0 or rank == 0 or self._process(rank)[0] == here):
-                yield rank
-
-    def _process(self, rank: int) -> tuple[str, int]:
-        """Host and process of a rank; an empty host until the rank has come."""
-        if rank not in self._processes:
-            said = self._channel.posted(f"process/{rank}")
-            if said is None:
-                return "", 0
-            self._processes[rank] = str(said[0]), int(said[1])
-        return self._processes[rank]
-
-    def _heartbeat(self, rank: int, now: float) -> tuple[int, str, float]:
-        """Number, activity, and when this rank first saw the last heartbeat of another."""
-        said = self._channel.posted(f"alive/{rank}")
-        number, activity = (0, "starting") if said is None else (int(said[0]), str(said[1]))
-        known = self._last.get(rank)
-        if known is None or known[0] != number:
-            self._last[rank] = number, activity, now
-        return self._last[rank]
 
     def _has_ended(self, rank: int) -> bool:
         if self._channel.posted(f"ended/{rank}") is None:
@@ -322,7 +306,7 @@ class Monitor:
             return  # the main thread ends by itself
         if self._was_stopped():
             _end(FAILED)
-        host, pid = self._processes.get(0, ("", 0))
+        host, pid = self._neighbours.known_process(0)
         if self._agent_keeps_store:
             what = "has ended"
         elif host != socket.gethostname():
@@ -346,17 +330,17 @@ class Monitor:
         place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         if self._agent_keeps_store:
             return f"the launcher's process that keeps the store at {place}"
-        if 0 not in self._processes:
+        host, pid = self._neighbours.known_process(0)
+        if not host:
             return f"rank 0, which keeps the store at {place},"
-        host, pid = self._processes[0]
         return f"rank 0 on host {host} (process {pid})"
 
     def _last_activity(self) -> str:
         """What rank 0 said last, and how long ago: heartbeats are behind what it did at its end."""
-        if 0 not in self._last or self._agent_keeps_store:
+        heard = self._neighbours.last(0)
+        if heard is None or self._agent_keeps_store:
             return ""
-        _, activity, heard = self._last[0]
-        return f"; {time.monotonic() - heard:.1f} s before, it was {activity}"
+        return f"; {time.monotonic() - heard.since:.1f} s before, it was {heard.activity}"
 
     def _say_once(self, text: str) -> None:
         """On this machine: the others find the mark of the first."""

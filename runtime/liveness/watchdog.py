@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +191,9 @@ def _settle(how: Callable[[Any], None], value: Any) -> None:
 LOST = (RuntimeError, dist.DistError)
 """What a store raises when the process that keeps it has ended."""
 POLL_SECONDS = (0.01, 0.5)
-"""The first wait between two looks at the store, and the longest."""
+"""The first wait between two looks at the store, and the longest of a small job."""
+REQUESTS_EACH_SECOND = 2000
+"""What one store takes from all ranks together, beside its other work."""
 
 
 class CalledOff(Exception):  # noqa: N818 -- no error of its own: the reason is in the store
@@ -236,8 +238,8 @@ class StoreChannel:
         Raises:
             CalledOff: a rank has called the check off meanwhile.
         """
-        self._wait(lambda: self._store.add(self._key(f"{stage}/count"), 0) >= self.world_size, seconds)
-        return [self._get(f"{stage}/{rank}") for rank in range(self.world_size)]
+        self.wait(lambda: self._store.add(self._key(f"{stage}/count"), 0) >= self.world_size, seconds)
+        return self.posted_all([f"{stage}/{rank}" for rank in range(self.world_size)])
 
     def reply(self, stage: str, value: Any) -> None:
         """Rank 0's reply to all."""
@@ -249,7 +251,7 @@ class StoreChannel:
         Raises:
             CalledOff: a rank has called the check off meanwhile, and `even_if_off` is not set.
         """
-        self._wait(lambda: self._has(f"{stage}/answer"), seconds, even_if_off=even_if_off)
+        self.wait(lambda: self._has(f"{stage}/answer"), seconds, even_if_off=even_if_off)
         return self._get(f"{stage}/answer")
 
     def call_off(self, why: str, *, about: str = "") -> None:
@@ -293,6 +295,13 @@ class StoreChannel:
         """What was left under a name; None: nothing."""
         return self._get(name)
 
+    def posted_all(self, names: Sequence[str]) -> list[Any]:
+        """What was left under each name: two requests, once there is something under all of them."""
+        keys = [self._key(name) for name in names]
+        if keys and self._store.has_extended_api() and self._store.check(keys):
+            return [json.loads(one) for one in self._store.multi_get(keys)]
+        return [self._get(name) for name in names]
+
     def count(self, name: str, by: int = 0) -> int:
         """Adds to a counter that all ranks share, and returns it."""
         return int(self._store.add(self._key(f"count/{name}"), by))
@@ -303,10 +312,16 @@ class StoreChannel:
 
     def wait_for_departures(self, others: int, seconds: float) -> None:
         """Rank 0, in whose process the store may live, waits until so many others have announced that they leave."""
-        self._wait(lambda: self._store.add(self._key("parting/count"), 0) >= others, seconds, even_if_off=True)
+        self.wait(lambda: self._store.add(self._key("parting/count"), 0) >= others, seconds, even_if_off=True)
 
-    def _wait(self, ready: Callable[[], bool], seconds: float, *, even_if_off: bool = False) -> bool:
+    def wait(self, ready: Callable[[], bool], seconds: float, *, even_if_off: bool = False) -> bool:
+        """Whether `ready` turns true in time. In a large job looks at the store are further apart.
+
+        Raises:
+            CalledOff: a rank has called the check off meanwhile, and `even_if_off` is not set.
+        """
         end, pause = time.monotonic() + seconds, POLL_SECONDS[0]
+        longest = max(POLL_SECONDS[1], self.world_size / REQUESTS_EACH_SECOND)
         while not ready():
             if not even_if_off and self.is_off():
                 raise CalledOff
@@ -314,7 +329,7 @@ class StoreChannel:
             if left <= 0:
                 return False
             time.sleep(min(pause, left))
-            pause = min(2 * pause, POLL_SECONDS[1])
+            pause = min(2 * pause, longest)
         return True
 
     def _key(self, key: str) -> str:

@@ -46,6 +46,13 @@ def train(folder: Path, plan: Plan, saves: bool) -> None:
             leave(folder, f"step-{step}")
 
 
+def train_on_two_hosts(folder: Path, plan: Plan) -> None:
+    """Two ranks on each: no rank sees the processes of the other host."""
+    host = f"host-{int(os.environ['RANK']) // 2}"
+    socket.gethostname = lambda: host
+    train(folder, plan, False)
+
+
 def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
     """Rank 0 stops where joining has come to a function of it. Both begin together."""
     from parcompile.runtime import join
@@ -142,6 +149,17 @@ def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, ran
     # Who was stopped before the others had read its entry is known by its store alone.
     assert named in line or (rank == 0 and "rank 0, which keeps the store at 127.0.0.1:" in line)
     assert ("has answered nothing for" if rank == 0 else f"has given no sign of life for {SILENT} s") in line
+
+
+def test_all_ranks_of_a_host_that_is_lost_are_named(start) -> None:
+    job = start(4, train_on_two_hosts, make_plan(4, {}, training={"global_batch_size": 4}))
+    job.wait_for("step-3")
+    for rank in (2, 3):
+        job.signal(rank, signal.SIGKILL)
+    assert job.end(0, 1, within=BOUND) == [1, 1]
+    (line,) = job.said
+    assert f"rank 2 on host host-1 (process {job.processes[2].pid}) has given no sign of life for {SILENT} s" in line
+    assert "rank 3 on host host-1 is silent, too" in line
 
 
 @pytest.mark.parametrize("first", [0, 1])
