@@ -33,6 +33,7 @@ from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.groups.joining import Mpu
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.heads import count_once
+from parcompile.runtime.inject.loading import draws_all, initial_model
 from parcompile.runtime.inject.regions import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
@@ -222,7 +223,10 @@ def initialize(
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     check_names()
-    model = build_model(plan) if model is None else model
+    if model is None:
+        # A model of any size, where transformers' rules draw all of it; a small one is compared with the original.
+        in_slices = plan.parameters.numel > SMALL_NUMEL and self_check is not True and draws_all(plan)
+        model = initial_model(plan, mesh) if in_slices else build_model(plan)
     _refuse_quantized(model)
     rules, check = plan.spec.model.shape.user_module, None
     if mesh.rank == 0:

@@ -14,8 +14,10 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.model.configuration import check_folder
+from parcompile.runtime.model.initial import InitialWeights
 from parcompile.runtime.model.lora import plain_name
-from parcompile.runtime.model.pretrained import PretrainedFolder, instantiate, parameters_without_memory, persistent_of
+from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_of, without_memory
+from parcompile.runtime.model.shrinking import shrunk
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 
@@ -44,8 +46,7 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None, *, diff
     mesh, source = join(plan), PretrainedFolder(folder)
     check_folder(folder, plan, differs)
     dtype = TORCH_DTYPES[plan.spec.training.precision]
-    with parameters_without_memory():
-        model = instantiate(plan, dtype)
+    model = without_memory(plan, dtype)
     buffers = persistent_of(model)
     source.check(plan, buffers)
     if adapter is not None:
@@ -64,6 +65,30 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None, *, diff
     return model
 
 
+def draws_all(plan: Plan) -> bool:
+    """Whether transformers' rules draw the first weights of all parameters: told by a small model of the same kind."""
+    return InitialWeights(without_memory(shrunk(plan)), plan.spec.training.seed).draws_all()
+
+
+def initial_model(plan: Plan, mesh: Mesh) -> nn.Module:
+    """The plan's model with its first weights, injected: those of `build_model`, of which each rank keeps its slices.
+
+    A rank draws the layers that it has a part of, one after the other, and holds one of them whole at a time.
+
+    Raises:
+        RunError: as for `build_model`, and where transformers' rules draw no first weights of a parameter.
+    """
+    weights = InitialWeights(without_memory(plan), plan.spec.training.seed)
+    model, dtype = without_memory(plan), TORCH_DTYPES[plan.spec.training.precision]
+    inject(model, mesh)
+
+    def drawn(name: str, piece: Slice, _: torch.Size) -> Tensor:
+        return piece.cut(weights.whole(name)).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    _fill(model, mesh, drawn, weights.part_of)
+    return model
+
+
 def random_model(plan: Plan) -> nn.Module:
     """The plan's model with weights drawn anew, injected: each rank draws its own slices only, on its device.
 
@@ -74,8 +99,7 @@ def random_model(plan: Plan) -> nn.Module:
         RunError: as for `build_model`.
     """
     mesh, dtype = join(plan), TORCH_DTYPES[plan.spec.training.precision]
-    with parameters_without_memory():
-        model = instantiate(plan, dtype)
+    model = without_memory(plan, dtype)
     inject(model, mesh)
     deviation = float(plan.spec.model.hf_config.get("initializer_range") or 0.02)
     generator = torch.Generator(mesh.device)
@@ -92,10 +116,15 @@ def random_model(plan: Plan) -> nn.Module:
     return model
 
 
-def _fill(model: nn.Module, mesh: Mesh, data_of: Callable[[str, Slice, torch.Size], Tensor]) -> None:
-    """Gives memory to the parameters of an injected model, one after the other."""
+def _fill(
+    model: nn.Module,
+    mesh: Mesh,
+    data_of: Callable[[str, Slice, torch.Size], Tensor],
+    part_of: Callable[[str], str] = lambda _: "",
+) -> None:
+    """Gives memory to the parameters of an injected model, one after the other, those of a part together."""
     slices, filled = Slices(mesh), {}
-    parameters = list(model.named_parameters(remove_duplicate=False))
+    parameters = sorted(model.named_parameters(remove_duplicate=False), key=lambda one: part_of(plain_name(one[0])))
     for name, empty in tracked(parameters, "loading weights"):
         if not empty.is_meta:
             continue

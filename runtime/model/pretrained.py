@@ -26,6 +26,7 @@ from parcompile.text.typed import Reader, WrongValueError
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .configuration import planned_config, unused_tensors
+from .initial import InitialWeights, UndrawnError
 from .slices import Slice
 from .stored_names import stored_as, written_as
 from .text_head import causal_model
@@ -34,20 +35,35 @@ from .text_head import causal_model
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
     """The plan's Hugging Face model, whole, in fp32 on the CPU, with weights drawn from `seed` (default: the plan's).
 
-    The random state of the caller is left as it was.
+    The random state of the caller is left as it was. The weights are those of `InitialWeights`, but for types whose
+    rules in transformers leave a parameter to its module.
 
     Raises:
         RunError: transformers is missing or does not know the model type.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.spec.training.seed if seed is None else seed)
-        return instantiate(plan, torch.float32)
+    model, seed = without_memory(plan), plan.spec.training.seed if seed is None else seed
+    try:
+        InitialWeights(model, seed).fill()
+    except UndrawnError:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return instantiate(plan, torch.float32)
+    return model
+
+
+def without_memory(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The plan's model, whole, its parameters on the meta device.
+
+    Raises:
+        RunError: as `build_model`.
+    """
+    with parameters_without_memory():
+        return instantiate(plan, dtype)
 
 
 def persistent_buffers(plan: Plan) -> dict[str, Tensor]:
     """What the plan's model keeps in its files beside parameters, as it is when the model is built."""
-    with parameters_without_memory():
-        return persistent_of(instantiate(plan, torch.float32))
+    return persistent_of(without_memory(plan))
 
 
 def persistent_of(model: nn.Module) -> dict[str, Tensor]:

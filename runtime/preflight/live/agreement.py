@@ -160,8 +160,6 @@ NCCL_SHARED_BYTES = GIB
 """What containers are commonly given (`--shm-size=1g`); NCCL's ranks of a node speak through it without peer access."""
 NCCL_SEGMENT_BYTES = 10 * MIB
 """About one rank's segment: a rule of thumb, not a figure of NCCL's documentation."""
-MASTER_WIDTH = 4
-"""Bytes of a weight of a model that is built whole, in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +173,21 @@ class _Place:
     how: str
 
 
+def _part_bytes(plan: Plan) -> int:
+    """Of the largest part of a model that is drawn at once, in fp32: a layer, or all that lies outside of layers."""
+    table = plan.parameters
+    layers = Counter[int]()
+    for parameter in table.layer:
+        for layer in parameter.layers or ():
+            layers[layer] += parameter.numel
+    return 4 * max(*layers.values(), sum(one.numel for one in (*table.before, *table.after)))
+
+
 def compare_memory(arrived: Arrived) -> Iterator[Finding]:
     """Of devices, and of the hosts."""
     plan = arrived.plan
-    found = footprint(workload_of(plan.spec))
+    work = workload_of(plan.spec)
+    found = footprint(work)
     likely, most = found.peak.total_bytes, found.interval_bytes[1]
     devices, hosts, building, optimizers = [], [], [], []
     for ranks in arrived.nodes.values():
@@ -189,13 +198,12 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
             continue
         how = f"the estimate, with an interval to {format_bytes(most)}"
         devices += [_Place(one.rank, likely, most, one.device_free_bytes, how) for one in ranks]
-        # Without `model=`, `initialize` builds the whole model in the host's memory on every rank.
-        whole = count * plan.parameters.numel * MASTER_WIDTH
-        how = f"{count} ranks each build the whole model in fp32; load_pretrained takes slices only"
-        building.append(_Place(first, 0, whole, _least(ranks), how))
-        if held := node_bytes(workload_of(plan.spec)):
+        held = count * (max(numel for numel, _ in work.stage_numels) * work.element_bytes + _part_bytes(plan))
+        how = f"{count} ranks each hold their slices, and while they draw first weights a part of the model in fp32"
+        building.append(_Place(first, 0, held, _least(ranks), how))
+        if optimizer := node_bytes(work):
             how = f"optimizer and gradients of {count} ranks on the host"
-            optimizers.append(_Place(first, held, held, _least(ranks), how))
+            optimizers.append(_Place(first, optimizer, optimizer, _least(ranks), how))
     yield from _enough("device memory", devices)
     yield from _enough("memory of a node", hosts)
     yield from _enough("host memory to build the model", building)
