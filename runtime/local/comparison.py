@@ -252,14 +252,14 @@ def _refuse(plan: Plan) -> None:
             f"compile a small model for {MAX_RANKS} ranks or fewer",
             everywhere=True,
         )
-    # Each rank builds the whole model in fp32 before it keeps its slices; this process holds it with gradients.
+    # A rank of dp alone holds the whole model in fp32; this process holds it with gradients.
     whole_bytes = 4 * plan.parameters.numel
     needed_bytes = (plan.world_size + 2) * whole_bytes
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > memory_bytes:
         raise RunError(
             f"({plan.world_size} ranks + 2) · {format_bytes(whole_bytes)} of weights = {format_bytes(needed_bytes)}, "
-            f"this machine has {format_bytes(memory_bytes)}: every rank builds whole weights here; use a smaller model",
+            f"this machine has {format_bytes(memory_bytes)}: a rank may hold all weights; use a smaller model",
             everywhere=True,
         )
 
