@@ -98,7 +98,7 @@ def test_pre_training_then_longer_sequences_on_two_nodes_then_lora(tmp_path: Pat
     known, losses = 0.0, {}
     for name, spec, model, options in (
         ("first", "byte_llama.json", "", ["--steps", "12"]),
-        ("longer", "byte_finetune.json", "first", ["--steps", "8", *LONGER]),
+        ("longer", "byte_finetune.json", "first", ["--steps", "16", *LONGER]),
         ("adapted", "byte_finetune.json", "longer", ["--steps", "4", "--lora", "4"]),
     ):
         plan = compiled(spec, tmp_path / name / "plan")
