@@ -122,8 +122,7 @@ def _measured(tool: str, cell: Mapping[str, Any] | None, python: Path) -> dict[s
     """`verdict`, `difference`, what it is a difference `of`; of one that did not run, `why`."""
     assert cell is not None
     if "script" not in cell:
-        from parcompile.runtime.prove import Engine
-        from parcompile.runtime.prove.proving import completed
+        from parcompile.runtime.prove import Engine, completed
 
         with Engine(tool, str(python), SECONDS) as engine:
             answer = engine.run(completed(engine.features, cell))

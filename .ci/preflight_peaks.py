@@ -16,11 +16,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from parcompile.plan import Plan
-from parcompile.plan.tree import compile_plan
+from parcompile.plan import Plan, compile_plan
 from parcompile.rules import check
+from parcompile.runtime.preflight import distinct_ranks
 from parcompile.runtime.preflight.compare import peak_bytes
-from parcompile.runtime.preflight.run import distinct_ranks
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import StepMeasurement, run_step

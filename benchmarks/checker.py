@@ -51,7 +51,7 @@ from parcompile.backends.megatron.arguments import Unknown  # noqa: E402
 from parcompile.backends.megatron.file import Call  # noqa: E402
 from parcompile.cli.check import command as check_command  # noqa: E402
 from parcompile.diagnostics import Diagnostic, Severity  # noqa: E402
-from parcompile.lint.deepspeed.usage import UsageOptions, usage_context  # noqa: E402
+from parcompile.lint.deepspeed import UsageOptions, usage_context  # noqa: E402
 from parcompile.pipeline import Checked, check_any  # noqa: E402
 
 NEWEST = UsageOptions(version="99")

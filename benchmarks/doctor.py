@@ -90,7 +90,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
     import torch
 
     from parcompile.runtime import report_errors
-    from parcompile.runtime.local.world import launcher_environment
+    from parcompile.runtime.local import launcher_environment
 
     os.environ |= launcher_environment(rank, 4, port)
     os.environ |= {"PARCOMPILE_HEARTBEAT": "1", "PARCOMPILE_SILENT_TIMEOUT": "8", "PARCOMPILE_COLLECTIVE_TIMEOUT": "12"}
@@ -187,13 +187,12 @@ def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
     import torch
 
     from parcompile.plan import load_plan
-    from parcompile.runtime import initialize
-    from parcompile.runtime.groups import joining
+    from parcompile.runtime import groups, initialize
     from parcompile.runtime.run_log import RunLog
 
     if mine == "versions":
-        right = joining.statement
-        joining.statement = lambda plan: {**right(plan), "torch": "2.9.1"}
+        right = groups.statement
+        groups.statement = lambda plan: {**right(plan), "torch": "2.9.1"}
         _tell(folder, {})
     plan = load_plan(f"{folder}/plan")
     generator = torch.Generator().manual_seed(0)
@@ -417,7 +416,7 @@ def faults(options: argparse.Namespace) -> None:
 
     root = Path(options.keep or tempfile.mkdtemp(prefix="doctor-"))
     root.mkdir(parents=True, exist_ok=True)
-    from parcompile.cli.main import run
+    from parcompile.cli import run
 
     layouts = options.layouts.split(",")
     for layout in filter(LAYOUTS.__contains__, layouts):

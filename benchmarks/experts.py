@@ -79,7 +79,7 @@ def mixtral_block(hidden: int, width: int, experts: int, chosen: int) -> nn.Modu
 
 def dealt(block: Any) -> nn.Module:
     """Each rank has an equal run of the experts."""
-    from parcompile.runtime.expert_parallel.experts import Dispatched
+    from parcompile.runtime.expert_parallel import Dispatched
 
     keep_local(block, dist.group.WORLD)
     Dispatched(block.experts, dist.group.WORLD)
@@ -109,7 +109,7 @@ def summed(block: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 def dealt_and_cut(block: Any, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> nn.Module:
     """Experts over ep, and each cut over tp."""
-    from parcompile.runtime.expert_parallel.experts import Dispatched
+    from parcompile.runtime.expert_parallel import Dispatched
 
     keep_local(block, ep)
     Dispatched(block.experts, ep, tp, holders=tp)
@@ -118,7 +118,7 @@ def dealt_and_cut(block: Any, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> n
 
 def folded(block: Any, tp: dist.ProcessGroup) -> nn.Module:
     """Whole experts over all ranks, beside tp."""
-    from parcompile.runtime.expert_parallel.experts import Dispatched
+    from parcompile.runtime.expert_parallel import Dispatched
 
     keep_local(block, dist.group.WORLD)
     Dispatched(block.experts, dist.group.WORLD, tp)

@@ -83,8 +83,7 @@ def spec(stages: int, micro_batches: int, virtual: int) -> dict[str, Any]:
 
 def parcompile(folder: str, rank: int, settings: dict[str, Any], virtual: int) -> Train:
     """The engine of this project."""
-    from parcompile.runtime import initialize, load_pretrained, split_batch
-    from parcompile.runtime.pipeline import execution
+    from parcompile.runtime import initialize, load_pretrained, pipeline, split_batch
 
     file = Path(folder) / f"spec-{virtual}-{rank}.json"
     file.write_text(json.dumps(spec(settings["stages"], settings["micro_batches"], virtual)), encoding="utf-8")
@@ -92,13 +91,13 @@ def parcompile(folder: str, rank: int, settings: dict[str, Any], virtual: int) -
     assert plan is not None, checked.diagnostics
     engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
     clocks: list[Clock] = []
-    run = execution.Step.run
+    run = pipeline.Step.run
 
-    def mark(self: execution.Step, passes: Sequence[Pass]) -> None:
+    def mark(self: pipeline.Step, passes: Sequence[Pass]) -> None:
         run(self, passes)
         clocks[-1].passes_are_through()
 
-    execution.Step.run = mark  # type: ignore[method-assign]
+    pipeline.Step.run = mark  # type: ignore[method-assign]
 
     def train(batches: Sequence[MicroBatch], clock: Clock) -> Taken:
         clocks[:] = [clock]
@@ -194,21 +193,21 @@ class _Held:
 
 def kept(rank: int, name: str, count: int) -> tuple[int, int]:
     """Bytes that this rank keeps in a step, and that the micro-batches which its plan has in flight would."""
-    from parcompile.runtime.pipeline import execution
+    from parcompile.runtime import pipeline
 
     sizes: dict[int, int] = {}
-    forward = execution.Step._forward
+    forward = pipeline.Step._forward
 
-    def measured(self: execution.Step, one: Pass, received: Any) -> Any:
+    def measured(self: pipeline.Step, one: Pass, received: Any) -> Any:
         before = found.bytes
         outputs = forward(self, one, received)
         sizes.setdefault(one.chunk, found.bytes - before)
         return outputs
 
-    execution.Step._forward = measured  # type: ignore[method-assign]
+    pipeline.Step._forward = measured  # type: ignore[method-assign]
     with Kept() as found:
         step(rank, name, count)
-    execution.Step._forward = forward  # type: ignore[method-assign]
+    pipeline.Step._forward = forward  # type: ignore[method-assign]
     if name not in OURS:
         return found.most, 0
     live = planned = 0

@@ -15,8 +15,7 @@ from .backends.registry import render
 from .backends.writing import write
 from .cost.estimate import Estimate
 from .diagnostics import Diagnostic, Position, Severity, closest
-from .diagnostics.reporters import report
-from .diagnostics.reporters.dispatch import Style
+from .diagnostics.reporters import Style, report
 from .importing import Imported, foreign, import_document
 from .lint import recognised
 from .model.presets import find_preset, near_presets, preset_alike, presets

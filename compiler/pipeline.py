@@ -20,7 +20,7 @@ from .text import STDIN, Document, Result, SourceText, parse, read_file
 from .user_files import read_start
 
 if TYPE_CHECKING:
-    from .lint.deepspeed.usage import UsageOptions
+    from .lint.deepspeed import UsageOptions
     from .plan import Plan
 
 
@@ -74,8 +74,7 @@ def read_spec(path: str | Path) -> Result:
     """
     if not is_plan(path):
         return read_file(path)
-    from .plan import load_plan
-    from .plan.tree import plan_file, written
+    from .plan import load_plan, plan_file, written
 
     plan = load_plan(path)
     tree = written(plan)
@@ -93,8 +92,7 @@ def require_lossless_spec(path: str | Path) -> None:
     """
     if not is_plan(path):
         return
-    from .plan import PlanError, load_plan
-    from .plan.tree import lacking
+    from .plan import PlanError, lacking, load_plan
 
     missing = lacking(load_plan(path))
     if missing is not None:

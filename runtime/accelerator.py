@@ -30,8 +30,7 @@ from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
 from .errors import RunError
-from .groups import Mesh, join
-from .groups.joining import Mpu
+from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
 from .whole_logits import WholeLogits
 

@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from parcompile.atomic import write_file
 from parcompile.doctor.metrics import FORMAT, METRICS, RUN, read_metrics
 from parcompile.plan import Plan
+from parcompile.show.pictures import WIDE
 from parcompile.show.pictures.curves import draw
-from parcompile.show.pictures.shapes import WIDE
 from parcompile.show.pictures.svg import svg
 from parcompile.user_files import parse_json, read_text
 

@@ -41,8 +41,7 @@ from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
 from .engine.metering import known_work
 from .errors import RunError
-from .groups import Mesh, join
-from .groups.joining import Mpu
+from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
 from .labels import IGNORED_LABEL

@@ -20,8 +20,7 @@ import spec_page as spec
 import troubleshooting_page as troubleshooting
 from click.testing import CliRunner
 
-from parcompile.cli import main
-from parcompile.cli.main import cli
+from parcompile.cli import cli, main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

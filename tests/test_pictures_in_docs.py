@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from parcompile.pipeline import compile_file
+from parcompile.show.pictures import Subject
 from parcompile.show.pictures.front import KINDS, picture
-from parcompile.show.pictures.shapes import Subject
 from parcompile.show.pictures.svg import svg
 
 ROOT = Path(__file__).parents[1]

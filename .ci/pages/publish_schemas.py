@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
-from parcompile.schema.validation import draft07
+from parcompile.schema import draft07
 
 FOLDER = "schemas/v1"
 

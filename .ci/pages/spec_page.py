@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.schema.validation import load
+from parcompile.schema import load
 from parcompile.schema.view import about, example, resolved
 
 _START = """\

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.diagnostics import Diagnostic, Severity
-from parcompile.lint.deepspeed.usage import usage_context
+from parcompile.lint.deepspeed import usage_context
 from parcompile.lint.registry import FILE_CODES, GROUPS, Page, Settings, check_settings, file_rules, pages
 from parcompile.rules import CONCERNED, check, example_spec
 from parcompile.spec.resolve import Resolution, Unavailable

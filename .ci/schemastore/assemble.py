@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile import schema
-from parcompile.schema.validation import draft07
+from parcompile.schema import draft07
 
 HERE = Path(__file__).parent
 SCHEMAS = {"parcompile": "spec", "deepspeed-config": "ds_config"}

@@ -137,7 +137,7 @@ def _measured(
     line: Sequence[str], limits: contextlib.AbstractContextManager[None] | None = None
 ) -> tuple[int, float, int, tuple[str, str, str] | None]:
     """One call of the command line: exit code, seconds, growth, and what is wrong: what, where and its message."""
-    from parcompile.cli.main import run
+    from parcompile.cli import run
 
     arguments, out, err = sys.argv, io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     sys.argv = ["parcompile", *line]

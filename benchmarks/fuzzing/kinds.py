@@ -229,7 +229,7 @@ _VOCABULARY: Words = ("import", "@", "--gpus-per-node", "8", "--accelerator", "h
 
 
 def _plan_sealed(tree: dict[str, Any]) -> None:
-    from parcompile.plan.tree import digest
+    from parcompile.plan import digest
 
     tree["plan_hash"] = digest({key: value for key, value in tree.items() if key != "plan_hash"})
 

@@ -20,10 +20,9 @@ from parcompile.plan import Plan, plan_tree
 from parcompile.plan.sections import process_groups
 from parcompile.spec import Origin
 
-from . import launch, torchtitan
+from . import deepspeed, launch, torchtitan
 from .accelerate import write as accelerate
 from .artefacts import Loss, to_text
-from .deepspeed import facts as deepspeed
 from .deepspeed import write as deepspeed_write
 from .kinds import BUILT_IN, chosen
 from .megatron import write as megatron

@@ -1,3 +1,176 @@
-"""The command line."""
+"""The `parcompile` command: its subcommands, and `parcompile SPEC` as the short form of `parcompile compile SPEC`."""
 
-from .main import main
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from parcompile.entry_points import PluginError, end
+from parcompile.version import __version__
+
+_COMMANDS = (
+    "accelerators",
+    "advisories",
+    "calibrate",
+    "check",
+    "checkpoint",
+    "compile",
+    "data",
+    "diff",
+    "doctor",
+    "estimate",
+    "explain",
+    "groups",
+    "import",
+    "init",
+    "local",
+    "models",
+    "new",
+    "plan",
+    "preflight",
+    "profile",
+    "prove",
+    "report",
+    "schema",
+    "search",
+    "view",
+)
+"""Subcommands; each is the function `command` of the module of its name, imported when it is called, or NAME_command
+of a module that has several."""
+_TOGETHER = {
+    "accelerators": "reference",
+    "advisories": "reference",
+    "calibrate": "profile",
+    "diff": "showing",
+    "doctor": "preflight",
+    "explain": "reference",
+    "groups": "showing",
+    "local": "preflight",
+    "plan": "init",
+    "schema": "reference",
+}
+
+OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
+"""Exit codes."""
+
+
+def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints text to standard output or error. JSON stays the same JSON: what is not printable becomes its escape."""
+    from parcompile.diagnostics.reporters import printable, writable  # not for --version alone
+
+    click.echo(writable(sys.stderr if err else sys.stdout, printable(text)), err=err, nl=nl)
+
+
+class _Commands(click.Group):
+    """Loads subcommands on demand; what is not one is a spec to compile."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 -- click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        name = "import_" if cmd_name == "import" else cmd_name  # a word of the language is no name for a module
+        module = importlib.import_module(f"parcompile.cli.{_TOGETHER.get(name, name)}")
+        command = getattr(module, f"{name}_command" if name in _TOGETHER else "command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # The deepspeed launcher puts this before what the user wrote; ranks read it from the environment.
+        args = args[1:] if args and args[0].startswith("--local_rank=") else args
+        if args and (args[0] not in (*_COMMANDS, "--help", "-h", "--version") or _is_folder_of_plan(args)):
+            _refuse_misspelt(args[0])
+            args = ["compile", *args]
+        return super().parse_args(ctx, args)
+
+
+def _is_folder_of_plan(args: list[str]) -> bool:
+    """Whether `plan` is the folder of a plan, as most are called, and not the command, which names a cluster."""
+    named = any(re.match(r"(\d+x)?\d+x[A-Za-z]", one) for one in args[1:]) or {"-h", "--help"} & set(args)
+    return args[0] == "plan" and not named and Path("plan").exists()
+
+
+def _refuse_misspelt(word: str) -> None:
+    """A word that is no file but nearly a command is a misspelt command.
+
+    Raises:
+        UsageError: names the command.
+    """
+    if word.startswith("-") or not word.replace("-", "").isalpha() or Path(word).exists():
+        return
+    from parcompile.diagnostics import closest
+
+    near = closest(word, _COMMANDS)
+    if near is not None:
+        raise click.UsageError(f"there is no command or file {word!r}; did you mean `parcompile {near}`?")
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`parcompile SPEC -o DIR` is short for `parcompile compile SPEC -o DIR`. "
+    "Commands that read a plan take a spec too, and the reverse.",
+)
+@click.version_option(__version__, message="parcompile %(version)s")
+def cli() -> None:
+    """Check a parallel training spec and compile it into a plan.
+
+    The plan lists every decided value, its memory and time, and the files that launch it.
+    """
+
+
+def main() -> NoReturn:
+    """The console script."""
+    end(run())
+
+
+def run() -> int:
+    """Does what `sys.argv` says. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
+    try:
+        # Commands return nothing; what comes back is the code of a command that asked to exit.
+        code = int(cli.main(standalone_mode=False, prog_name="parcompile") or OK)
+    except click.ClickException as error:
+        said = io.StringIO()
+        error.show(said)
+        say(said.getvalue(), err=True, nl=False)
+        code = USAGE
+    except PluginError as error:
+        say(f"Error: [E001] the {error}", err=True)
+        code = USAGE
+    except (click.Abort, KeyboardInterrupt):
+        say("parcompile: interrupted", err=True)
+        code = 130
+    except BrokenPipeError:
+        # Whoever reads standard output has left: closing it quietly avoids a second error at exit.
+        sys.stderr.close()
+        code = OK
+    except OSError as error:
+        where = error.filename or "standard output"
+        say(f"Error: {where} cannot be written: {error.strerror}", err=True)
+        code = USAGE
+    return _flushed(code)
+
+
+def _flushed(code: int) -> int:
+    """The exit code once everything is written; that of a failure when standard output cannot take it (a full disk)."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stderr.close()
+    except OSError as error:
+        if code != USAGE:
+            say(f"Error: standard output cannot be written: {error.strerror}", err=True)
+        # What is still buffered would fail once more when the interpreter closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USAGE
+    return code

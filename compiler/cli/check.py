@@ -20,18 +20,17 @@ import click
 
 from parcompile.backends.kinds import CHECKED, FILLERS, MODEL, UNKNOWN, Certainty, named_files
 from parcompile.diagnostics import Diagnostic, has_errors
-from parcompile.diagnostics.reporters import FORMATS, report
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import FORMATS, Style, hanging, report
 from parcompile.pipeline import Checked, check_any, check_read
 from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
-from .main import SPEC_HAS_ERRORS, USAGE, say
+from . import SPEC_HAS_ERRORS, USAGE, say
 from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
 
 if TYPE_CHECKING:
-    from parcompile.lint.deepspeed.usage import UsageOptions
+    from parcompile.lint.deepspeed import UsageOptions
 
 _ROUNDS = 100
 
@@ -220,7 +219,7 @@ def _usage(version: str | None, used_with: str | None) -> UsageOptions | None:
     if version is None and used_with is None:
         return None
     from parcompile.backends.deepspeed.table import UnknownVersionError, nearest
-    from parcompile.lint.deepspeed.usage import UsageOptions
+    from parcompile.lint.deepspeed import UsageOptions
 
     if version is not None:
         try:

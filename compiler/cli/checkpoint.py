@@ -16,7 +16,7 @@ from parcompile.layout.groups import DENSE_AXES
 from parcompile.plan import PlanError, load_plan
 from parcompile.version import how_to_install
 
-from .main import say
+from . import say
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 

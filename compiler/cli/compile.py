@@ -9,15 +9,14 @@ import click
 
 from parcompile.backends.registry import losses, render
 from parcompile.backends.writing import differences, locked_targets, write
-from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging, report
 from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.plan import Plan, load_plan
 from parcompile.plan.sections import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
-from .main import SPEC_HAS_ERRORS, say
+from . import SPEC_HAS_ERRORS, say
 from .options import chosen_targets, no_estimate_option, target_option
 
 

@@ -9,7 +9,7 @@ import click
 from parcompile.backends.artefacts import to_text
 from parcompile.version import how_to_install
 
-from .main import say
+from . import say
 from .options import read_plan
 
 

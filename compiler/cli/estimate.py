@@ -20,8 +20,7 @@ from parcompile.cost.estimate import Estimate, estimate
 from parcompile.cost.table import columns, headed, table
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
-from parcompile.diagnostics.reporters import report
-from parcompile.diagnostics.reporters.dispatch import Style
+from parcompile.diagnostics.reporters import Style, report
 from parcompile.layout.groups import Axis
 from parcompile.pipeline import Checked, check_file, is_plan, require_lossless_spec
 from parcompile.plan import Plan, compile_plan, load_plan
@@ -34,7 +33,7 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from .main import SPEC_HAS_ERRORS, say
+from . import SPEC_HAS_ERRORS, say
 from .options import positive_number
 
 MOST_CELLS = 4096
@@ -150,8 +149,8 @@ def refuse_longer(document_length: int | None, sequence_length: int) -> None:
 
 def _plot(file: Path, plan: Plan, result: Estimate) -> None:
     """The memory and the step of an estimate as one drawing."""
+    from parcompile.show.pictures import Subject
     from parcompile.show.pictures.front import picture
-    from parcompile.show.pictures.shapes import Subject
     from parcompile.show.pictures.svg import svg
 
     subject = Subject(plan, result)

@@ -13,14 +13,14 @@ import click
 from parcompile.atomic import write_file
 from parcompile.backends.importers import kinds
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.importing import ImportConflictError, Imported, foreign, import_document
 from parcompile.schema import example
 from parcompile.text import SourceError
 from parcompile.user_files import parse_json
 
+from . import SPEC_HAS_ERRORS, say
 from .init import chosen_model
-from .main import SPEC_HAS_ERRORS, say
 from .options import accelerator_option, sequence_length_option
 
 _OPTIONS: dict[SpecPath, str] = {

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
+from parcompile.cli import say
 from parcompile.cli.compile import command as compile_command
-from parcompile.cli.main import say
 from parcompile.cli.options import (
     accelerator_name,
     accelerator_option,
@@ -24,7 +24,7 @@ from parcompile.cli.options import (
 )
 from parcompile.cli.search import progress_bar
 from parcompile.diagnostics import closest
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.machines import named_accelerator
 from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets

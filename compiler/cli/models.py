@@ -18,7 +18,7 @@ from parcompile.model.presets import text_part
 from parcompile.model.tables import counts_of, table_of
 from parcompile.spec.resolve.model import read_config
 
-from .main import say
+from . import say
 
 _NEAR = 0.8
 """How alike a name is to the type that was meant: others are as alike to `glm` as `chatglm` is."""

@@ -12,13 +12,13 @@ from pathlib import Path
 import click
 
 from parcompile.cli.init import fine_tuning, fine_tuning_line
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.project import EXECUTABLE, project_files, small_spec
 from parcompile.searching.first import sequence_length_of
 from parcompile.user_files import read_text
 
+from . import say
 from .init import chosen_model, offer_lines, offered, spec_text
-from .main import say
 from .options import accelerator_option, sequence_length_option
 
 _EXISTING = click.Path(exists=True, path_type=Path)

@@ -21,7 +21,7 @@ from parcompile.rules import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
 
-from .main import SPEC_HAS_ERRORS
+from . import SPEC_HAS_ERRORS
 
 if TYPE_CHECKING:
     from parcompile.plan import Plan

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli.main import say
+from parcompile.cli import say
 from parcompile.cli.options import positive_number, read_plan
-from parcompile.diagnostics.reporters.dispatch import writable
+from parcompile.diagnostics.reporters import writable
 from parcompile.doctor import judge, read_all
 from parcompile.version import how_to_install
 

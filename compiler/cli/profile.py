@@ -16,7 +16,7 @@ from parcompile import schema
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import write
-from parcompile.cli.main import say
+from parcompile.cli import say
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain

@@ -16,7 +16,7 @@ from parcompile.text import Document, SourceError, read_file
 from parcompile.user_files import parse_json
 from parcompile.version import how_to_install
 
-from .main import say
+from . import say
 from .options import positive_number
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from parcompile import schema
 from parcompile.backends.deepspeed.table import UnknownVersionError, order
 from parcompile.cost.table import columns
 from parcompile.diagnostics import closest
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.lint.advisories import DEEPSPEED, Advisory, advisories, records
 from parcompile.lint.registry import Page, pages
 from parcompile.machines import Accelerator, accelerators
-from parcompile.schema.validation import draft07
+from parcompile.schema import draft07
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
-from .main import say
+from . import say
 
 
 @click.command("accelerators")

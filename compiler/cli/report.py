@@ -9,13 +9,13 @@ import click
 
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
-from parcompile.diagnostics.reporters.dispatch import Style
+from parcompile.diagnostics.reporters import Style
 from parcompile.plan import Plan, PlanError
 from parcompile.show.page.run_page import run_page, short, text
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 from parcompile.show.run import NoRunError, Run, figures, read_run
 
-from .main import say
+from . import say
 from .options import read_plan
 
 _BESIDE = ("plan.json", "plan/plan.json", "../plan.json", "../plan/plan.json")

@@ -16,7 +16,7 @@ import click
 from parcompile.atomic import write_file
 from parcompile.cli.profile import read_set
 from parcompile.cost.table import columns, headed, verdict
-from parcompile.diagnostics.reporters.dispatch import Style, hanging, wrapped
+from parcompile.diagnostics.reporters import Style, hanging, wrapped
 from parcompile.layout.groups import Axis
 from parcompile.searching.ranking import Ranked, SearchResult, search
 from parcompile.searching.space import VIRTUAL, Candidate, open_space
@@ -24,8 +24,8 @@ from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
+from . import say
 from .estimate import checked_spec, refuse, refuse_longer
-from .main import say
 
 
 @click.command("search")

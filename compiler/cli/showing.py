@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from parcompile.backends.artefacts import to_text
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.plan.sections import rank_groups
 from parcompile.show.markdown import as_markdown
 
-from .main import say
+from . import say
 from .options import read_plan
 
 

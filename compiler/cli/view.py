@@ -8,16 +8,16 @@ from pathlib import Path
 import click
 
 from parcompile.atomic import write_file
-from parcompile.diagnostics.reporters.dispatch import Style
+from parcompile.diagnostics.reporters import Style
 from parcompile.plan import Plan
 from parcompile.plan.sections import summary
-from parcompile.show.page.data import read_search
+from parcompile.show.page import read_search
 from parcompile.show.page.render import page
+from parcompile.show.pictures import WIDE, Subject
 from parcompile.show.pictures.front import KINDS, as_markdown, as_text, picture
-from parcompile.show.pictures.shapes import WIDE, Subject
 from parcompile.show.pictures.svg import PngError, png, svg
 
-from .main import say
+from . import say
 from .options import read_plan
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}

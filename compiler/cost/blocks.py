@@ -31,13 +31,13 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpLayout, chunk_ids
 from parcompile.layout.shards import padded_vocab_size
+from parcompile.model import Parameter, within
 from parcompile.model.blocks import Block, Exchange, Local
 from parcompile.model.compressed_keys import CompressedKeys
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import INPUTS
-from parcompile.model.table import Parameter, within
 
 from .context_exchanges import ContextExchange
 from .workload import Workload

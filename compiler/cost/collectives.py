@@ -57,12 +57,12 @@ from parcompile.layout.shards import (
     shared_tokens,
     takes_muon,
 )
+from parcompile.model import Parameter, within
 from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import family_of
 from parcompile.model.family import Experts
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import Parameter, within
 from parcompile.model.user_module import LAYER, UserModule
 
 from .activations import BLOCKS, GATED_RESIDUALS

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES, takes_muon
+from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.table import within
 
 from .parameters import trained_tensors
 from .workload import Workload

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
+from parcompile.model import within
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import within
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
 from .blocks import (

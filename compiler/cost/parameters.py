@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import GroupKind, group_kind, tensor_layout
+from parcompile.model import Parameter, ParameterTable, within
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import Parameter, ParameterTable, within
 
 
 def stage_numel(

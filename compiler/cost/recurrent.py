@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parcompile.layout.pipeline import Stage
+from parcompile.model import within
 from parcompile.model.blocks.delta import KimiDelta
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.lightning import Lightning
@@ -15,7 +16,6 @@ from parcompile.model.blocks.recurrent import STATE_BYTES, Recurrent
 from parcompile.model.blocks.short_convolution import ShortConvolution
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import within
 
 from .activations import LayerBytes
 from .blocks import compressed_layers, gathered_bytes, handed_bytes

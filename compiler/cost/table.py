@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.layout.groups import Axis
 from parcompile.units import GIB, format_bytes, format_seconds
 

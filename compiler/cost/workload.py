@@ -29,9 +29,9 @@ from parcompile.layout.shards import (
     tensor_layout,
 )
 from parcompile.machines import Accelerator, find_accelerator
+from parcompile.model import Parameter
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import Parameter
 
 from .parameters import expert_numel, numels_apart, rank_parameters, trained_tensors
 

@@ -1,4 +1,443 @@
-"""Why a run hangs, has died, is slow or computes something else: read from what its ranks have left."""
+"""Why a run hangs, has died, is slow or computes something else: read from what its ranks have left.
 
-from .judging import judge
-from .reading import Evidence, Verdict, read_all
+From everything that was read to one verdict: the gravest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parcompile.units import format_bytes, format_seconds
+
+from . import hang, logs
+from .logs import PHASES, Fact, read_log
+from .metrics import WINDOW, usual
+from .reading import Evidence, Verdict, read_all, some
+from .records import Message, Rank
+
+if TYPE_CHECKING:
+    from parcompile.cost.estimate import Estimate
+    from parcompile.plan import Plan
+
+FEWEST_STEPS, WARM_UP = 4, 2
+"""Steps of which memory and time are judged, after the first ones."""
+GROWTH = 0.03
+"""The share of what a rank holds by which it has to grow."""
+STRAGGLER = 0.1
+"""The share of a step for which all others wait for one rank."""
+EXPOSED = 0.6
+"""The share of a step that a rank waits for messages."""
+_RECORD = (
+    "runs of a plan write records/ beside it: send SIGUSR1 to every rank, or wait for the time-out, and read them",
+    "other engines: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE=DIR/trace_",
+    "keep each rank's output (torchrun --log-dir, srun --output=%t.log), and `py-spy dump --pid PID > rank-N.txt`",
+)
+_BROKEN = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "imed out wait",
+)
+
+
+def judge(found: Evidence, plan: Plan | None = None) -> Verdict:
+    """The verdict on what was read; of a plan, also how far the run is from it."""
+    hung = _hang(found)
+    verdict = (
+        _start(found)
+        or _build(found, is_waiting=True)
+        or (hung if hung and hung.cause in hang.DIVERGED else None)
+        or _nonfinite(found)
+        or _out_of_memory(found, plan)
+        or hung
+        or _error(found)
+        or _build(found, is_waiting=False)
+        or _growth(found)
+        or _spike(found)
+        or _slow(found, plan)
+        or _nothing(found)
+    )
+    size = f" of {found.world_size}" if found.world_size else ""
+    messages = sum(len(one.messages) for one in found.ranks.values())
+    said = f"ranks {len(found.ranks)}{size}, messages {messages:,}, rows of metrics {len(found.metrics)}, "
+    said += f"lines of logs that say something {len(found.facts)}"
+    unread = dict(sorted(found.unreadable.items())[:20])
+    return replace(verdict, read={"files": found.files, "said": said, "unreadable": unread})
+
+
+def _of(found: Evidence, *kinds: str) -> list[Fact]:
+    return [one for one in found.facts if one.kind in kinds]
+
+
+def _events(found: Evidence, *signs: str) -> dict[int, str]:
+    """Ranks that ended of something that is told by these words, with what they said."""
+    every = [(rank, event) for rank, one in sorted(found.ranks.items()) for event in one.events]
+    return {rank: event for rank, event in every if any(sign in event for sign in signs)}
+
+
+def _quoted(found: Evidence, told: Mapping[int, str]) -> list[str]:
+    first = {event: rank for rank, event in reversed([*told.items()])}
+    return [f"{found.ranks[rank].source}: {event[:300]}" for event, rank in list(first.items())[:3]]
+
+
+def _build(found: Evidence, *, is_waiting: bool) -> Verdict | None:
+    """Ranks that wait for a build of an extension of torch; or, where nobody is known to wait, a lock that is left."""
+    stacks = {**{rank: one.stack for rank, one in found.ranks.items()}, **found.stacks}
+    waiting = sorted(rank for rank, stack in stacks.items() if any(logs.WAITING in line for line in stack[-2:]))
+    roots = {Path(one.text) for one in _of(found, "build")}
+    if bool(waiting) != is_waiting or not (waiting or roots or found.locks):
+        return None
+    locks = {one.path: one for one in (*found.locks, *(logs.locks_below(roots) if waiting or roots else ()))}
+    left = [one for one in locks.values() if one.is_left]
+    evidence = [*map(str, left or locks.values()), *(f"rank {rank}: {stacks[rank][-1]}" for rank in waiting[:4])]
+    who = f"{some(waiting)} wait{'s' * (len(waiting) == 1)} for" if waiting else "each run waits for"
+    if left:
+        names = ", ".join(Path(one.path).parent.name for one in left)
+        said = f"{who} a build of torch's extension {names} that nobody finishes: a killed process left its lock"
+        return _not_started("build lock", said, waiting, evidence, [f"rm {one.path}, and start again" for one in left])
+    if not waiting:
+        return None
+    if locks:
+        said = f"{who} the build of an extension of torch, which is under way"
+        return _not_started("build", said, waiting, evidence, ["wait: a build takes minutes"])
+    said = f"{who} the build of an extension of torch by another process"
+    advice = "on the host of the rank: where no ninja runs, rm ~/.cache/torch_extensions/*/*/lock, and start again"
+    return _not_started("build", said, waiting, evidence, [advice])
+
+
+def _not_started(cause: str, said: str, ranks: list[int], evidence: list[str], advice: list[str]) -> Verdict:
+    return Verdict("start", cause, said, tuple(ranks), evidence=evidence, advice=advice)
+
+
+def _start(found: Evidence) -> Verdict | None:
+    told = [*_events(found, "do not run the same").values(), *(one.text for one in _of(found, "versions"))]
+    if not told:
+        return None
+    other = {int(one) for part in re.findall(r"rank ([\d, ]+) has", told[0]) for one in part.split(",")} - {0}
+    if 2 * len(other) > found.world_size > 0:
+        other = set(range(found.world_size)) - other
+    advice = ["start every rank from the same environment and the same plan"]
+    return Verdict("start", "versions", told[0], tuple(sorted(other)), evidence=told[:3], advice=advice)
+
+
+def _nonfinite(found: Evidence) -> Verdict | None:
+    names = ("loss", "gradient_norm")
+    rows = [row for row in found.metrics if not all(math.isfinite(row.get(name, 0.0)) for name in names)]
+    told, lines = _events(found, "is not a finite number"), _of(found, "nonfinite")
+    if not rows and not told and not lines:
+        return None
+    evidence = [*_quoted(found, told), *map(str, lines[:3])]
+    evidence += [f"{found.metrics_file}: step {row['step']:.0f}: loss {row.get('loss')}" for row in rows[:1]]
+    advice = ["go on from a checkpoint before that step, and look at that batch and that layer in fp32"]
+    places = {rank: one.nonfinite for rank, one in found.ranks.items() if one.nonfinite}
+    if not places:
+        step = int(rows[0]["step"]) if rows else None
+        said = f"a loss or norm is not finite{'' if step is None else f', first at step {step}'}"
+        return Verdict("wrong", "not finite", said, step=step, evidence=evidence, advice=[*advice, _RECORD[0]])
+    first = min(places.values(), key=_order)
+    ranks = tuple(sorted(rank for rank, one in places.items() if _order(one) == _order(first)))
+    said = f"step {first['step']}: the first value that is not finite leaves layer {first['layer']} {first['phase']}"
+    return Verdict("wrong", "not finite", said, ranks, **_place(first), evidence=evidence, advice=advice)
+
+
+def _place(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one.get(name) for name in ("step", "micro_batch", "layer", "phase")}
+
+
+def _order(place: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Forward goes up through the layers, backward down."""
+    forward, layer = "forward" in str(place.get("phase")), int(place.get("layer") or 0)
+    return int(place.get("step") or 0), int(place.get("micro_batch") or 0), not forward, layer if forward else -layer
+
+
+def _out_of_memory(found: Evidence, plan: Plan | None) -> Verdict | None:
+    facts = _of(found, "device memory", "host memory")
+    told = _events(found, "CUDA out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
+    if not facts and not told:
+        return None
+    rank = next(iter(told), facts[0].rank if facts else None)
+    facts += [fact for event in told.values() for fact in read_log(event, "records") if fact.kind == "device memory"]
+    numbers = next((one.numbers for one in facts if "total" in one.numbers), {})
+    place = dict(found.ranks[rank].place) if rank in found.ranks else {}
+    if not place and numbers.get("phase", -1) >= 0:
+        place["phase"] = f"in the {PHASES[int(numbers['phase'])]}"
+    who = "the run" if rank is None else f"rank {rank}"
+    said = f"{who} ran out of memory{' ' + place['phase'] if place.get('phase') else ''}"
+    evidence = [*map(str, facts[:3]), *_quoted(found, told)]
+    advice = ["name the plan with --plan: then the largest part and the changes that fit are listed"]
+    if plan is not None:
+        said, advice = _beside_plan(plan.estimate(), numbers, said)
+    cause = "host memory" if facts and facts[0].kind == "host memory" else "device memory"
+    return Verdict(
+        "memory", cause, said, () if rank is None else (rank,), **_place(place), evidence=evidence, advice=advice
+    )
+
+
+def _beside_plan(estimate: Estimate, numbers: Mapping[str, float], said: str) -> tuple[str, list[str]]:
+    """How far the run is from its plan, and the changes that fit."""
+    from parcompile.cost.changes import changes_that_fit
+
+    peak, (low, high) = estimate.memory.peak, estimate.memory.interval_bytes
+    said += (
+        f"; the plan expects {format_bytes(peak.total_bytes)} ({format_bytes(low)} to {format_bytes(high)}), most of "
+    )
+    said += f"it {peak.largest}"
+    if "total" in numbers:
+        held = numbers["total"] - numbers.get("free", 0.0)
+        said += f"; the device held {format_bytes(held)}, {held / peak.total_bytes - 1:+.0%}"
+    changes = [
+        f"set {', '.join(f'{name} to {value}' for name, value in one.settings.items())}: peak "
+        f"{format_bytes(one.memory.peak.total_bytes)}, step {one.cost:+.0%}; `parcompile preflight` checks it"
+        for one in changes_that_fit(estimate.work)[:3]
+    ]
+    return said, changes or ["no change of the spec fits: use more nodes"]
+
+
+def _hang(found: Evidence) -> Verdict | None:
+    told = [replace(fact, place=one.source) for one in found.ranks.values() for fact in read_log(_text(one), "")]
+    lost: dict[int, str] = {}
+    for fact in (*told, *found.facts):
+        if fact.kind in ("dead", "stopped") and fact.rank is not None:
+            one = found.ranks.get(fact.rank)
+            if one is None or not (one.error or one.has_ended):
+                lost.setdefault(fact.rank, str(fact))
+    return (
+        _network(found, lost)
+        or hang.judge(found.ranks, lost, found.world_size)
+        or _watchdog(found)
+        or _at_store(found)
+        or hang.judge_stacks(found.stacks)
+    )
+
+
+def _text(one: Rank) -> str:
+    return "\n".join(one.events)
+
+
+def _network(found: Evidence, lost: Mapping[int, str]) -> Verdict | None:
+    """Ranks lost their connections though none of them has died, ended, or failed of something else."""
+    broken = _events(found, *_BROKEN)
+    others = [one for rank, one in found.ranks.items() if one.error and rank not in broken and not _follows(one.error)]
+    is_whole = len(found.ranks) == found.world_size and not any(one.has_ended for one in found.ranks.values())
+    if not broken or lost or others or not is_whole or hang.deviations(found.ranks):
+        return None
+    failed = [m for rank in broken for m in found.ranks[rank].messages if m.state in hang.UNDONE]
+    first = min(failed, key=lambda m: m.seconds, default=None)
+    said = f"the connections of {some(list(broken))} broke, and all ranks were alive"
+    advice = ["look at the links between the hosts of these ranks"]
+    where = first.where() if first else {}
+    return Verdict("hang", "network", said, tuple(broken), **where, evidence=_quoted(found, broken), advice=advice)
+
+
+def _follows(error: str) -> bool:
+    """Whether an error of a rank is that of another one, which it names."""
+    return error.startswith("rank ") or "another has failed" in error
+
+
+def _watchdog(found: Evidence) -> Verdict | None:
+    """From NCCL's own lines: the rank that was at an earlier collective than the others."""
+    lines = {one.rank: one for one in _of(found, "watchdog") if one.rank is not None}
+    if not lines:
+        return None
+    numbers = {rank: int(one.numbers["seq"]) for rank, one in lines.items()}
+    low, high = min(numbers.values()), max(numbers.values())
+    late = tuple(sorted(rank for rank, number in numbers.items() if number == low)) if low < high else ()
+    said = f"{some(sorted(lines))} timed out in a collective"
+    said += f"; {some(late)} was at number {low}, others at {high}" if late else ""
+    evidence = [str(one) for one in list(lines.values())[:4]]
+    return Verdict("hang", "time-out", said, late, evidence=evidence, advice=_RECORD[:2])
+
+
+def _at_store(found: Evidence) -> Verdict | None:
+    if not (lines := _of(found, "store")):
+        return None
+    said = "the wait for the store ended in vain: some ranks have not started, or its address cannot be reached"
+    advice = ["compare MASTER_ADDR, MASTER_PORT and the world size of all ranks"]
+    return Verdict("hang", "store", said, evidence=[str(one) for one in lines[:4]], advice=advice)
+
+
+def _error(found: Evidence) -> Verdict | None:
+    """A rank that failed of itself, or what logs say of the end."""
+    own = {rank: one.error for rank, one in sorted(found.ranks.items()) if one.error and not _follows(one.error)}
+    own = {rank: error for rank, error in own.items() if not any(sign in error for sign in _BROKEN)} or own
+    if own:
+        first = next(iter(own))
+        ranks = [rank for rank in own if own[rank] == own[first]]
+        cause = "ended early" if "the batches ended after" in own[first] else "error"
+        where = found.ranks[first].messages[-1].where() if found.ranks[first].messages else {}
+        said = f"{some(ranks)} failed: {own[first]}"
+        return Verdict("died", cause, said, tuple(ranks), **where, evidence=_quoted(found, own))
+    facts = _of(found, "dead", "killed", "stopped", "time limit", "network", "data", "error", "lost", "exit")
+    if not facts:
+        return None
+    # What ranks and launchers say when another rank has ended comes after what that one said.
+    facts.sort(key=lambda one: one.kind in ("lost", "exit") or "ChildFailedError" in one.text)
+    fact, exits = facts[0], {one.rank for one in _of(found, "exit")}
+    if fact.rank is None and fact.kind == "error" and len(exits) == 1:
+        fact = replace(fact, rank=exits.pop())
+    said, cause = fact.text, {"data": "ended early", "killed": "dead", "exit": "error"}.get(fact.kind, fact.kind)
+    advice = [hang.ADVICE["dead"] if cause == "dead" else _RECORD[0]]
+    if fact.kind == "killed":
+        said = f"a rank was ended by signal {fact.text.rpartition('-')[2]}"
+        advice.append(
+            "DeepSpeed's line names the rank that it started last, whichever died: --enable_each_rank_log DIR"
+        )
+    elif fact.rank is not None:
+        said = f"rank {fact.rank} failed: {said}"
+    blamed = () if fact.rank is None else (fact.rank,)
+    return Verdict("died", cause, said[:300], blamed, evidence=[str(one) for one in facts[:4]], advice=advice)
+
+
+def _steps(one: Rank) -> list[Mapping[str, Any]]:
+    """The steps of a rank behind the first ones; none where there are few."""
+    rows = [row for row in one.steps if all(isinstance(row.get(name), int | float) for name in ("seconds", "bytes"))]
+    return rows[WARM_UP:] if len(rows) >= FEWEST_STEPS + WARM_UP else []
+
+
+def _growth(found: Evidence) -> Verdict | None:
+    """A rank whose memory rises from step to step."""
+    rises: dict[int, float] = {}
+    for rank, one in found.ranks.items():
+        held = [float(row["bytes"]) for row in _steps(one)]
+        ups = sum(after > before for before, after in itertools.pairwise(held))
+        if held and held[-1] - held[0] > max(GROWTH * held[0], 2**24) and ups >= 0.8 * (len(held) - 1):
+            rises[rank] = (held[-1] - held[0]) / (len(held) - 1)
+    if not rises:
+        return None
+    most = max(rises.values())
+    ranks = sorted(rank for rank, rise in rises.items() if rise > most / 4)
+    one, rows = found.ranks[ranks[0]], _steps(found.ranks[ranks[0]])
+    first, last = (f"{format_bytes(row['bytes'])} after step {row['step']}" for row in (rows[0], rows[-1]))
+    said = f"{some(ranks)} holds {format_bytes(most)} more after each step"
+    advice = ["look for tensors that are kept from step to step: losses without .item() or .detach(), caches, hooks"]
+    evidence = [f"{one.source}: {first}, {last}"]
+    return Verdict("memory", "growth", said, tuple(ranks), step=rows[0]["step"], evidence=evidence, advice=advice)
+
+
+def _spike(found: Evidence) -> Verdict | None:
+    """The first step whose loss or norm leaves what the steps before it show, and stays there."""
+    for name in ("loss", "gradient_norm"):
+        rows = [(int(row["step"]), row[name]) for row in found.metrics if name in row]
+        values = [value for _, value in rows]
+        for place, (middle, bound) in enumerate(usual(values[:-2]), WINDOW):
+            step, value = rows[place]
+            if min(values[place : place + 3]) > bound:
+                said = f"step {step}: {name.replace('_', ' ')} {value:.4g}; it was about {middle:.4g}, and stays higher"
+                advice = ["go on from a checkpoint before it, with a smaller learning rate or without that batch"]
+                evidence = [f"{found.metrics_file}: step {step}: {name} {value:.6g}"]
+                return Verdict("wrong", "left its interval", said, step=step, evidence=evidence, advice=advice)
+    return None
+
+
+def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
+    """A rank that all others wait for, steps that are longer than the plan says, or exposed communication."""
+    rows = {rank: each for rank, one in found.ranks.items() if (each := _steps(one))}
+    if not rows:
+        return None
+    typical = statistics.median(float(row["seconds"]) for each in rows.values() for row in each)
+    late = sorted(lateness(found.ranks).items(), key=lambda one: -one[1][0])
+    phases = _phases(rows)
+    said_phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in phases.items())
+    evidence = [f"a step takes {format_seconds(typical)}: {said_phases}"]
+    if late and late[0][1][0] > max(STRAGGLER, 2 * late[1][1][0] if len(late) > 1 else 0):
+        rank, (share, at) = late[0]
+        said = f"all others wait for rank {rank} in {share:.0%} of the time, most of all {at.item.phase or 'there'}"
+        advice = [f"look at the machine of rank {rank} (clocks, temperature, other processes) and its data loading"]
+        evidence += [f"{found.ranks[rank].source}: the last of its groups to post, at most {at}"]
+        return Verdict("slow", "straggler", said, (rank,), **at.where(), evidence=evidence, advice=advice)
+    time = None if plan is None or plan.spec.other_machine() else plan.estimate().time
+    if time is not None and typical > time.interval_seconds[1]:
+        low, high = map(format_seconds, time.interval_seconds)
+        said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
+        planned = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
+        longest = max(phases, key=lambda name: phases[name], default=None)
+        return Verdict("slow", "longer than planned", said, phase=longest, evidence=[*evidence, f"planned: {planned}"])
+    waiting = min(
+        statistics.median(float(row.get("waiting_seconds") or 0.0) / max(row["seconds"], 1e-9) for row in each)
+        for each in rows.values()
+    )
+    if waiting > EXPOSED:
+        said = f"every rank waits for messages in {waiting:.0%} of a step or more: communication is exposed"
+        advice = ["`parcompile search` finds layouts that send less"]
+        return Verdict("slow", "exposed communication", said, evidence=evidence, advice=advice)
+    return None
+
+
+def _phases(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Seconds of each phase in a typical step."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in itertools.chain(*rows.values()):
+        for name, seconds in dict(row.get("phases") or {}).items():
+            found[name].append(float(seconds))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def lateness(ranks: Mapping[int, Rank]) -> dict[int, tuple[float, Message]]:
+    """Of each rank the share of a typical step for which it was the last of a group to post, and where it was most so.
+
+    Clocks of hosts differ: a rank's least distance from the first of its groups counts as the distance of its clock.
+    """
+    every = hang.Messages(ranks).posted.values()
+    met = [one for one in every if len(one) > 1 and all(m.item.phase != hang.STARTING for m in one.values())]
+    clocks: dict[int, float] = {}
+    for one in met:
+        first = min(m.seconds for m in one.values())
+        clocks |= {rank: min(clocks.get(rank, math.inf), m.seconds - first) for rank, m in one.items()}
+    lost: dict[int, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    times: dict[int | None, list[float]] = defaultdict(list)
+    worst: dict[int, tuple[float, Message]] = {}
+    free: dict[int, float] = defaultdict(float)
+    for one in sorted(met, key=lambda one: max(m.seconds for m in one.values())):
+        (before, _), (last, rank) = sorted((m.seconds - clocks[rank], rank) for rank, m in one.items())[-2:]
+        # A rank that was held up by another one in the message before is not to blame for that time.
+        late = max(last - max(before, free[rank]), 0.0)
+        lost[rank][one[rank].step] += late
+        times[one[rank].step] += [before, last]
+        worst[rank] = max(worst.get(rank, (-1.0, one[rank])), (late, one[rank]), key=lambda pair: pair[0])
+        free |= dict.fromkeys(one, last)
+    # Of the first step and the last one the records hold a part.
+    steps = [step for step, each in times.items() if 2 * len(each) > max(map(len, times.values()))]
+    spans = {step: (max(times[step]) - min(times[step])) or math.inf for step in steps}
+    shares = {rank: statistics.median(row[step] / spans[step] for step in steps) for rank, row in lost.items()}
+    if len(steps) < FEWEST_STEPS - 1:
+        shares = dict.fromkeys(shares, 0.0) | _least_waiting(ranks)
+    return {rank: (share, worst[rank][1]) for rank, share in shares.items() if rank in worst}
+
+
+def _least_waiting(ranks: Mapping[int, Rank]) -> dict[int, float]:
+    """The rank that waits least in nearly every step, and by which share of the step less than any other one."""
+    rows = {rank: {int(row["step"]): row for row in _steps(one)} for rank, one in ranks.items()}
+    margins: dict[int, list[float]] = defaultdict(list)
+    for step in set.intersection(*map(set, rows.values())) if len(rows) > 1 else ():
+        waits = {
+            rank: float(each[step].get("waiting_seconds") or 0.0) / max(float(each[step]["seconds"]), 1e-9)
+            for rank, each in rows.items()
+        }
+        least, second = sorted(waits.values())[:2]
+        for rank, waiting in waits.items():
+            margins[rank].append(second - waiting if waiting == least else 0.0)
+    return {rank: sorted(each)[len(each) // 4] for rank, each in margins.items()}
+
+
+def _nothing(found: Evidence) -> Verdict:
+    if found.ranks and len(found.ranks) >= found.world_size > 0:
+        advice = ["if it hangs or is slow all the same, send SIGUSR1 to every rank and read the records again"]
+        said = "nothing is wrong in what was read"
+        if open_ranks := [rank for rank, one in sorted(found.ranks.items()) if not one.events]:
+            said += f"; {some(open_ranks)} left no word of an end"
+            advice.append(
+                "if they run no more, they were killed together: look at the launcher, the scheduler, the machine"
+            )
+        return Verdict("nothing", "none", said, advice=advice)
+    if found.metrics and not found.ranks:
+        return Verdict("nothing", "none", "the metrics show nothing wrong", advice=_RECORD)
+    return Verdict("unknown", "too little", "what was read does not say what is wrong", advice=_RECORD)

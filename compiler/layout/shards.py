@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from parcompile.model.table import Parameter, Part, Split
+from parcompile.model import Parameter, Part, Split
 
 from .groups import Axis, Grid
 

@@ -23,7 +23,7 @@ from parcompile.diagnostics import Path as KeyPath
 from parcompile.text import Document, Result
 
 if TYPE_CHECKING:
-    from .deepspeed.usage import UsageOptions
+    from .deepspeed import UsageOptions
 
 Check = Callable[[Document], list[Diagnostic]]
 
@@ -82,7 +82,7 @@ def checker(read: Result, kind: str, file: Path | None, usage: UsageOptions | No
 
         return as_on_a_command_line(read), check_file
     if kind == GPT_NEOX:
-        from .gpt_neox.check import check_file
+        from .gpt_neox import check_file
 
         return read, check_file
     assert kind == DEEPSPEED, kind

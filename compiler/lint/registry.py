@@ -17,7 +17,7 @@ from parcompile.diagnostics import Diagnostic, Path, Severity
 from parcompile.rules import BROKEN_PLUGIN, INEXPRESSIBLE, Example, Finding, Rule, all_rules, page_of
 from parcompile.user_files import shipped
 
-from .deepspeed.usage import UsageContext, UsageOptions
+from .deepspeed import UsageContext, UsageOptions
 
 _ROOMS = {DEEPSPEED: ("deepspeed", "advisories"), MEGATRON: ("megatron", "advisories"), GPT_NEOX: (GPT_NEOX,)}
 """The folders with the rules for each kind of file."""

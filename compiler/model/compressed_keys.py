@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .table import FROZEN, Cut
+from . import FROZEN, Cut
 
 WORDS = "compressed KV, some chosen by an indexer"
 """What distinguishes a type that has them."""

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import FROZEN, PARTIAL, STREAM, Cut, Part, Split, columns, rows
 from .blocks import Block
 from .family import Experts, Family
 from .shape import ModelShape
 from .shared_blocks import BLOCK
-from .table import FROZEN, PARTIAL, STREAM, Cut, Part, Split, columns, rows
 from .tables import Repeated
 
 # Which key of a configuration the expression of a dim counts.

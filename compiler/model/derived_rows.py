@@ -13,11 +13,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from . import FROZEN, STREAM, Cut, Layers, Parameter, ParameterTable, Part, Split, vocabulary
 from .cutting import OUTPUTS, PROJECTIONS, Place, cuts_of, own_key, places_of
 from .families import FAMILIES
 from .family import Family
 from .shape import Biases, ModelShape
-from .table import FROZEN, STREAM, Cut, Layers, Parameter, ParameterTable, Part, Split, vocabulary
 from .tables import Repeated, TableError, repeated, table_of
 from .user_module import LAYER, InjectionRule, UserModule
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from . import within
 from .blocks import Block
 from .blocks.experts import MoeShape as MoeShape
 from .compressed_keys import LowRank
 from .layers import LayerAttention, LayerBlocks, LayerKind, LayerRuns
 from .shared_blocks import INPUTS, SharedBlocks
-from .table import within
 from .user_module import UserModule
 
 B = TypeVar("B", bound=Block)

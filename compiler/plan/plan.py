@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from parcompile.layout.groups import Groups
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import TensorLayout, tensor_layout
+from parcompile.model import Parameter, ParameterTable
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.table import Parameter, ParameterTable
 from parcompile.spec import Spec
 from parcompile.text import SourceError
 from parcompile.version import __version__

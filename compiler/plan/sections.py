@@ -18,7 +18,7 @@ from parcompile.cost.step import timing
 from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.traffic import alternatives, placement, step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics.reporters.dispatch import hanging
+from parcompile.diagnostics.reporters import hanging
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, GroupFamily, reach
 from parcompile.layout.groups import Groups as PlanGroups
 from parcompile.layout.pipeline import Schedule, Stage
@@ -31,7 +31,7 @@ from parcompile.layout.sequence import (
     token_ranges,
 )
 from parcompile.layout.shards import TensorLayout, even_shard, is_decayed, takes_muon
-from parcompile.model.table import Layers, Parameter, spans
+from parcompile.model import Layers, Parameter, spans
 from parcompile.spec import Spec
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_milliseconds

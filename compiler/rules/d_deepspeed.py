@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import (
+from parcompile.backends.deepspeed import (
     DECIDED_BY,
     FORBIDDEN,
     FORBIDDEN_ZERO,

@@ -11,12 +11,12 @@ from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places, repeated_ranges
+from parcompile.model import Parameter
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import added_families, family_of
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
-from parcompile.model.table import Parameter
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 

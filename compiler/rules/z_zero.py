@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from parcompile.backends.deepspeed.facts import GATHERED, NO_NVME, OWN_CHECKPOINTS, has_effect, reach
+from parcompile.backends.deepspeed import GATHERED, NO_NVME, OWN_CHECKPOINTS, has_effect, reach
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.model.blocks.experts import router_biases

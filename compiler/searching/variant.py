@@ -11,7 +11,7 @@ from typing import Any
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity, format_path
 from parcompile.layout.groups import AXES, Axis
-from parcompile.plan.tree import REFUSAL_PREFIX
+from parcompile.plan import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, MEMORY_RULES, Rule, all_rules
 from parcompile.spec import Provenance
 from parcompile.spec.resolve import Resolution, Unavailable

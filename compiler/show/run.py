@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.doctor.metrics import MAX_BYTES, METRICS, RUN, WINDOW, read_metrics, usual
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 from parcompile.user_files import parse_json, read_bytes, read_text
 
 WARM_UP = 3

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parcompile.plan import Plan, plan_tree
+from parcompile.plan import Plan, digest, plan_tree, spec_from_tree
 from parcompile.plan.holding import expert_places, further_ep_ranks, model_parallel_places
-from parcompile.plan.tree import digest, spec_from_tree
 from parcompile.runtime.errors import RunError
 from parcompile.spec import Precision
 from parcompile.text.typed import Reader, integer, list_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parcompile.layout.shards import Ranges, TensorLayout
-from parcompile.model.table import Parameter
+from parcompile.model import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, expert_places
 from parcompile.runtime.errors import RunError

@@ -36,7 +36,7 @@ Changed:
 - `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
   backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
 - The `forward`, `backward` and `step` of an engine in pipeline stages refuse to be called by users.
-  `pipeline.execution`
+  `pipeline`
 - The accelerator gives way to one without memory. `preflight.stand_in`
 - `checkpoint_engine` of an engine (runtime/checkpoint_engine/checkpoint_engine.py): all that `save_checkpoint` and
   `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
@@ -92,7 +92,7 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
   AutoEP are. `mark_sharded_experts`
 - `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
-- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups.joining`
+- The methods of an mpu (utils/groups.py, runtime/engine.py). `groups`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
   `checkpoint.state_file`, `checkpoint.writing`, `checkpoint.reading`
 - `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for

@@ -29,8 +29,7 @@ from parcompile.runtime.deepspeed_patches.engine import with_optimizer
 from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables
-from parcompile.runtime.groups import Mesh, join
-from parcompile.runtime.groups.joining import Mpu
+from parcompile.runtime.groups import Mesh, Mpu, join
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.heads import count_once
 from parcompile.runtime.inject.loading import draws_all, initial_model

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import TensorLayout
-from parcompile.model.table import Parameter
+from parcompile.model import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.progress import progress
@@ -36,7 +36,7 @@ from parcompile.runtime.router_losses import without_router_losses
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
-from .world import MAX_RANKS, LocalWorld
+from . import MAX_RANKS, LocalWorld
 
 _IMPORTED = ("parcompile.runtime", "torch._inductor.compile_fx")
 """What takes a rank seconds to import, once for all of them."""

@@ -22,8 +22,7 @@ from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import FOLLOWING
 from parcompile.model.tables import class_default
-from parcompile.plan import Plan
-from parcompile.plan.tree import identified
+from parcompile.plan import Plan, identified
 from parcompile.runtime.model.configuration import planned_config
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.shards import Ranges, TensorLayout, repeated_ranges
+from parcompile.model import Parameter
 from parcompile.model.derived_rows import CLASSIFIER
-from parcompile.model.table import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError

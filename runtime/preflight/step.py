@@ -31,8 +31,7 @@ from parcompile.runtime.deepspeed_patches.sharded_weights import is_of_stage_3
 from parcompile.runtime.engine import options_for_deepspeed
 from parcompile.runtime.engine.unsharded import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm
-from parcompile.runtime.groups import Mesh
-from parcompile.runtime.groups.joining import Mpu
+from parcompile.runtime.groups import Mesh, Mpu
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.optimizers import join_shards

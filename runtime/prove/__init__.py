@@ -1,12 +1,133 @@
 """Does an engine train what one process would? Small drawn runs of any engine, compared with plain torch.
 
 `ranks/` runs in the engine's interpreter; what is here draws, shrinks and reports, and imports no engine.
+
+Many cells of one engine, and the fewest features of those that are wrong.
 """
 
-from .certificate import Certificate, Proved
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .certificate import Certificate, Proved, shown
 from .engine import Engine, EngineError
 from .given import Given, GivenError, given, of_plan
-from .proving import prove, shrink, verify
+from .ranks.cells import AXES, simplest, text_of, world_size
+from .ranks.comparison import RED
+
+MOST_RANKS = 8
+
+
+def prove(
+    engine: Engine,
+    cells: Sequence[Mapping[str, Any]],
+    *,
+    seed: int = 0,
+    most_ranks: int = MOST_RANKS,
+    shrinks: bool = True,
+    each: Callable[[int, Proved], object] = lambda *_: None,
+) -> Certificate:
+    """Runs cells, one after the other.
+
+    Args:
+        engine: which is asked.
+        cells: values of its features; what one leaves out has its simplest value.
+        seed: by which they were drawn; it is written into the certificate.
+        most_ranks: more are not started.
+        shrinks: whether to look for the fewest features of a red cell, and to explain it.
+        each: is told of each cell as it ends, with its number from 1.
+
+    Raises:
+        ValueError: a cell has a feature or a value that the engine has not, or takes more ranks.
+        EngineError: the engine's process ended.
+    """
+    whole = [completed(engine.features, cell, most_ranks) for cell in cells]
+    ended = []
+    for number, cell in enumerate(whole, 1):
+        proved = Proved(cell, engine.run(cell))
+        if proved.verdict == RED and shrinks:
+            smallest = shrink(engine, cell)
+            answer = {**proved.answer, "explanation": engine.explain(smallest), **shown(engine, smallest)}
+            proved = Proved(cell, answer, smallest)
+        ended.append(proved)
+        each(number, proved)
+    return Certificate(engine.name, engine.versions, engine.code, seed, tuple(ended), engine.features)
+
+
+def completed(
+    features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any], most_ranks: int = MOST_RANKS
+) -> dict[str, Any]:
+    """A cell with all features.
+
+    Raises:
+        ValueError: it names a feature, or gives it a value, that the engine has not, or takes more ranks.
+    """
+    whole = simplest(features)
+    for name, value in cell.items():
+        if name == "seed":
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise ValueError(f"seed {value!r} is no whole number from 0")
+            whole[name] = value
+        elif name not in features:
+            raise ValueError(f"the engine has no feature {name!r}; it has {', '.join(features)}")
+        elif name in ("config", "plan") or (cell.get("plan") and name in (*AXES, "ep")):
+            if type(value) is not (str if name in ("config", "plan") else int) or value in (0, -1):
+                raise ValueError(f"{name} {value!r}: this is no value of it")
+            whole[name] = value
+        elif value not in features[name]:
+            known = ", ".join(map(str, features[name]))
+            raise ValueError(f"{name} {value!r}: the engine's adapter has {known}")
+        else:
+            whole[name] = features[name][features[name].index(value)]  # 1 for True
+    if (ranks := world_size(whole)) > most_ranks:
+        sizes = " × ".join(f"{axis} {whole[axis]}" for axis in AXES if whole.get(axis, 1) != 1)
+        raise ValueError(f"{sizes} takes {ranks} ranks, and at most {most_ranks} are started")
+    return whole
+
+
+def shrink(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """A red cell as few of whose features as possible are not the simplest: each is tried until none can go."""
+    smallest, goes_on = dict(cell), True
+    while goes_on:
+        goes_on = False
+        for candidate in _simpler(engine.features, smallest):
+            if engine.run(candidate)["verdict"] == RED:
+                smallest, goes_on = candidate, True
+                break
+    return smallest
+
+
+def _simpler(features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Cells with one feature at its simplest; those of fewer ranks first, since they are fastest."""
+    changed = [{**cell, name: values[0]} for name, values in features.items() if cell[name] != values[0]]
+    yield from sorted(changed, key=world_size)
+
+
+def verify(engine: Engine, certificate: Certificate, most_ranks: int = MOST_RANKS) -> list[str]:
+    """What differs when the cells of a certificate run again: a sentence for each; none where all are as it says.
+
+    Raises:
+        ValueError: it is of another engine, has features that this one has not, or takes more ranks.
+        EngineError: the engine's process ended.
+    """
+    both_files = certificate.engine.endswith(".py") and engine.name.endswith(".py")  # whose content is in `code`
+    if certificate.engine != engine.name and not both_files:
+        raise ValueError(f"the certificate is of {certificate.engine}, and this engine is {engine.name}")
+    whole = [completed(engine.features, proved.cell, most_ranks) for proved in certificate.cells]
+    said = []
+    if certificate.code != engine.code:
+        said.append(f"the code that judges has {engine.code}, that of the certificate {certificate.code}")
+    for name in {**certificate.versions, **engine.versions}:
+        ours, theirs = (versions.get(name, "not there") for versions in (engine.versions, certificate.versions))
+        if ours != theirs:
+            said.append(f"{name} is {ours}, that of the certificate {theirs}")
+    for proved, cell in zip(certificate.cells, whole, strict=True):
+        again = engine.run(cell)
+        if again["verdict"] != proved.verdict:
+            said.append(f"{text_of(cell, engine.features)}: {again['verdict']}, the certificate says {proved.verdict}")
+    return said
+
 
 __all__ = [
     "Certificate",

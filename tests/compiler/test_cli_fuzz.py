@@ -40,7 +40,7 @@ def test_a_traceback_is_found_with_its_place(attack, monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr(importlib.import_module("parcompile.cli.main"), "run", fail)
+    monkeypatch.setattr(importlib.import_module("parcompile.cli"), "run", fail)
     _, end = attack.run(0)
     assert end.failure is not None
     assert end.failure.what == "KeyError"
@@ -49,7 +49,7 @@ def test_a_traceback_is_found_with_its_place(attack, monkeypatch: pytest.MonkeyP
 def test_memory_and_time_are_watched(attack, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["fuzzing.attack"]
     monkeypatch.setattr(module, "GROWTH_BYTES", 2**20)
-    monkeypatch.setattr(importlib.import_module("parcompile.cli.main"), "run", lambda: bytearray(2**25).count(1))
+    monkeypatch.setattr(importlib.import_module("parcompile.cli"), "run", lambda: bytearray(2**25).count(1))
     assert attack.run(0)[1].failure.what == "memory"
 
     def turn() -> None:
@@ -57,7 +57,7 @@ def test_memory_and_time_are_watched(attack, monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr(module, "SECONDS", 0.2)
-    monkeypatch.setattr(importlib.import_module("parcompile.cli.main"), "run", turn)
+    monkeypatch.setattr(importlib.import_module("parcompile.cli"), "run", turn)
     assert attack.run(0)[1].failure.what == "too long"
 
 

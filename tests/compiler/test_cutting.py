@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from parcompile.model import families
+from parcompile.model import Parameter, Part, Split, families
 from parcompile.model.cutting import leading_key
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import BUILT_IN
 from parcompile.model.family import Experts, Family, Latent, Norm, by_type, family_from
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.table import Parameter, Part, Split
 from parcompile.model.tables import table_of
 
 SMALL: dict[str, Any] = {

@@ -17,8 +17,8 @@ import pytest
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.cli.check import command as check_command
 from parcompile.diagnostics import Severity
+from parcompile.lint.deepspeed import UsageOptions
 from parcompile.lint.deepspeed.constructors import on_host
-from parcompile.lint.deepspeed.usage import UsageOptions
 from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import check_any
 

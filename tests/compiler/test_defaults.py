@@ -14,7 +14,7 @@ from layout_cases import spec_tree
 from parcompile import schema
 from parcompile.layout.groups import AXES
 from parcompile.pipeline import check_read
-from parcompile.schema.validation import NoDefaultError, default
+from parcompile.schema import NoDefaultError, default
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 from parcompile.text import parse

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from parcompile.model.presets import Preset, presets
-from parcompile.model.tables import TableError, complete, counts_of, covered, left_out, parameters, table_of
+from parcompile.model.tables import TableError, complete, counts_of, covered, in_layers, left_out, parameters, table_of
 from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
-from parcompile.model.tables.parameters import in_layers
 
 LLAMA = {
     "vocab_size": 61,

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import compile_tree, spec_tree
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.doctor import Verdict, judge, read_all
 from parcompile.doctor.records import FORMAT, HEAD_BYTES, MESSAGE, SLOT_BYTES, file_name
 from parcompile.schema import validate

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from layout_cases import compile_tree
 
 import parcompile
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.cost.changes import NAMES, changes_that_fit
 from parcompile.cost.estimate import estimate
 from parcompile.cost.footprint import HOPELESS, SAFE, footprint
@@ -24,7 +24,7 @@ from parcompile.pipeline import check_file, check_read
 from parcompile.searching import first
 from parcompile.searching.first import first_spec
 from parcompile.show.page.render import page
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 from parcompile.spec.values import workload_of
 from parcompile.text import Result as Text
 from parcompile.text.edits import apply_edit

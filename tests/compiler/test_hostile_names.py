@@ -50,7 +50,7 @@ def test_no_control_character_reaches_the_terminal(tmp_path: Path, format_: str)
 
 DRIVER = """
 import json, sys
-from parcompile.cli.main import main
+from parcompile.cli import main
 
 for words in json.loads(sys.argv[1]):
     sys.argv[1:] = words

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parcompile.backends.deepspeed import facts
+from parcompile.backends import deepspeed
 from parcompile.backends.deepspeed.read import IMPORTER
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.reading import Outcome
@@ -143,18 +143,18 @@ def test_our_table_of_defaults_is_that_of_the_classes() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for kind, known in (
-        (FusedAdam, facts.ADAM),
-        (torch.optim.Adam, facts.ADAM),
-        (torch.optim.AdamW, facts.TORCH_ADAMW),
+        (FusedAdam, deepspeed.ADAM),
+        (torch.optim.Adam, deepspeed.ADAM),
+        (torch.optim.AdamW, deepspeed.TORCH_ADAMW),
     ):
         found = inspect.signature(kind).parameters
         assert {name: found[name].default for name in known} == {**known, "betas": tuple(known["betas"])}
-    for name, known in facts.SCHEDULERS.items():
+    for name, known in deepspeed.SCHEDULERS.items():
         found = inspect.signature(getattr(lr_schedules, name)).parameters
         assert {key: found[key].default for key in known} == known
-    assert config.get_gradient_clipping({}) == facts.DEFAULTS["gradient_clipping"]
-    assert DeepSpeedZeroConfig().stage == facts.DEFAULTS["zero_optimization.stage"]
-    assert DeepSpeedFP16Config().loss_scale == facts.DEFAULTS["fp16.loss_scale"]
+    assert config.get_gradient_clipping({}) == deepspeed.DEFAULTS["gradient_clipping"]
+    assert DeepSpeedZeroConfig().stage == deepspeed.DEFAULTS["zero_optimization.stage"]
+    assert DeepSpeedFP16Config().loss_scale == deepspeed.DEFAULTS["fp16.loss_scale"]
 
 
 def test_an_undecided_precision_is_asked_for() -> None:

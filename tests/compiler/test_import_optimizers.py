@@ -14,7 +14,7 @@ from test_import_deepspeed import imported as of_deepspeed
 from test_import_megatron import LLAMA, MODEL, carried
 
 import parcompile
-from parcompile.backends.deepspeed import facts
+from parcompile.backends import deepspeed
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.importers import importer
 from parcompile.backends.megatron.write import arguments, as_list
@@ -81,7 +81,7 @@ def test_our_defaults_of_optimizers_are_those_of_their_classes() -> None:
 
     for kind, name in ((torch.optim.SGD, "sgd"), (torch.optim.Adagrad, "adagrad")):
         found = inspect.signature(kind).parameters
-        known = {**facts.OPTIMIZERS[name], **{key: value for key, value in facts.OFF.items() if key in found}}
+        known = {**deepspeed.OPTIMIZERS[name], **{key: value for key, value in deepspeed.OFF.items() if key in found}}
         assert {key: found[key].default for key in known} == known
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     groups = [
@@ -89,7 +89,7 @@ def test_our_defaults_of_optimizers_are_those_of_their_classes() -> None:
         {"params": [torch.nn.Parameter(torch.zeros(2))], "use_muon": False},
     ]
     of_matrices, of_others = SingleDeviceMuonWithAuxAdam(groups).param_groups
-    muon = facts.OPTIMIZERS["muon"]
+    muon = deepspeed.OPTIMIZERS["muon"]
     assert (of_matrices["momentum"], of_matrices["weight_decay"]) == (muon["momentum"], muon["weight_decay"])
     assert (list(of_others["betas"]), of_others["eps"]) == (muon["betas"], muon["eps"])
     update = inspect.signature(inspect.unwrap(muon_update)).parameters

@@ -19,9 +19,9 @@ from parcompile.layout.sequence import (
     work,
 )
 from parcompile.layout.shards import SplitError, part_ranges, tensor_layout
+from parcompile.model import Parameter, Part, Split
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.table import Parameter, Part, Split
 
 
 def layouts(heads: int, kv_heads: int, width: int, tp: int, hidden: int = 1024) -> dict[str, tuple[int, ...]]:

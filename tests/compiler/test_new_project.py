@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import parcompile
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.model.presets import preset_alike
 from parcompile.searching.first import TOKENS, batch_of, first_spec
 from parcompile.searching.ranking import search

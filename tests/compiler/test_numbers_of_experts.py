@@ -13,14 +13,14 @@ from layout_cases import compile_tree, spec_tree
 
 from parcompile.backends.registry import render
 from parcompile.backends.writing import write
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.layout.shards import ADAM_STATE_BYTES, MASTER_BYTES
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import ChangeKind, difference
 from parcompile.rules import example_spec
 from parcompile.show.markdown import as_markdown
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 from parcompile.show.pictures.splits import lines
 from parcompile.text import parse
 from parcompile.units import format_bytes

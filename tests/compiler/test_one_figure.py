@@ -11,19 +11,18 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import compile_tree, spec_tree
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import timing
 from parcompile.machines import accelerators
 from parcompile.model.presets import presets
-from parcompile.plan import Plan
+from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import difference
 from parcompile.plan.sections import summary
-from parcompile.plan.tree import plan_tree
 from parcompile.show.markdown import as_markdown
 from parcompile.show.page.render import page
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 

@@ -16,9 +16,9 @@ from parcompile.layout.groups import AXES, AxisGroups
 from parcompile.layout.sequence import CpLayout, work
 from parcompile.plan import load_plan, plan_tree
 from parcompile.show.markdown import plain, table
+from parcompile.show.pictures import DENSE_AXES, NARROW, WIDE, Box, Cells, Subject, Text, ticks
 from parcompile.show.pictures import svg as colours
 from parcompile.show.pictures.front import KINDS, as_text, picture
-from parcompile.show.pictures.shapes import DENSE_AXES, NARROW, WIDE, Box, Cells, Subject, Text, ticks
 from parcompile.show.pictures.svg import svg
 
 GOLDEN = Path(__file__).parents[1] / "golden"

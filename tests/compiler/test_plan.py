@@ -17,9 +17,8 @@ from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import artefacts, write
 from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file
-from parcompile.plan import Plan, PlanError, load_plan, plan_from_tree, plan_tree, sections
-from parcompile.plan.tree import digest
-from parcompile.show.page.data import remarks
+from parcompile.plan import Plan, PlanError, digest, load_plan, plan_from_tree, plan_tree, sections
+from parcompile.show.page import remarks
 
 SPECIFICATIONS = Path(__file__).parent.parent / "specs"
 SPECS = {

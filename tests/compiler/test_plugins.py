@@ -355,7 +355,7 @@ wrong = Family(table=table_like("llama"), refusals=7)
 DRIVER = """
 import json, sys
 from parcompile import entry_points
-from parcompile.cli.main import run
+from parcompile.cli import run
 
 entry_points.IMPORT_SECONDS, entry_points.SECONDS = 2, 0.5
 for words in json.loads(sys.argv[1]):

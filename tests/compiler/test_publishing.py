@@ -17,7 +17,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 
 import parcompile
 from parcompile import schema
-from parcompile.schema.validation import draft07
+from parcompile.schema import draft07
 from parcompile.version import how_to_install
 
 ROOT = Path(__file__).parents[2]

@@ -22,9 +22,8 @@ from parcompile.cost.workload import Workload
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
-from parcompile.plan import plan_tree
+from parcompile.plan import load_plan, plan_tree
 from parcompile.plan.diff import difference
-from parcompile.plan.tree import load_plan
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import open_space
 from parcompile.show.pictures.timeline import timetable

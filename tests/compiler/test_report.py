@@ -20,8 +20,8 @@ from parcompile.cost.estimate import estimate
 from parcompile.doctor.metrics import usual
 from parcompile.plan import Plan, plan_tree
 from parcompile.show.page.run_page import run_page
+from parcompile.show.pictures import Line
 from parcompile.show.pictures.curves import draw, spark
-from parcompile.show.pictures.shapes import Line
 from parcompile.show.run import read_run
 from parcompile.spec.values import workload_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.lint.advisories import advisories, records
-from parcompile.lint.deepspeed.usage import UsageOptions
+from parcompile.lint.deepspeed import UsageOptions
 from parcompile.lint.registry import FileRule, file_rules
 from parcompile.pipeline import Checked, check_any
 

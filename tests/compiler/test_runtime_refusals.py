@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from layout_cases import MIXTRAL
 
 from parcompile.backends.kinds import BUILT_IN, LAUNCHERS
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.rules import OTHER_TOOL, Rule, all_rules, example_spec, rule_targets
 from parcompile.rules import check as check_rules
 from parcompile.spec.resolve import Resolution

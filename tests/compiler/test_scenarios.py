@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 
 Run = Callable[..., str]
 

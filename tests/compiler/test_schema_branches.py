@@ -70,8 +70,8 @@ CASES: list[tuple[dict[str, Any], list[tuple[str, tuple[object, ...]]]]] = [
 def test_the_deepest_useful_error_is_said(
     tree: dict[str, Any], expected: list[tuple[str, tuple[object, ...]]], monkeypatch: pytest.MonkeyPatch
 ):
-    for function in (schema.validation._validator, schema.validation._view):
-        monkeypatch.setattr(schema.validation, function.__name__, function.__wrapped__)
-    monkeypatch.setattr(schema.validation, "load", lambda _: ALTERNATIVES)
+    for function in (schema._validator, schema._view):
+        monkeypatch.setattr(schema, function.__name__, function.__wrapped__)
+    monkeypatch.setattr(schema, "load", lambda _: ALTERNATIVES)
     found = schema.validate(tree, "test").diagnostics
     assert [(one.code, one.path) for one in found] == expected

@@ -7,7 +7,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from test_schema_messages import GOOD, MISTAKES, changed
 
 from parcompile import schema
-from parcompile.schema.validation import draft07
+from parcompile.schema import draft07
 
 
 @pytest.mark.parametrize("name", schema.names())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.cli.main import _COMMANDS
+from parcompile.cli import _COMMANDS
 
 pytestmark = pytest.mark.xdist_group("test_screens")  # all are made at once, in half a minute
 
@@ -104,7 +104,7 @@ def test_a_screen_fits_80_columns(name: str, screens: dict[str, str]) -> None:
 def test_the_help_of_a_command_begins_with_a_sentence_that_fits_the_list_of_commands(name: str) -> None:
     from click.testing import CliRunner
 
-    from parcompile.cli.main import cli
+    from parcompile.cli import cli
 
     runner = CliRunner(env={"COLUMNS": "80"})
     listed = runner.invoke(cli, ["--help"]).output

@@ -18,8 +18,7 @@ import pytest
 from click.testing import CliRunner
 from layout_cases import spec_tree
 
-from parcompile.cli import main
-from parcompile.cli.main import cli
+from parcompile.cli import cli, main
 from parcompile.cli.search import PROGRESS_SECONDS
 from parcompile.cost.calibration import TIE
 from parcompile.cost.context_time import EQUAL
@@ -36,8 +35,8 @@ from parcompile.searching.first import first_spec
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, ZERO_STAGES, Space, cuts, open_space
 from parcompile.searching.variant import changed, variant
+from parcompile.show.pictures import WIDE, Box
 from parcompile.show.pictures.front import draw
-from parcompile.show.pictures.shapes import WIDE, Box
 
 FOLDER = Path()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.text.shell import ShellLimitError, invocations
 from parcompile.text.shell.syntax import MAX_WORK
 from parcompile.text.shell.words import known

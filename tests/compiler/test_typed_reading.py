@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.text.typed import Reader, WrongValueError, integer, number, shown, word
 
 ROOT = Path(__file__).parents[2]

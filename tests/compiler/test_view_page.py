@@ -17,11 +17,10 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import padded_shard
-from parcompile.plan import Plan, load_plan
-from parcompile.plan.tree import written
-from parcompile.show.page.data import remarks, section
+from parcompile.plan import Plan, load_plan, written
+from parcompile.show.page import remarks, section
 from parcompile.show.page.render import page
-from parcompile.show.pictures.shapes import Subject
+from parcompile.show.pictures import Subject
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LARGE = "llama-3.1-405b-128k-16384-gpus"

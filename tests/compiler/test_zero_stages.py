@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from parcompile.backends.deepspeed.facts import FORBIDDEN_ZERO, GATHERED, OWN_CHECKPOINTS, VERSION, has_effect
+from parcompile.backends.deepspeed import FORBIDDEN_ZERO, GATHERED, OWN_CHECKPOINTS, VERSION, has_effect
 from parcompile.backends.kinds import DEEPSPEED
-from parcompile.lint.deepspeed.usage import UsageContext
+from parcompile.lint.deepspeed import UsageContext
 from parcompile.lint.registry import Settings, check_settings
 from parcompile.pipeline import check_read
 from parcompile.rules import example_spec

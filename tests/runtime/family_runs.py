@@ -180,7 +180,7 @@ def clip(model: nn.Module, mesh: Any) -> float:
     A tied embedding that another stage counts is left out, by DeepSpeed's name for it.
     """
     from parcompile.layout.groups import EXPERT_DP
-    from parcompile.runtime.expert_parallel.experts import is_dealt
+    from parcompile.runtime.expert_parallel import is_dealt
     from parcompile.runtime.inject.heads import counted
 
     squares = torch.zeros(2, dtype=torch.float64)

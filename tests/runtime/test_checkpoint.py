@@ -19,7 +19,7 @@ from ranks import RankError, run_ranks
 from training_runs import initial_model, make_plan, samples, train_in_one_process
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.checkpoint import SavedRun, export, read_note, save, verify

@@ -24,7 +24,7 @@ from ranks import run_ranks
 from training_runs import initial_model, make_plan, samples
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.diff import file_layout
 from parcompile.runtime import RunError

@@ -10,9 +10,9 @@ from drawn_configurations import draw
 from families import FAMILIES, tiny_config
 from plan_styles import cut_dim
 
+from parcompile.model import Parameter
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.table import Parameter
 from parcompile.model.tables import Derived, parameters, table_of
 
 LAYER = "model.layers.{layer}"

@@ -15,7 +15,7 @@ import pytest
 from test_training_files import CHAT, MARKED, megatron, tokenizer
 from training_runs import make_plan
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.data import PlanLoader

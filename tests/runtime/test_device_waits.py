@@ -14,12 +14,12 @@ import torch
 from device_waits import DeviceCounter
 from training_runs import make_plan
 
+from parcompile.runtime import transport
 from parcompile.runtime.preflight.compare import compare_messages
 from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
-from parcompile.runtime.transport import lanes
 from parcompile.runtime.transport.backend import to_device
 
 
@@ -77,8 +77,8 @@ def test_tensor_parallel_pieces_never_wait_and_count_as_planned(rows: int, monke
     parallelism = {"tp": 2, "sequence_parallel": True}
     plan = make_plan(2, parallelism, training=training, extra={"cluster": cluster})
     launches = []
-    for least in (lanes.PIECE_BYTES, 1):
-        monkeypatch.setattr(lanes, "PIECE_BYTES", least)
+    for least in (transport.PIECE_BYTES, 1):
+        monkeypatch.setattr(transport, "PIECE_BYTES", least)
         with stand_in(plan, 1) as mesh, MetaTracker(mesh) as tracker:
             built, _ = build_sharded(mesh, tracker)
             with DeviceCounter() as device:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import make_plan
 
-from parcompile.runtime import RunError
+from parcompile.runtime import RunError, groups
 from parcompile.runtime.engine.initialization import _place
-from parcompile.runtime.groups import create_groups, joining, rendezvous
+from parcompile.runtime.groups import create_groups, rendezvous
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 
 
@@ -82,7 +82,7 @@ def test_a_rank_creates_its_own_groups_only_and_connects_them_in_order(
 
     connected = []
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(joining, "connect", lambda group, _: connected.append(dist.get_process_group_ranks(group)))
+    monkeypatch.setattr(groups, "connect", lambda group, _: connected.append(dist.get_process_group_ranks(group)))
     mesh = create_groups(plan, 9, torch.device("meta"))
     wanted = [plan.groups.of_rank(name, 9) for name in plan.groups.names]
     pairs = [plan.groups.of_rank("pp", 9)] * 2  # for hidden states and for gradients
@@ -123,7 +123,7 @@ def test_a_communicator_is_made_where_several_ranks_have_gpus(
     for ranks, device in (([8, 9], "cuda:1"), ([9], "cuda:1"), ([8, 9], "cpu")):
         group = SimpleNamespace(_get_backend=lambda _: backend)
         monkeypatch.setattr(dist, "get_world_size", lambda _, ranks=ranks: len(ranks))
-        joining.connect(group, torch.device(device))  # type: ignore[arg-type]
+        groups.connect(group, torch.device(device))  # type: ignore[arg-type]
     assert made == [torch.device("cuda:1")]
 
 

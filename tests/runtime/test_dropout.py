@@ -197,8 +197,8 @@ def _masks(seed: int, name: str, first_sample: int) -> Tensor:
     """Which elements of [3, 8, 4096] a dropout of 0.3 drops."""
     from parcompile.layout.sequence import CpLayout
     from parcompile.runtime import micro_batch
+    from parcompile.runtime.drawing import _wrap
     from parcompile.runtime.drawing.draws import Place
-    from parcompile.runtime.drawing.mode import _wrap
 
     module = nn.Dropout(0.3)
     _wrap(module, name, Place(seed, CpLayout.CONTIGUOUS, 1, 0, 1, 0, False), {})
@@ -225,8 +225,8 @@ def test_masks_are_even_and_unrelated() -> None:
 def test_numbers_follow_their_distributions() -> None:
     from parcompile.layout.sequence import CpLayout
     from parcompile.runtime import micro_batch
+    from parcompile.runtime.drawing import _wrap
     from parcompile.runtime.drawing.draws import Place
-    from parcompile.runtime.drawing.mode import _wrap
 
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> list[Tensor]:

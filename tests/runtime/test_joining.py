@@ -154,7 +154,7 @@ def test_a_statement_that_is_none_is_an_error() -> None:
     import torch.distributed as dist
 
     from parcompile.runtime import RunError
-    from parcompile.runtime.groups.joining import agree
+    from parcompile.runtime.groups import agree
 
     store = dist.HashStore()
     for key in ("1", "read/1"):

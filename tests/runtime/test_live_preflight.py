@@ -22,8 +22,7 @@ from training_runs import make_plan, samples
 
 from parcompile.backends.artefacts import to_text
 from parcompile.machines import Link, Measured, find_accelerator
-from parcompile.plan import Plan, plan_tree
-from parcompile.plan.tree import identified
+from parcompile.plan import Plan, identified, plan_tree
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live import Limits, check_job, live_check
 from parcompile.runtime.preflight.live.agreement import (
@@ -198,15 +197,15 @@ def test_too_little_memory_and_disk_are_told_before_a_step_is_tried() -> None:
 
 
 def with_other_groups(rank: int, plan: Plan) -> dict[str, Any]:
-    from parcompile.runtime.preflight.live import stages
+    from parcompile.runtime.preflight import live
 
-    right = stages.join
+    right = live.join
 
     def joined(plan: Plan, **options: Any) -> Any:
         mesh = right(plan, **options)
         return replace(mesh, groups={**mesh.groups, "tp": mesh.groups["dp"], "dp": mesh.groups["tp"]})
 
-    stages.join = joined
+    live.join = joined
     return outcome(rank, plan)
 
 
@@ -219,10 +218,10 @@ def test_groups_that_answer_otherwise_than_planned_are_named() -> None:
 
 
 def fails_on_one(rank: int, plan: Plan, file: str) -> None:
-    from parcompile.runtime.preflight.live import stages
+    from parcompile.runtime.preflight import live
 
     if rank == 1:
-        stages.compare_live_groups = lambda mesh: {}["x"]
+        live.compare_live_groups = lambda mesh: {}["x"]
     report = Path(file)
     check_job(
         plan,
@@ -280,12 +279,13 @@ def test_a_script_gets_one_error_on_every_rank() -> None:
 def check_with(folder: Path, plant: str, *options: str) -> None:
     """The command on two ranks, of which the second dies or hangs while links are measured."""
     from parcompile.cli import main
-    from parcompile.runtime.preflight.live import stages, watch
+    from parcompile.runtime.preflight import live
+    from parcompile.runtime.preflight.live import watch
 
     watch.SILENT_SECONDS = 6
     if os.environ["RANK"] == "1":
         plants = {"die": lambda *_: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda *_: time.sleep(600)}
-        stages.measure = plants[plant]
+        live.measure = plants[plant]
     sys.argv = ["parcompile", "preflight", str(folder), "--live", "--seconds", "1", *options]
     main()
 

@@ -20,7 +20,7 @@ from closeness import assert_within
 from ranks import forked_world
 from training_runs import make_plan
 
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.plan import plan_tree
 from parcompile.runtime import RunError
 from parcompile.runtime.local import RankError, run_local

@@ -20,9 +20,8 @@ from training_runs import make_plan
 from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
-from parcompile.runtime.groups.joining import create_lanes
-from parcompile.runtime.pipeline import PipelinedLoop
-from parcompile.runtime.pipeline.execution import Batch, Outputs, Step, Work
+from parcompile.runtime.groups import create_lanes
+from parcompile.runtime.pipeline import Batch, Outputs, PipelinedLoop, Step, Work
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
 from parcompile.runtime.preflight.step import _batch, _engine

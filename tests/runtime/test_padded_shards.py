@@ -102,11 +102,11 @@ def plans() -> dict[str, Plan]:
 
 def engine_of(rank: int, plan: Plan, only_norm: bool) -> tuple[Any, Any]:
     """One world for all plans."""
-    from parcompile.runtime import initialize, join
+    from parcompile.runtime import groups, initialize, join
     from parcompile.runtime.engine import initialization
-    from parcompile.runtime.groups import create_groups, joining
+    from parcompile.runtime.groups import create_groups
 
-    joined = joining._mesh or join(plan)
+    joined = groups._mesh or join(plan)
     mesh = of_plan(create_groups(plan, rank, joined.device), plan)
     initialization.join = lambda _: mesh
     chosen = (lambda model: [model.model.norm.weight]) if only_norm else None

@@ -31,9 +31,8 @@ from parcompile.cost.collectives import stage_exchanges
 from parcompile.model.presets import find_preset, presets
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
-from parcompile.runtime.preflight import MessageCounter, Report, Tally, preflight
+from parcompile.runtime.preflight import MessageCounter, Report, Tally, chosen_ranks, distinct_ranks, preflight
 from parcompile.runtime.preflight.counting import Counts, by_group
-from parcompile.runtime.preflight.run import chosen_ranks, distinct_ranks
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step

@@ -16,9 +16,9 @@ from parcompile.cost.step import timing
 from parcompile.machines import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import plan_from_tree, plan_tree
+from parcompile.runtime.profiling import RankProfile, measure_rank, preset, slowest
 from parcompile.runtime.profiling.compute import Rate
 from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
-from parcompile.runtime.profiling.machine import RankProfile, measure_rank, preset, slowest
 from parcompile.spec.values import workload_of
 
 

@@ -25,8 +25,7 @@ from launched import Ranks
 
 import parcompile
 import parcompile.runtime.prove
-from parcompile.cli import main
-from parcompile.cli.main import cli
+from parcompile.cli import cli, main
 from parcompile.lint.advisories import advisories
 from parcompile.plan import Plan
 from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, of_plan, prove, shrink, verify

@@ -13,8 +13,7 @@ from ranks import run_ranks
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
-from parcompile.plan import Plan
-from parcompile.plan.tree import identified
+from parcompile.plan import Plan, identified
 
 pytestmark = pytest.mark.ranks
 

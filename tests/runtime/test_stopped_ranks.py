@@ -55,8 +55,7 @@ def train_on_two_hosts(folder: Path, plan: Plan) -> None:
 
 def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
     """Rank 0 stops where joining has come to a function of it. Both begin together."""
-    from parcompile.runtime import join
-    from parcompile.runtime.groups import joining
+    from parcompile.runtime import groups, join
 
     leave(folder, "ready")
     while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
@@ -67,7 +66,7 @@ def join_and_stop(folder: Path, plan: Plan, where: str) -> None:
             leave(folder, "stopped")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-        setattr(joining, where, stop)
+        setattr(groups, where, stop)
     join(plan)
 
 

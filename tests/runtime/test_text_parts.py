@@ -28,8 +28,7 @@ from parcompile.model.catalogue import TEXT_ALIKE, TEXT_PARTS, model_types
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import left_out, text_part
-from parcompile.plan import Plan
-from parcompile.plan.tree import identified
+from parcompile.plan import Plan, identified
 from parcompile.runtime import RunError
 from parcompile.runtime.model.configuration import folder_config
 from parcompile.runtime.model.pretrained import PretrainedFolder, text_name

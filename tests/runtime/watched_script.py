@@ -19,9 +19,8 @@ import torch
 from deepspeed.utils import logger
 from training_runs import samples
 
-from parcompile.runtime import Stopped, StopSignals, initialize, load_plan, report_errors
+from parcompile.runtime import Stopped, StopSignals, groups, initialize, load_plan, report_errors
 from parcompile.runtime.checkpoint import save
-from parcompile.runtime.groups import joining
 
 
 def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_step: str = "-1") -> None:
@@ -29,7 +28,7 @@ def train(plan_file: str, folder: str, fault: str = "", rank: str = "-1", at_ste
     plan = load_plan(plan_file)
     data = samples(plan) * 1000
     if fault == "early" and os.environ["RANK"] == rank:
-        joining.start_world = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        groups.start_world = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     engine, _, loader, _ = initialize(plan=plan, training_data=data, measurements=False)
     mine = engine.mesh.rank == int(rank)
     stop = StopSignals() if fault == "stops" else None

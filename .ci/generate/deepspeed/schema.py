@@ -17,8 +17,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from parcompile.backends.deepspeed.table import ANY, ENTRY, Key, as_schema, classes, newest, table
+from parcompile.lint import deepspeed as fillers
 from parcompile.lint.deepspeed import constructors
-from parcompile.lint.deepspeed import usage as fillers
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "schemas" / "ds_config.schema.json"

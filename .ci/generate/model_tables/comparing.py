@@ -8,8 +8,8 @@ from typing import Any
 from building import ModelType, Sample, nest
 from drawing import Draws
 
+from parcompile.model.tables import parameters
 from parcompile.model.tables.completing import TableError, complete
-from parcompile.model.tables.parameters import parameters
 from parcompile.model.tables.reading import table_from
 
 DEEP = 60

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from building import LAYERS
 
+from parcompile.model.tables import INDICES
 from parcompile.model.tables.expression import compiled
-from parcompile.model.tables.parameters import INDICES
 
 _WORDS = 12
 """Kinds of layers that a list may name, at most."""

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from parcompile.model.tables.parameters import INDICES
+from parcompile.model.tables import INDICES
 
 Names = Sequence[str]
 _REPEATED = re.compile(r"(^|\.)(layers?|h|blocks?|\w+_list)$")

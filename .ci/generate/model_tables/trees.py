@@ -10,8 +10,8 @@ import numpy as np
 from questions import Questions
 from terms import Terms
 
+from parcompile.model.tables import INDICES
 from parcompile.model.tables.expression import compiled
-from parcompile.model.tables.parameters import INDICES
 
 At = tuple[int, tuple[int, ...]]
 """Which configuration, and which indices of its layers."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from parcompile.backends import deepspeed
 from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided, UndecidedError, refuse_optimizer
 from parcompile.schema import load
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.text.typed import Reader, integer, number
 
-from . import facts
 from .table import find, newest
 from .write import ds_config
 
@@ -113,9 +113,9 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
     of_torch, coupled = (source.value(_PARAMS + name, _TYPE) for name in ("torch_adam", "adam_w_mode"))
     if own in ("adam", "adamw"):
         own = "adam" if own == "adam" and coupled is False else "adamw"
-        defaults = facts.TORCH_ADAMW if of_torch is True and own == "adamw" else facts.ADAM
+        defaults = deepspeed.TORCH_ADAMW if of_torch is True and own == "adamw" else deepspeed.ADAM
     else:
-        defaults = facts.OPTIMIZERS[own]
+        defaults = deepspeed.OPTIMIZERS[own]
     draft.set(_TYPE, own, said=True)
     source.defaults = {**source.defaults, **{_PARAMS + name: value for name, value in defaults.items()}}
     for name in defaults:
@@ -124,9 +124,9 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
     rate = _muon(source, draft, coupled=coupled is False) if own == "muon" else _PARAMS + "lr"
     for name in source.under("optimizer.params"):
         key = name.removeprefix(_PARAMS)
-        if key in facts.OFF and source.given[name] != facts.OFF[key]:
+        if key in deepspeed.OFF and source.given[name] != deepspeed.OFF[key]:
             source.lose(name, "the optimizers of a spec have no such setting", changes=True)
-        elif key in facts.OFF or key in facts.SAME_NUMBERS:
+        elif key in deepspeed.OFF or key in deepspeed.SAME_NUMBERS:
             source.ignore(name, "DeepSpeed computes the same without it")
     found = draft.carry(source, rate, (*_OPTIMIZER, "lr"))
     return None if found is None else number(found, rate)
@@ -167,10 +167,10 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
         for name in names:
             source.used.setdefault(name, set()).add(_SCHEDULE)
         return
-    if not isinstance(kind, str) or kind not in facts.SCHEDULERS:
+    if not isinstance(kind, str) or kind not in deepspeed.SCHEDULERS:
         return
     given = {name.removeprefix("scheduler.params."): source.given[name] for name in source.under("scheduler.params")}
-    found = _as_spec(kind, {**facts.SCHEDULERS[kind], **given}, lr)
+    found = _as_spec(kind, {**deepspeed.SCHEDULERS[kind], **given}, lr)
     if found is None:
         return
     rate, schedule = found
@@ -196,7 +196,7 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
         return None
     read = Reader(params, "scheduler.params")
     steps = max(2, read.integer("warmup_num_steps"))
-    said = {"type": facts.SCHEDULE_TYPES[kind], "warmup_steps": steps}
+    said = {"type": deepspeed.SCHEDULE_TYPES[kind], "warmup_steps": steps}
     if kind != "WarmupCosineLR":
         return read.number("warmup_max_lr"), {**said, "min_lr": read.number("warmup_min_lr")}
     first, least = read.number("warmup_min_ratio"), read.number("cos_min_ratio")
@@ -223,7 +223,7 @@ def read_offload(source: Source, draft: Draft, device: str = f"{_HOST}.device") 
             draft.carry(source, pinned, (*_OFFLOAD, "pin_memory"))
         source.value("optimizer.params.fused", (*_OFFLOAD, "device"))
     elif where == "nvme" and reaches:
-        source.lose(device, facts.NO_NVME)
+        source.lose(device, deepspeed.NO_NVME)
     elif where in ("none", None, "cpu", "nvme"):
         for name in {device, *source.under(_HOST)}:
             if source.has(name):
@@ -237,7 +237,7 @@ def read_offload(source: Source, draft: Draft, device: str = f"{_HOST}.device") 
 def read_further(source: Source, draft: Draft, name: str, *, left_to: str) -> None:
     """Takes a key over by its dotted name, unless it cannot go with a plan; `left_to` decides what is "auto"."""
     path = tuple(name.split("."))
-    reason = facts.refusal(path)
+    reason = deepspeed.refusal(path)
     if path[0] not in load("ds_config")["properties"]:
         source.lose(name, "DeepSpeed has no such key")
     elif isinstance(source.given[name], Undecided):
@@ -268,7 +268,7 @@ def _lower(kind: Any) -> Any:
 IMPORTER = Importer(
     tool="DeepSpeed",
     options=options,
-    defaults=lambda: facts.DEFAULTS,
+    defaults=lambda: deepspeed.DEFAULTS,
     read=read,
     written=lambda plan: options(ds_config(plan)),
     meaning=lambda given: {**given, "optimizer.type": _lower(given.get("optimizer.type"))},

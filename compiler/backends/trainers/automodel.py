@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from parcompile.backends import deepspeed
 from parcompile.backends import reading as table
-from parcompile.backends.deepspeed import facts
 from parcompile.backends.reading import (
     Bundle,
     Draft,
@@ -98,8 +98,8 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
         draft.set((*_OPTIMIZER, "type"), own, said=True)
     elif (*_OPTIMIZER, "type") not in draft.answers:
         refuse_optimizer(source, draft, _TARGET, kind, whole=False)
-    if own is not None and own in facts.OPTIMIZERS:
-        for name, default in facts.OPTIMIZERS[own].items():
+    if own is not None and own in deepspeed.OPTIMIZERS:
+        for name, default in deepspeed.OPTIMIZERS[own].items():
             draft.set(
                 (*_OPTIMIZER, name),
                 source.given.get(f"optimizer.{name}", default),

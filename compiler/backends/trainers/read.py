@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.backends.deepspeed import facts
+from parcompile.backends import deepspeed
 from parcompile.backends.deepspeed.read import IMPORTER
 from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
@@ -90,7 +90,7 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
             source.ignore(name, "the size of a buffer, which the plan writes itself")
         else:
             source.ignore(name, "overridden by the options beside it")
-    inner, found = Source(own, facts.DEFAULTS), Draft(draft.answers)
+    inner, found = Source(own, deepspeed.DEFAULTS), Draft(draft.answers)
     IMPORTER.read(inner, found)
     for name, paths in inner.used.items():
         source.used[PREFIX + name] = paths
@@ -238,7 +238,7 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
         draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
     if found in _ARGUMENTS:
         if found == "adagrad":
-            draft.set((*_OPTIMIZER, "eps"), facts.OPTIMIZERS[found]["eps"], said=False)
+            draft.set((*_OPTIMIZER, "eps"), deepspeed.OPTIMIZERS[found]["eps"], said=False)
         _arguments(source, draft, tool.own("optim_args"), _ARGUMENTS[found])
         for one in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             source.ignore(tool.own(one), f"{found} does not read it")

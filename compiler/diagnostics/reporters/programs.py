@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape, quoteattr
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Position, Related, Severity, format_path
 from parcompile.version import __version__
 
-from .dispatch import Context, printable, writable
+from . import Context, printable, writable
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 PAGES = "https://parcompile.readthedocs.io/en/stable/rules.html"

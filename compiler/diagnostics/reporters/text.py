@@ -18,7 +18,7 @@ from typing import TextIO
 
 from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
 
-from .dispatch import Context, Style, printable, wrapped, writable
+from . import Context, Style, printable, wrapped, writable
 
 _TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s"'{}\[\],:]+|.""")
 _TAB = "    "

@@ -10,7 +10,7 @@ from parcompile.backends.kinds import DEEPSPEED, MEGATRON
 from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.lint.advisories import DEEPSPEED as DEEPSPEED_TOOL
 from parcompile.lint.advisories import Advisory, advisories, affecting
-from parcompile.lint.deepspeed.usage import LIGHTNING, UsageOptions
+from parcompile.lint.deepspeed import LIGHTNING, UsageOptions
 from parcompile.lint.registry import Check, Settings, file_rule
 from parcompile.rules import Finding
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
+from parcompile.backends.deepspeed import refusal
 from parcompile.backends.deepspeed import table as words
-from parcompile.backends.deepspeed.facts import refusal
 from parcompile.backends.deepspeed.table import (
     ANY,
     ENTRY,
@@ -40,9 +40,9 @@ from parcompile.schema.values import Findings, named, quoted
 from parcompile.schema.view import Violation
 from parcompile.text import Document, Result
 
+from . import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 from .constructors import wrong_parameters, wrong_paths, wrong_type
 from .lax import How, Read, as_written, read
-from .usage import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 
 AUTO = "auto"
 _REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})

@@ -9,8 +9,8 @@ from typing import Any
 from parcompile.backends.deepspeed.table import Key, find, table
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, format_path
-from parcompile.lint.deepspeed import usage as fillers
-from parcompile.lint.deepspeed.usage import (
+from parcompile.lint import deepspeed as fillers
+from parcompile.lint.deepspeed import (
     ACCELERATE,
     BARE,
     GUESSED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from parcompile.backends.deepspeed.facts import refused_scaling, wrong_scale
+from parcompile.backends.deepspeed import refused_scaling, wrong_scale
 from parcompile.backends.deepspeed.table import order
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity

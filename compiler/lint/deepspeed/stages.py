@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from parcompile.backends.deepspeed.facts import MEMORY, first_stage, has_effect, last_stage, reach
+from parcompile.backends.deepspeed import MEMORY, first_stage, has_effect, last_stage, reach
 from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.deepspeed.constructors import ADAM

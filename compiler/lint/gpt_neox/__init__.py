@@ -1,1 +1,161 @@
-"""A gpt-neox configuration: what gpt-neox refuses, and what DeepSpeed refuses of its part."""
+"""Everything that is wrong with a gpt-neox file: its own keys, and DeepSpeed's in it as DeepSpeed gets them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parcompile.backends.deepspeed.table import find
+from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, versions
+from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
+from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
+from parcompile.diagnostics import Diagnostic, Path, Severity
+from parcompile.lint.deepspeed import BARE, UsageContext, configuration
+from parcompile.lint.registry import Settings, check_settings
+from parcompile.schema.keys import choice, mismatch, unknown_key
+from parcompile.schema.values import Findings, named
+from parcompile.text import Document, Place
+
+_MADE_BY_GPT_NEOX = ("optimizer", "scheduler")
+"""gpt-neox constructs these itself, from its own classes; DeepSpeed is handed what came of them."""
+_BY_DEEPSPEED = "onebitadam"
+"""The optimizer that DeepSpeed constructs for it."""
+_READ_BY_GPT_NEOX = (("fp32_allreduce",),)
+"""Keys that it hands to DeepSpeed, which does not look at them, and reads itself (megatron/mpu/mappings.py)."""
+_TYPE = "K003"
+"""What is still true of them: no class takes text for a number."""
+
+
+def check_file(document: Document) -> list[Diagnostic]:
+    """The diagnostics of a gpt-neox file, each mistake once. Files are meant to be combined: nothing is missing."""
+    if not isinstance(document.tree, dict):
+        return []
+    own = whole(document)
+    rules = check_settings(Settings(own.document.tree, own.document.invalid), GPT_NEOX)
+    found: dict[tuple[Any, ...], Diagnostic] = {}
+    for one in (
+        *_of_deepspeed(for_deepspeed(document)),
+        *map(own.in_file, _of_keys(own.document)),
+        *(own.in_file(own.document.locate(one)) for one in rules),
+    ):
+        found.setdefault((one.code, one.path), one)
+    return list(found.values())
+
+
+def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
+    tree = part.document.tree
+    assert isinstance(tree, dict)
+    keys = configuration.check(part.document, deepspeed(), needs_batch=False)
+    made = () if _is_deepspeeds(tree.get("optimizer")) else _MADE_BY_GPT_NEOX
+    passed = {key: value for key, value in keys.tree.items() if key not in made}
+    rules = check_settings(
+        Settings(passed, keys.invalid_paths, UsageContext(deepspeed(), "gpt-neox's requirements", BARE)), DEEPSPEED
+    )
+    for one in (*keys.diagnostics, *(part.document.locate(one) for one in rules if one.code[0] != "A")):
+        top = one.path[0] if one.path else ""
+        if (top in made and one.code != _TYPE) or (one.code == "K001" and one.path in _READ_BY_GPT_NEOX):
+            continue
+        if not (tree.get("autotuning") and top in TUNED):
+            yield part.in_file(replace(one, severity=Severity.WARNING) if _is_ignored(one) else one)
+
+
+def _is_ignored(one: Diagnostic) -> bool:
+    """Whether DeepSpeed never looks at a key: gpt-neox's own files have such, and run."""
+    holder = find(deepspeed(), *one.path[:-1]) if one.code == "K001" and one.is_error else None
+    return holder is not None and not holder.strict
+
+
+def _is_deepspeeds(optimizer: object) -> bool:
+    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    return isinstance(kind, str) and kind.lower() == _BY_DEEPSPEED
+
+
+# What gpt-neox refuses of its own keys before it starts DeepSpeed: names, types and choices.
+
+TUNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
+"""Keys that hold several values, or "auto", while DeepSpeed's autotuning looks for the best (AUTOTUNING_ARGS)."""
+_SCHEMAS = {
+    "int": {"type": "integer"},
+    "float": {"type": "number"},
+    "str": {"type": "string"},
+    "bool": {"type": "boolean"},
+    "dict": {"type": "object"},
+    "list": {"type": "array"},
+}
+_EXPONENT = re.compile(r"[-+]?[0-9_.]+[eE]([-+]?)[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where keys stand, for guesses at misspelt ones."""
+
+    name: str
+    places: tuple[tuple[str, ...], ...]
+
+
+@functools.cache
+def _current() -> _Places:
+    return _Places(GPT_NEOX, tuple((name,) for name, field in fields().items() if field.is_current))
+
+
+def _of_keys(document: Document) -> list[Diagnostic]:
+    """Everything of the kind in a file whose top-level keys are named as fields are."""
+    tree = document.tree
+    assert isinstance(tree, dict)
+    found = Findings(tree, document.invalid)
+    current = [name for (name,) in _current().places]
+    for name, value in tree.items():
+        field = fields().get(name)
+        if field is None:
+            consequence = ": gpt-neox refuses it"
+            unknown_key((name,), current, tree, found, _current(), consequence=consequence, unguessed=Severity.WARNING)
+        elif not field.is_current:
+            _gone(name, field, found)
+        elif not (tree.get("autotuning") and (value == "auto" or name in TUNED)):
+            _value((name,), value, field, found)
+    for path, literal in _texts(tree, document.root, document.text, ()):
+        _no_number(path, literal, found)
+    return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in found.diagnostics()]
+
+
+def _gone(name: str, field: Field, found: Findings) -> None:
+    message = f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {versions()[-1]} refuses it"
+    found.say("K010", (name,), message, "remove it, or run the file with that version", at_key=True, severity=_OLD)
+
+
+_OLD = Severity.WARNING
+"""A file does not say for which version it was written."""
+
+
+def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
+    if value is None or ANY in field.types:
+        return
+    if field.choices:
+        known = [str(one).lower() for one in field.choices if isinstance(one, str)]
+        if value not in field.choices and not (isinstance(value, str) and value.lower() in known):
+            choice(path, value, list(field.choices), [{"enum": list(field.choices)}], found)
+    elif type(value).__name__ not in field.types and not (type(value) is int and "float" in field.types):
+        mismatch(path, value, [_SCHEMAS[one] for one in field.types if one in _SCHEMAS], found)
+
+
+def _texts(tree: Any, place: Place, text: str, path: Path) -> Iterator[tuple[Path, str]]:
+    """Numbers with an exponent that PyYAML takes for text: it wants a point before it and a sign in it."""
+    if isinstance(tree, (dict, list)) and place.children is not None:
+        for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _texts(inner, place.children[key], text, (*path, key))  # type: ignore[index]
+    elif isinstance(tree, float):
+        literal = text[place.start : place.end]
+        match = _EXPONENT.fullmatch(literal)
+        if match is not None and not ("." in literal and match[1]):
+            yield path, literal
+
+
+def _no_number(path: Path, literal: str, found: Findings) -> None:
+    digits, exponent = re.split("[eE]", literal)
+    digits = digits if "." in digits else f"{digits}.0"
+    better = f"{digits}e{exponent if exponent[0] in '+-' else '+' + exponent}"
+    message = f"{named(path)}: gpt-neox reads its files with PyYAML, which takes {literal} for text"
+    found.say("K003", path, message, f"write {better}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from parcompile.model.table import Cut
+from parcompile.model import Cut
 
 Size = Callable[[str, "int | None"], int]
 """The value of a key of a configuration, or its default."""

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from parcompile.model import Part
 from parcompile.model.layers import LayersError
-from parcompile.model.table import Part
 
 from .block import Size, Small
 from .recurrent import Columns, Recurrent, RecurrentTraits

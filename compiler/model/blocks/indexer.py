@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from parcompile.model import FROZEN, Cut
 from parcompile.model.layers import LayersError
-from parcompile.model.table import FROZEN, Cut
 
 from .block import Block, Exchange, Local, Size, Small, Traits
 

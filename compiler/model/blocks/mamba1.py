@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from parcompile.model.table import Cut, Part, rows
+from parcompile.model import Cut, Part, rows
 
 from .block import Divided, Exchange, Local, Size, Small
 from .recurrent import Columns, Recurrent, RecurrentTraits

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from parcompile.model import Part
 from parcompile.model.layers import LayersError
-from parcompile.model.table import Part
 
 from .block import Exchange, Local, Size, Small
 from .recurrent import SCALARS, Columns, Recurrent, RecurrentTraits

@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from parcompile.model import Cut, Part, Split
 from parcompile.model.layers import LayersError
-from parcompile.model.table import Cut, Part, Split
 
 from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits
 

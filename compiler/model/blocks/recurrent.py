@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from parcompile.model import PARTIAL, STREAM, Cut, Part, Split, rows
 from parcompile.model.layers import LayerPeriod, LayersError
-from parcompile.model.table import PARTIAL, STREAM, Cut, Part, Split, rows
 from parcompile.model.tables import OLDER_KINDS
 
 from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits

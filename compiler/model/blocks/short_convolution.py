@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from parcompile.model.table import Part
+from parcompile.model import Part
 
 from .block import Size
 from .recurrent import Columns, Recurrent, RecurrentTraits

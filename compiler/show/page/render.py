@@ -11,8 +11,8 @@ from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan.diff import TITLES, difference
 from parcompile.searching.variant import CUT_KEYS
-from parcompile.show.page.data import page_data, remarks
-from parcompile.show.page.data import section as search_section
+from parcompile.show.page import page_data, remarks
+from parcompile.show.page import section as search_section
 from parcompile.show.page.sections import (
     Html,
     diagnostics,
@@ -27,9 +27,8 @@ from parcompile.show.page.sections import (
     tiles,
     values,
 )
-from parcompile.show.pictures import front
+from parcompile.show.pictures import NARROW, WIDE, Picture, Subject, front
 from parcompile.show.pictures.front import picture
-from parcompile.show.pictures.shapes import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.svg import DARK, LIGHT, inline, rules
 from parcompile.units import format_bytes, format_seconds
 from parcompile.version import __version__

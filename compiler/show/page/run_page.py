@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parcompile.diagnostics.reporters.dispatch import Style, hanging
+from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.show.page.render import framed
 from parcompile.show.page.sections import Html, joined, section, table, tag
+from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.curves import Points, draw, spark
-from parcompile.show.pictures.shapes import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.show.run import Run, figures, known_values
 from parcompile.units import format_bytes, format_seconds

@@ -15,8 +15,8 @@ from parcompile.cost.table import error_text, fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.groups import DENSE_AXES
 from parcompile.rules import all_rules
+from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.front import TABLES, picture
-from parcompile.show.pictures.shapes import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 

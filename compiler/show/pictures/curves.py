@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from .shapes import SMALL, Area, Line, Picture, Sketch, Text, text_width
+from . import SMALL, Area, Line, Picture, Sketch, Text, text_width
 
 Points = Sequence[tuple[float, float]]
 

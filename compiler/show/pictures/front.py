@@ -10,8 +10,24 @@ from typing import Any
 from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import grid, memory, rates, ring, splits, timeline, traffic
-from .shapes import SMALL, WIDE, Box, Line, Picture, Sketch, Subject, Text, ticks
+from . import (
+    SMALL,
+    WIDE,
+    Box,
+    Line,
+    Picture,
+    Sketch,
+    Subject,
+    Text,
+    grid,
+    memory,
+    rates,
+    ring,
+    splits,
+    ticks,
+    timeline,
+    traffic,
+)
 
 _HEIGHT = 260.0
 _LEFT, _RIGHT, _BELOW = 52.0, 12.0, 34.0

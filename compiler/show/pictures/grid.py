@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parcompile.layout.groups import DENSE_AXES, Axis, AxisGroups
 
-from .shapes import SMALL, Box, Cells, Picture, Sketch, Subject, Text
+from . import SMALL, Box, Cells, Picture, Sketch, Subject, Text
 from .svg import shade
 
 LARGEST_CELL, SMALLEST_CELL = 34, 3

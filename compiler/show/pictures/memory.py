@@ -6,7 +6,7 @@ from parcompile.cost.footprint import RankMemory, stage_interval
 from parcompile.cost.table import fit_text, memory_bars, memory_rows
 from parcompile.units import GIB, format_bytes
 
-from .shapes import SMALL, Box, Line, Picture, Sketch, Subject, Text, text_width, ticks
+from . import SMALL, Box, Line, Picture, Sketch, Subject, Text, text_width, ticks
 
 ROLES = {
     "weights": "weights",

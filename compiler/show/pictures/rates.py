@@ -7,7 +7,7 @@ import itertools
 from parcompile.spec import learning_rate
 from parcompile.spec.values import Training
 
-from .shapes import SMALL, Line, Picture, Sketch, Subject, Text
+from . import SMALL, Line, Picture, Sketch, Subject, Text
 
 _HEIGHT = 180.0
 _LEFT, _RIGHT, _BELOW = 64.0, 12.0, 34.0

@@ -16,7 +16,7 @@ from parcompile.layout.sequence import (
     source_blocks,
 )
 
-from .shapes import SMALL, Area, Box, Cells, Picture, Sketch, Subject, Text
+from . import SMALL, Area, Box, Cells, Picture, Sketch, Subject, Text
 
 MOST = 64
 """Ranks and steps that are drawn; of a longer ring, as many, evenly spread."""

@@ -9,11 +9,11 @@ from parcompile.cost.offload import host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import MASTER_BYTES, TensorLayout, owned_experts
-from parcompile.model.table import Parameter
+from parcompile.model import Parameter
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
-from .shapes import SMALL, Box, Picture, Shape, Sketch, Subject, Text, fitted, text_width
+from . import SMALL, Box, Picture, Shape, Sketch, Subject, Text, fitted, text_width
 from .svg import shade
 
 MOST_PARTS = 256

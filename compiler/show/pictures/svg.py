@@ -11,7 +11,7 @@ from parcompile.layout.groups import Axis
 from parcompile.user_files import shipped
 from parcompile.version import how_to_install
 
-from .shapes import LARGE, NORMAL, Area, Box, Cells, Line, Picture, Shape, Text, broken
+from . import LARGE, NORMAL, Area, Box, Cells, Line, Picture, Shape, Text, broken
 
 SHADES = 16
 

@@ -10,7 +10,7 @@ from parcompile.cost.table import time_bars, time_rows
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Pass, Schedule
-from parcompile.show.pictures.shapes import (
+from parcompile.show.pictures import (
     AXIS_OF_GROUP,
     SMALL,
     Box,

@@ -8,7 +8,7 @@ from parcompile.cost.traffic import GroupTraffic
 from parcompile.plan.sections import topology as topology_of
 from parcompile.units import format_bytes, format_seconds
 
-from .shapes import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text
+from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text
 
 ROW = 44.0
 

@@ -12,12 +12,12 @@ from typing import Any
 from parcompile import schema
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import padded_vocab_size
+from parcompile.model import ParameterTable
 from parcompile.model.catalogue import ALIKE
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import find_preset, left_out, text_part
 from parcompile.model.shape import ModelShape, portable
-from parcompile.model.table import ParameterTable
 from parcompile.spec import Model, Origin
 from parcompile.user_files import read_text
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import Axis
-from parcompile.model.table import Parameter
+from parcompile.model import Parameter
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import mark_dealt
 from parcompile.runtime.groups import Mesh

@@ -31,8 +31,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY
 from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.micro_batch import current, padding_mask
-from parcompile.runtime.recurrent import convolve, gated_delta_rule
-from parcompile.runtime.recurrent.kinds import lightning_attention, lightning_blocks
+from parcompile.runtime.recurrent import convolve, gated_delta_rule, lightning_attention, lightning_blocks
 from parcompile.runtime.transport.backend import OnDevice
 
 from .mechanism import Placed

@@ -23,8 +23,7 @@ from parcompile.runtime.tensor_parallel import (
     RowParallelLinear,
     column_parallel,
 )
-from parcompile.runtime.transport import PendingGather
-from parcompile.runtime.transport.lanes import MOST_PIECES
+from parcompile.runtime.transport import MOST_PIECES, PendingGather
 
 from .world import World, as_on_gpus, each_transport, relative_error, shard_weight
 

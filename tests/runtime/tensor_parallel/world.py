@@ -11,9 +11,10 @@ from ranks import forked_world
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parcompile.runtime import transport
 from parcompile.runtime.local import LocalWorld, RankError
 from parcompile.runtime.tensor_parallel import even_range, take_ranges
-from parcompile.runtime.transport import gloo, lanes
+from parcompile.runtime.transport import gloo
 
 
 class World:
@@ -67,14 +68,14 @@ def each_transport() -> Iterator[str]:
 @contextlib.contextmanager
 def as_on_gpus() -> Iterator[None]:
     """Messages of the CPU go the way of those of a GPU: by the backend's own collectives, in pieces."""
-    usual = lanes.PIECE_BYTES
+    usual = transport.PIECE_BYTES
     gloo._DEVICE_TYPES.discard("cpu")
-    lanes.PIECE_BYTES = 1
+    transport.PIECE_BYTES = 1
     try:
         yield
     finally:
         gloo._DEVICE_TYPES.add("cpu")
-        lanes.PIECE_BYTES = usual
+        transport.PIECE_BYTES = usual
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
