@@ -70,31 +70,10 @@ class Kind:
         return folder / self.name / self.file.replace("?", base.form)
 
 
-BASES: dict[str, Any] = json.loads(Path(__file__).with_name("bases.json").read_text(encoding="utf-8"))
+_HERE = Path(__file__).parent
+BASES: dict[str, Any] = json.loads((_HERE / "bases.json").read_text(encoding="utf-8"))
 """Trees of well-formed files, by kind."""
 SPEC = BASES["spec"]
-MEGATRON = """#!/bin/bash
-NODES=${NNODES:-2}
-TP=2; PP=$((TP * 1))
-MODEL_ARGS=(--num-layers 4 --hidden-size 64 --num-attention-heads 8 --swiglu)
-if [ "$NODES" -gt 1 ]; then EXTRA="--use-distributed-optimizer"; fi
-for flag in --bf16 --sequence-parallel; do EXTRA="$EXTRA $flag"; done
-torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${MODEL_ARGS[@]} --seq-length 512 \\
-  --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 \\
-  --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --train-iters 100 --lr-decay-style cosine \\
-  --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 4 \\
-  --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --recompute-activations $EXTRA
-"""
-_ROWS = (
-    "model,nodes,gpus_per_node,accelerator,sequence_length,micro_batch,micro_batches,tp,cp,pp,dp,peak_bytes,"
-    "step_seconds,recompute\n"
-    "llama-3-8b,1,8,h100-sxm,2048,1,4,2,1,1,4,60000000000,1.5,none\n"
-    "llama-3-8b,1,8,h100-sxm,2048,1,4,4,1,1,2,50000000000,1.9,full\n"
-    "llama-3-8b,1,8,h100-sxm,2048,2,4,4,1,1,2,55000000000,2.9,full\n"
-    "llama-3-8b,1,8,h100-sxm,2048,1,8,4,1,1,2,50000000000,3.9,none\n"
-    "llama-3-8b,1,8,h100-sxm,4096,1,4,2,2,1,2,52000000000,2.9,selective\n"
-    "gpt2-xl,1,8,a100-80gb,1024,2,4,1,1,2,4,,,full full\n"
-)
 
 
 def _json(*trees: Any) -> list[Base]:
@@ -103,6 +82,10 @@ def _json(*trees: Any) -> list[Base]:
 
 def _yaml(*trees: Any) -> list[Base]:
     return [Base(yaml.safe_dump(tree, sort_keys=False), "yaml") for tree in trees]
+
+
+def _both(*trees: Any) -> list[Base]:
+    return [*_yaml(*trees), *_json(*trees)]
 
 
 _FORMS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".csv": "csv"}
@@ -123,29 +106,7 @@ def _configs() -> list[Base]:
     from parcompile.model.families import FAMILIES
     from parcompile.model.presets import presets
 
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 1024,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    more = {
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-        "head_dim": 16,
-        "layer_types": ["full_attention"] * 4,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "sliding_window": 512,
-    }
+    sizes, more = BASES["sizes"], BASES["further_sizes"]
     trees: list[Any] = [dict(one.config) for one in presets().values()]
     for name, family in sorted(FAMILIES.items()):
         own = {family.keys.get(key, key) or key: value for key, value in sizes.items()}
@@ -221,13 +182,6 @@ def _index(folder: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-_IMPORTED: tuple[Words, ...] = (("import", "@"), ("import", "@", "--format", "json"), ("check", "@"))
-_CLUSTER: Words = ("import", "@", "--gpus-per-node", "8", "--nodes", "1", "--accelerator", "h100-sxm")
-_ANSWERED: Words = (*_CLUSTER, "--model", "llama-3-8b", "--sequence-length", "2048", "--precision", "bf16")
-_LENGTH: Words = (*_CLUSTER, "--model", "llama-3-8b", "--precision", "bf16")
-_VOCABULARY: Words = ("import", "@", "--gpus-per-node", "8", "--accelerator", "h100-sxm", "--vocab-size", "50304")
-
-
 def _plan_sealed(tree: dict[str, Any]) -> None:
     from parcompile.plan import digest
 
@@ -243,7 +197,9 @@ def _note_sealed(tree: dict[str, Any]) -> None:
 def all_kinds(
     made: Path, corpus: Path = CORPUS, *, runtime: bool = True, drawn: int = 150, number: int = 0
 ) -> list[Kind]:
-    """Every kind, with its files.
+    """Every kind of kinds.json, with its files.
+
+    `searched` is rare: a search takes seconds, a hundred times as long as what reads the file otherwise.
 
     Args:
         made: where those of plans and checkpoints are made.
@@ -269,124 +225,54 @@ def all_kinds(
         *_files(golden, "*/ds_config.json"),
     ]
     deepspeed += of_schema("ds_config")
-    scripts = [Base(MEGATRON, "sh"), *_files(golden, "*/megatron_args.sh")]
+    scripts = [*_files(_HERE, "*.sh"), *_files(golden, "*/megatron_args.sh")]
     arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
     for one in _files(corpus / "megatron", "**/*"):
         (scripts if one.form == "sh" else arguments).append(one)
     configs = [*_configs(), *_files(corpus / "hf")]
-    accelerate = [*_yaml(*BASES["accelerate"]), *_json(*BASES["accelerate"]), *_files(golden, "*/accelerate*.yaml")]
-    kinds = [
-        Kind(
-            "spec",
-            "spec.?",
-            [*_json(SPEC), *examples, *specs_of_tests, *of_schema("spec")],
-            [
-                *(("check", "@"), ("check", "--format", "sarif", "@"), ("check", "--format", "json", "@")),
-                *(("check", "--fix", "--unsafe-fixes", "@"), ("check", "--show-values", "@"), ("check", "-v", "@")),
-                *(
-                    ("estimate", "@"),
-                    ("@", "-o", "%/out"),
-                    ("groups", "@", "--rank", "0"),
-                    ("check", "--target", "all", "@"),
-                ),
-            ],
-            2.0,
-        ),
-        Kind(
-            "plan",
-            "plan/plan.json",
-            plans,
-            [
-                *(("view", "%/plan", "-o", "%/view.html"), ("groups", "%/plan", "--rank", "0"), ("check", "%/plan")),
-                *(("diff", "@", "%/before.json"), ("estimate", "@"), ("@", "-o", "%/out")),
-            ],
-            beside=plan.parent,
-            sealed=_plan_sealed,
-        ),
-        Kind(
-            "lock",
-            "plan/parcompile.lock.json",
-            locks,
-            [("%/before.json", "-o", "%/plan"), ("compile", "--check", "%/before.json", "-o", "%/plan")],
-            0.3,
-            beside=plan.parent,
-        ),
-        Kind(
-            "config.json",
-            "config.json",
-            configs,
-            [
-                *(("check", "%/held.json"), ("estimate", "%/held.json"), ("%/held.json", "-o", "%/out")),
-                *(("models", "--config", "@"), ("init", "--hf-config", "@", "--no-estimate"), ("check", "@")),
-            ],
-            2.0,
-            beside=_held(made / "config", {}),
-        ),
-        # A search takes seconds, a hundred times as long as what reads the file otherwise.
-        Kind("searched", "config.json", configs, [("init", "--hf-config", "@")], 0.06),
-        Kind(
-            "DeepSpeed",
-            "ds.?",
-            deepspeed,
-            [
-                *_IMPORTED,
-                _ANSWERED,
-                ("check", "--fix", "--unsafe-fixes", "@"),
-                ("check", "--used-with", "transformers", "@"),
-            ],
-        ),
-        Kind("Megatron-LM script", "run.sh", scripts, [*_IMPORTED, _CLUSTER, _VOCABULARY, ("check", "--fix", "@")]),
-        Kind(
-            "Megatron-LM arguments",
-            "args.?",
-            arguments,
-            [*_IMPORTED, ("import", "--kind", "megatron", *_CLUSTER[1:])],
-            0.7,
-        ),
-        Kind(
-            "gpt-neox",
-            "neox.?",
-            [*_yaml(BASES["gpt_neox"]), *_json(BASES["gpt_neox"]), *_files(corpus / "neox")],
-            [*_IMPORTED, _VOCABULARY],
-        ),
-        Kind("accelerate", "accelerate.?", accelerate, [*_IMPORTED, _ANSWERED]),
-        Kind(
-            "parallelism configs",
-            "parallel.?",
-            [*_json(BASES["parallelism"], BASES["distributed"]), *_files(golden, "*/parallelism_config.json")],
-            [*_IMPORTED, _ANSWERED, ("import", "--kind", "parallelism_config", "@")],
-            0.3,
-        ),
-        Kind("axolotl", "axolotl.?", [*_yaml(BASES["axolotl"]), *_json(BASES["axolotl"])], [*_IMPORTED, _LENGTH]),
-        Kind(
-            "LLaMA-Factory",
-            "factory.?",
-            [*_yaml(BASES["llama_factory"]), *_json(BASES["llama_factory"])],
-            [*_IMPORTED, _LENGTH],
-        ),
-        Kind("Trainer", "trainer.?", [*_yaml(BASES["trainer"]), *_json(BASES["trainer"])], [*_IMPORTED, _LENGTH], 0.5),
-        Kind("measured runs", "rows.csv", [Base(_ROWS, "csv")], [("calibrate", "@")], 0.2),
-        Kind(
-            "machine",
-            "machine.json",
-            [*_json(BASES["machine"]), *of_schema("accelerator", 0.3)],
-            [("check", "%/held.json"), ("estimate", "%/held.json")],
-            0.3,
-            beside=_held(
-                made / "machine",
-                {
-                    "model": {"preset": "llama-3-8b"},
-                    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "machine.json"},
-                },
-            ),
-        ),
-    ]
+    accelerate = [*_both(*BASES["accelerate"]), *_files(golden, "*/accelerate*.yaml")]
+    bases: dict[str, Sequence[Base]] = {
+        "spec": [*_json(SPEC), *examples, *specs_of_tests, *of_schema("spec")],
+        "plan": plans,
+        "lock": locks,
+        "config.json": configs,
+        "searched": configs,
+        "DeepSpeed": deepspeed,
+        "Megatron-LM script": scripts,
+        "Megatron-LM arguments": arguments,
+        "gpt-neox": [*_both(BASES["gpt_neox"]), *_files(corpus / "neox")],
+        "accelerate": accelerate,
+        "parallelism configs": [
+            *_json(BASES["parallelism"], BASES["distributed"]),
+            *_files(golden, "*/parallelism_config.json"),
+        ],
+        "axolotl": _both(BASES["axolotl"]),
+        "LLaMA-Factory": _both(BASES["llama_factory"]),
+        "Trainer": _both(BASES["trainer"]),
+        "measured runs": _files(_HERE, "*.csv"),
+        "machine": [*_json(BASES["machine"]), *of_schema("accelerator", 0.3)],
+    }
+    machine = {"nodes": 1, "gpus_per_node": 8, "accelerator": "machine.json"}
+    beside = {
+        "plan": plan.parent,
+        "lock": plan.parent,
+        "config.json": _held(made / "config", {}),
+        "machine": _held(made / "machine", {"model": {"preset": "llama-3-8b"}, "cluster": machine}),
+    }
+    sealed = {"plan": _plan_sealed, "note": _note_sealed}
     if runtime:
-        note, index = Base(_note(made / "note"), "json"), Base(_index(made / "index"), "json")
-        inspected = [("checkpoint", word, "%/checkpoint") for word in ("inspect", "verify")]
-        imported = ("checkpoint", "import", "--hf", "%/model", "--plan", "%/plan", "-o", "%/new")
-        kinds += [
-            Kind("note", "checkpoint/parcompile.json", [note], inspected, 0.5, made / "note", _note_sealed),
-            Kind("index", "model/model.safetensors.index.json", [index], [imported], 0.2, made / "index"),
-        ]
-    return kinds
+        bases |= {"note": [Base(_note(made / "note"), "json")], "index": [Base(_index(made / "index"), "json")]}
+        beside |= {name: made / name for name in ("note", "index")}
+    return [
+        Kind(
+            name,
+            row["file"],
+            bases[name],
+            [tuple(words.split()) for words in row["commands"]],
+            row["weight"],
+            beside.get(name),
+            sealed.get(name),
+        )
+        for row in json.loads((_HERE / "kinds.json").read_text(encoding="utf-8"))
+        if (name := row["name"]) in bases
+    ]
