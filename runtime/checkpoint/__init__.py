@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from parcompile.layout.groups import Axis
+from parcompile.plan import digest
 from parcompile.plan.diff import ADAPTABLE, file_layout, layout_differences
 from parcompile.plan.holding import further_ep_ranks
-from parcompile.plan.tree import digest
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import doing, share_errors

@@ -135,7 +135,7 @@ def missing() -> list[str]:
     return [f"{place}.{name}" for place, names in NAMES.items() for name in _without(f"deepspeed.{place}", names)]
 
 
-def _without(place: str, names: tuple[str, ...]) -> list[str]:
+def _without(place: str, names: Sequence[str]) -> list[str]:
     try:
         found = _load(place)
     except (ImportError, AttributeError):
