@@ -83,7 +83,9 @@ def initial_model(plan: Plan, mesh: Mesh) -> nn.Module:
     inject(model, mesh)
 
     def drawn(name: str, piece: Slice, _: torch.Size) -> Tensor:
-        return piece.cut(weights.whole(name)).to(dtype, copy=True, memory_format=torch.contiguous_format)
+        mine = piece.cut(weights.whole(name)).to(dtype, memory_format=torch.contiguous_format)
+        # A window on the whole would keep all of it.
+        return mine if mine.untyped_storage().nbytes() == mine.nbytes else mine.clone()
 
     _fill(model, mesh, drawn, weights.part_of)
     return model

@@ -150,6 +150,18 @@ def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
     return peak.above_bytes
 
 
+def draw_and_measure(rank: int, plan: Plan) -> int:
+    from parcompile.runtime import build_model, join
+    from parcompile.runtime.inject.loading import initial_model
+
+    mesh = join(plan)
+    build_model(family_plan("llama", 1, {}))  # the memory of its code is not the weights'
+    with PeakMemory() as peak:
+        model = initial_model(plan, mesh)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    return peak.above_bytes
+
+
 def export_and_measure(rank: int, folder: str, output: str) -> int:
     from parcompile.runtime.checkpoint import export
 
@@ -159,13 +171,15 @@ def export_and_measure(rank: int, folder: str, output: str) -> int:
 
 
 @pytest.mark.ranks
-def test_loading_takes_a_rank_its_share_and_exporting_takes_a_file(tmp_path: Path) -> None:
+def test_loading_and_drawing_take_a_rank_its_share_and_exporting_takes_a_file(tmp_path: Path) -> None:
     size = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 1024, "num_hidden_layers": 16}
     plan = family_plan("llama", 2, {"tp": 2}, **size)
     stored(plan, tmp_path / "hf", "10MB")
     whole = 4 * plan.parameters.numel
     for peak in run_ranks(2, load_and_measure, plan, str(tmp_path / "hf")):
         assert 0.45 * whole < peak < 0.6 * whole
+    for peak in run_ranks(2, draw_and_measure, family_plan("llama", 2, {"pp": 2}, **size)):
+        assert 0.45 * whole < peak < 0.75 * whole  # and a layer of 16
     import_pretrained(tmp_path / "hf", plan, tmp_path / "start")
     (peak,) = run_ranks(1, export_and_measure, str(tmp_path / "start"), str(tmp_path / "exported"))
     assert peak < 0.25 * whole
