@@ -18,20 +18,18 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from meters import in_turns, quartiles
+from meters import TIMEOUT, in_turns, quartiles
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.collectives import gather_from_sequence
+from parcompile.runtime.local import run_local
 from parcompile.runtime.recurrent import Chain, Pieces, convolve, gated_delta_rule, lightning_attention
 from parcompile.runtime.ring_attention import split_sequence
 
@@ -89,11 +87,14 @@ class _Counted:
             self.sent_bytes += tensor.nbytes
             return self._send(tensor, *args, **options)
 
-        dist.isend = send  # type: ignore[assignment]
+        self._replace(send)
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.isend = self._send
+        self._replace(self._send)
+
+    def _replace(self, send: Callable[..., Any]) -> None:
+        dist.isend = dist.distributed_c10d.isend = send  # the second is what messages of a batch are compared with
 
 
 def gathered(layer: Layer, every: Pieces, rank: int, x: Tensor) -> Tensor:
@@ -154,26 +155,11 @@ def measure(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]
     return found
 
 
-def on_rank(rank: int, ranks: int, rendezvous: str, lengths: list[int], rounds: int, results: Any) -> None:
-    """Measures, and hands what it found on."""
+def on_rank(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]:
+    """What a rank measures."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-    results.put((rank, measure(rank, ranks, lengths, rounds)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def rows_of(ranks: int, lengths: list[int], rounds: int) -> list[list[Row]]:
-    """What each rank found."""
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, str(Path(folder) / "ranks"), lengths, rounds, results)
-        context = mp.start_processes(on_rank, arguments, nprocs=ranks, join=False, start_method="spawn")
-        found = dict(results.get() for _ in range(ranks))
-        context.join()
-    return [found[rank] for rank in range(ranks)]
+    return measure(rank, ranks, lengths, rounds)
 
 
 def table(ranks: int, found: list[list[Row]]) -> list[str]:
@@ -203,7 +189,8 @@ def main() -> None:
     given = parser.parse_args()
     print("| layer | ranks | tokens | method | ms | ratio | sent, KiB | apart |\n|---|---|---|---|---|---|---|---|")
     for ranks in given.ranks:
-        print("\n".join(table(ranks, rows_of(ranks, given.lengths, given.rounds))), flush=True)
+        found = run_local(ranks, on_rank, ranks, given.lengths, given.rounds, timeout=TIMEOUT)
+        print("\n".join(table(ranks, found)), flush=True)
 
 
 if __name__ == "__main__":

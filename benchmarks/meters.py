@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+TIMEOUT = 24 * 3600.0
+"""Seconds within which all ranks have measured; `run_local` ends what takes longer."""
+
 
 class Wire(TorchDispatchMode):
     """Counts the calls of collectives and the bytes that this rank sends.

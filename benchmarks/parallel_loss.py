@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from meters import Wire, in_turns, peak_bytes, quartiles
+from meters import TIMEOUT, Wire, in_turns, peak_bytes, quartiles
 from peers.tensor_parallel import absent
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from parcompile.runtime.collectives import copy_to_group, gather_from_group
+from parcompile.runtime.local import run_local
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, linear_cross_entropy, vocab_parallel_cross_entropy
 
 RANKS, HIDDEN, VOCABULARY, CHUNK_TOKENS = 2, 1024, 32_768, 256
@@ -105,11 +103,9 @@ def step_of(method: Method, hidden: Tensor, labels: Tensor, parallel: bool) -> C
     return step
 
 
-def run_rank(rank: int, store: str, rounds: int, tokens: int, results: str) -> None:
+def run_rank(_: int, rounds: int, tokens: int) -> list[dict]:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     torch.cuda.current_device = lambda: "cpu"  # Megatron-Core makes its buffers there
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
@@ -133,9 +129,7 @@ def run_rank(rank: int, store: str, rounds: int, tokens: int, results: str) -> N
         seconds, cpu_seconds = in_turns(steps, rounds)
         for row in rows[-len(steps) :]:
             row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
-    if rank == 0:
-        Path(results).write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
 
 
 def show(rows: list[dict]) -> None:
@@ -159,12 +153,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="T")
     parser.add_argument("--json", type=Path, help="write every single measurement to this file")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as directory:
-        results = Path(directory) / "results.json"
-        store = str(Path(directory) / "store")
-        mp.spawn(run_rank, (store, arguments.rounds, arguments.tokens, str(results)), nprocs=RANKS)
-        rows = json.loads(results.read_text())
+    rows, *_ = run_local(RANKS, run_rank, arguments.rounds, arguments.tokens, timeout=TIMEOUT)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows))
     show(rows)

@@ -23,21 +23,19 @@ import argparse
 import functools
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from meters import in_turns, peak_bytes, quartiles
+from meters import TIMEOUT, in_turns, peak_bytes, quartiles
 from peers.ring_goals import goals
 from peers.rings import Method, rings
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.local import run_local
 from parcompile.runtime.ring_attention import (
     PackingCosts,
     all_gather_attention,
@@ -246,9 +244,7 @@ def _relative(got: tuple[Tensor, ...], wanted: Any, *, alone: bool) -> list[floa
     return (squares[:, 0] / squares[:, 1]).sqrt().tolist()
 
 
-def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+def worker(_: int, arguments: argparse.Namespace) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"times": [], "wire": [], "peaks": [], "errors": []}
     for name in arguments.dtypes:
         dtype = getattr(torch, name)
@@ -266,10 +262,7 @@ def worker(rank: int, rendezvous: str, arguments: argparse.Namespace, results: A
                 found["peaks"].append(
                     {"dtype": name, "length": length, "shape": str(shape), "bytes": peaks(shape, length, dtype)}
                 )
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def report(found: dict[str, Any]) -> None:
@@ -312,15 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write everything measured")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(
-            worker, (f"{folder}/rendezvous", arguments, results), nprocs=RANKS, join=False, start_method="spawn"
-        )
-        while not context.join():
-            pass
-    found = results.get()
+    found, *_ = run_local(RANKS, worker, arguments, timeout=TIMEOUT)
     report(found)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from meters import Wire, in_turns, kept_bytes, peak_bytes, quartiles
+from meters import TIMEOUT, Wire, in_turns, kept_bytes, peak_bytes, quartiles
 from peers.tensor_parallel import absent, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as dtensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parcompile.runtime.local import LocalWorld, run_local
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -193,9 +191,8 @@ def conversions() -> dict[str, Callable[[Block], Block]]:
     return {name: convert for name, convert in methods.items() if name.removesuffix(" + sp") not in missing}
 
 
-def host_overhead(_: int, results: str, rounds: int) -> None:
+def host_overhead(_: int, rounds: int) -> dict[str, float]:
     """Microseconds per block, forward and backward, that each method adds to the matmuls."""
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     layers, steps = 8, {}
     for method, convert in conversions().items():
@@ -210,7 +207,7 @@ def host_overhead(_: int, results: str, rounds: int) -> None:
             step()
             seconds[method].append(time.perf_counter() - start)
     least = {method: min(values) / layers * 1e6 for method, values in seconds.items()}
-    Path(results).write_text(json.dumps({method: value - least["limit"] for method, value in least.items()}))
+    return {method: value - least["limit"] for method, value in least.items()}
 
 
 def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
@@ -228,9 +225,7 @@ def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def run_rank(rank: int, store: str, rounds: int, sizes: str, results: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def run_rank(rank: int, rounds: int, sizes: str) -> list[dict]:
     report = []
     for name, (hidden, intermediate, heads, kv_heads, length, layers) in SIZES.items():
         if sizes not in name:
@@ -251,9 +246,7 @@ def run_rank(rank: int, store: str, rounds: int, sizes: str, results: str) -> No
             inputs = {method: own if method.endswith("+ sp") else x for method in conversions()}
             methods = {method: (build(convert), inputs[method]) for method, convert in conversions().items()}
             report += compare(name, dtype, methods, reference, x, rounds)
-    if rank == 0:
-        Path(results).write_text(json.dumps(report))
-    dist.destroy_process_group()
+    return report
 
 
 def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, x: Tensor, rounds: int) -> list[dict]:
@@ -317,15 +310,9 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="only the blocks whose name contains this")
     parser.add_argument("--json", type=Path, help="write every single measurement to this file")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as directory:
-        results = Path(directory) / "results.json"
-        mp.spawn(
-            run_rank, (str(Path(directory) / "store"), arguments.rounds, arguments.sizes, str(results)), nprocs=RANKS
-        )
-        report = json.loads(results.read_text())
-        mp.spawn(host_overhead, (str(results), arguments.rounds))
-        host = json.loads(results.read_text())
+    report, *_ = run_local(RANKS, run_rank, arguments.rounds, arguments.sizes, timeout=TIMEOUT)
+    with LocalWorld(1, process_group=False) as world:
+        (host,) = world.run(host_overhead, arguments.rounds, timeout=TIMEOUT)
     if arguments.json:
         arguments.json.write_text(json.dumps(report))
     show(report)
