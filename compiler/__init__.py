@@ -4,32 +4,12 @@ The names below are the public API; `parcompile.runtime` is that of the runtime.
 else: a name is loaded when it is first used.
 """
 
+# ruff: noqa: F403, F405 -- the names of `api` are listed there, and below
 from .version import __version__
 
 TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
 if TYPE_CHECKING:
-    from .api import (
-        CheckResult,
-        Diagnostic,
-        Difference,
-        Estimate,
-        FirstSpec,
-        Imported,
-        Plan,
-        PlanError,
-        Position,
-        Search,
-        Severity,
-        SourceError,
-        SpecError,
-        check,
-        compile,  # noqa: A004 -- the word of the command line
-        diff,
-        import_file,
-        init,
-        load_plan,
-        search,
-    )
+    from .api import *  # what its `__all__` names
 
 __all__ = [
     "CheckResult",
