@@ -19,7 +19,7 @@ from parcompile.text.typed import Reader, WrongValueError, integer, number, show
 
 ROOT = Path(__file__).parents[2]
 READERS = (
-    *(ROOT / "compiler" / "backends" / name for name in ("deepspeed/read.py", "deepspeed/facts.py")),
+    *(ROOT / "compiler" / "backends" / name for name in ("deepspeed/read.py", "deepspeed/__init__.py")),
     *(ROOT / "compiler" / "backends" / name for name in ("gpt_neox/read.py", "gpt_neox/model.py")),
     *(ROOT / "compiler" / "backends" / name for name in ("accelerate/read.py", "megatron/read.py")),
     *sorted((ROOT / "compiler" / "backends" / "trainers").glob("*.py")),
