@@ -150,32 +150,7 @@ def compare(
 
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tp2-cp2": ("byte_llama", 4, {"parallelism": {"tp": 2, "cp": 2}}),
-    "tp4-sp": ("byte_llama", 4, {"parallelism": {"tp": 4, "sequence_parallel": True}}),
-    "cp4": ("byte_llama", 4, {"parallelism": {"cp": 4}}),
-    "tp2-cp2-ulysses": ("byte_llama", 4, {"parallelism": {"tp": 2, "cp": 2, "cp_implementation": "ulysses"}}),
-    "pp2-tp2": ("byte_llama_stages", 4, {"parallelism": {"pp": 2, "tp": 2}}),
-    "pp4-interleaved": (
-        "byte_llama_stages",
-        4,
-        {
-            "parallelism": {"pp": 4, "num_virtual_stages_per_pipeline_rank": 2},
-            "model": {"num_hidden_layers": 8},
-        },
-    ),
-    "ep2-tp2": ("byte_mixtral", 4, {"parallelism": {"ep": 2, "tp": 2}}),
-    "ep2-cp2": ("byte_mixtral", 4, {"parallelism": {"ep": 2, "cp": 2}}),
-    "dp4": ("byte_llama", 4, {"training": {"micro_batch_size": 4}}),
-    "dp2-tp2-zero3": (
-        "byte_llama",
-        4,
-        {"parallelism": {"tp": 2}, "zero": {"stage": 3}, "training": {"micro_batch_size": 8}},
-    ),
-    "dp2-cp2-zero2": (
-        "byte_llama",
-        4,
-        {"parallelism": {"cp": 2}, "zero": {"stage": 2}, "training": {"micro_batch_size": 4}},
-    ),
+    name: tuple(row) for name, row in json.loads(Path(__file__).with_name("gpu_layouts.json").read_text()).items()
 }
 """By name: the example, the ranks, and what is changed in it."""
 
