@@ -29,6 +29,7 @@ from .checkpoint import load, save
 from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
+from .engine.rampup import refuse_ramp
 from .errors import RunError
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
@@ -96,6 +97,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, *given: Any, **named: Any) -> None:
         plan = self._plan
+        refuse_ramp(plan, "a loop of accelerate")
         values = inspect.signature(Accelerator.__init__).bind_partial(self, *given, **named).arguments
         del values["self"]
         training, on_cpu = plan.spec.training, plan.spec.cluster.accelerator == "cpu"

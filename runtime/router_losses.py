@@ -103,9 +103,7 @@ class RouterLosses:
         self._logits: list[tuple[int, Tensor]] = []
         self._received: Tensor | None = None
         self._together = losses.scope == MICRO_BATCH and losses.aux_loss > 0
-        self._passes = training.gradient_accumulation_steps * mesh.size("dp")
-        self.looks_ahead = losses.scope == GLOBAL_BATCH and training.gradient_accumulation_steps > 1
-        """Whether all micro-batches of a step go forward before it trains."""
+        self.take_micro_batches(training.gradient_accumulation_steps)
         self._ahead: Tensor | None = None
         """[L, E] while micro-batches are looked at: how often each expert was chosen."""
         self._step: Tensor | None = None
@@ -121,6 +119,12 @@ class RouterLosses:
             router.register_forward_hook(self._keep(number, index))
         # The model's own, over this rank's tokens and counted on every tensor-parallel rank, is switched off.
         model.config.output_router_logits = False  # type: ignore[union-attr]
+
+    def take_micro_batches(self, count: int) -> None:
+        """Says how many a step has, where it begins."""
+        self._passes = count * self._mesh.size("dp")
+        self.looks_ahead = self._losses.scope == GLOBAL_BATCH and count > 1
+        """Whether all micro-batches of a step go forward before it trains."""
 
     @property
     def handed_size(self) -> int:

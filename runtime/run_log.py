@@ -11,6 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -154,7 +155,9 @@ def _name_plan(file: Path, first_step: int, plan: Plan) -> None:
             raise RunError(f"{file} does not name the plans of a run: remove it, or name another folder") from None
     named = {"plan": plan.plan_hash, "world_size": plan.world_size, "device": get_accelerator().device_name()}
     named["global_batch_size"] = plan.spec.training.global_batch_size
-    if not before or named.items() - before[-1].items():
+    if (ramp := plan.spec.training.rampup_batch_size) is not None:
+        named["rampup_batch_size"] = asdict(ramp)
+    if not before or {**before[-1], **named} != before[-1]:
         before.append({"after_step": first_step, **named})
     write_file(file, json.dumps({"format": FORMAT, "plans": before}) + "\n")
 

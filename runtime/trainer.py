@@ -40,6 +40,7 @@ from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
 from .engine.metering import known_work
+from .engine.rampup import refuse_ramp
 from .errors import RunError
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
@@ -59,6 +60,7 @@ T = TypeVar("T", bound=type[Trainer] | type[Accelerator])
 
 def _decided(plan: Plan) -> dict[str, Any]:
     """The arguments of `TrainingArguments` that the plan decides."""
+    refuse_ramp(plan, "Hugging Face's Trainer")
     training = plan.spec.training
     config = ds_config(plan)
     # Trainer would compare it with a product over all ranks, as if each were data-parallel.

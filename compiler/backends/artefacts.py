@@ -114,6 +114,13 @@ def sequence_loss(spec: Spec, target: str) -> list[Loss]:
     ]
 
 
+def rampup_losses(spec: Spec, why: str, instead: str) -> list[Loss]:
+    """A loss where the batch grows, which a target is not told for `why`."""
+    if (ramp := spec.training.rampup_batch_size) is None:
+        return []
+    return [Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead)]
+
+
 def memory_losses(spec: Spec, why: str) -> list[Loss]:
     """Losses when a target is not told to keep the optimizer on the host, for `why`, and logits or MLPs in parts."""
     instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"

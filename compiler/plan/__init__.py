@@ -31,6 +31,7 @@ from parcompile.spec import (
     Parallelism,
     Precision,
     Provenance,
+    RampupBatchSize,
     Router,
     Spec,
     Training,
@@ -166,6 +167,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     optimizer = dict(training.pop("optimizer"))
     optimizer["betas"] = tuple(optimizer["betas"])
     schedule, router = training.pop("lr_scheduler"), training.pop("router")
+    ramp = training.pop("rampup_batch_size", None)
     for name in ("precision", "gradient_accumulation_dtype"):
         training[name] = Precision(training[name])
     if not isinstance(training["activation_checkpointing"], str):
@@ -183,6 +185,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
                 optimizer=_typed(Optimizer(**optimizer)),
                 lr_scheduler=None if schedule is None else _typed(LrScheduler(**schedule)),
                 router=None if router is None else _typed(Router(**router)),
+                rampup_batch_size=None if ramp is None else _typed(RampupBatchSize(**ramp)),
             )
         ),
         zero_stage=tree["zero"]["stage"],
@@ -232,7 +235,7 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
-    for name in ("linear_cross_entropy", "tiled_mlp"):
+    for name in ("linear_cross_entropy", "tiled_mlp", "rampup_batch_size"):
         if not training[name]:
             del training[name]
     return training

@@ -318,6 +318,7 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
                 if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
                 else {}
             ),
+            **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},
             "train_steps": training.train_steps,
             "seed": training.seed,
             **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},

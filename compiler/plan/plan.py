@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,12 @@ class Plan:
     def world_size(self) -> int:
         """Ranks of the run."""
         return self.spec.cluster.world_size
+
+    @property
+    def with_whole_batch(self) -> Plan:
+        """The plan whose first step has `global_batch_size` already, as its last ones."""
+        training = dataclasses.replace(self.spec.training, rampup_batch_size=None)
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, training=training))
 
     @property
     def kv_replicas(self) -> int:

@@ -339,6 +339,8 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
     training, order = spec.training, "-".join(spec.parallelism.order)
     total = plan.parameters.numel
     nodes = f"{spec.cluster.nodes} node{'s' if spec.cluster.nodes > 1 else ''}"
+    ramp = training.rampup_batch_size
+    grown = "" if ramp is None else f", from {ramp.start} by {ramp.increment} each over {ramp.samples:,} samples"
     sizes = {
         "weights": memory.weight_bytes,
         "gradients": memory.gradient_bytes,
@@ -354,6 +356,7 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         "batch": (
             f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens = micro "
             f"{training.micro_batch_size} × steps {training.gradient_accumulation_steps} × dp {spec.parallelism.dp}"
+            + grown
         ),
         **_context(plan),
         **(_peak(work) if estimate else {}),

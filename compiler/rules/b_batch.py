@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis, divisors
 from parcompile.spec import Origin
+from parcompile.spec.rampup import MOST_INCREMENTS
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
@@ -134,13 +135,8 @@ def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
     group, pp, steps = spec.microbatch_group_size, spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if group is None or pp == 1:
         return
-    rest = steps % group
-    if pp <= group <= steps and not 0 < rest < pp:
+    if (message := _wrong_groups(group, pp, steps)) is None:
         return
-    if not pp <= group <= steps:
-        message = f"groups of {group} micro-batches: {group} is not between pp {pp} and the {steps} micro-batches"
-    else:
-        message = f"{steps} micro-batches in groups of {group}: {steps} % {group} = {rest} is neither 0 nor pp {pp}"
     # Every divisor of the micro-batches that is no smaller than pp makes whole groups.
     near = sorted((size for size in divisors(steps) if size >= pp), key=lambda size: (abs(size - group), size))[:2]
     fixes = [Fix.setting(_GROUP, size, Safety.CHANGES_COST) for size in near]
@@ -153,6 +149,16 @@ def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
         fixes=tuple(fixes),
         related=also(spec, _PP, _TOTAL, ("training", "gradient_accumulation_steps")),
     )
+
+
+def _wrong_groups(group: int, pp: int, steps: int) -> str | None:
+    """Why so many micro-batches do not go through a pipeline in groups; None: they do."""
+    if not pp <= group <= steps:
+        return f"groups of {group} micro-batches: {group} is not between pp {pp} and the {steps} micro-batches"
+    rest = steps % group
+    if 0 < rest < pp:
+        return f"{steps} micro-batches in groups of {group}: {steps} % {group} = {rest} is neither 0 nor pp {pp}"
+    return None
 
 
 def _other_batches(spec: Resolution) -> list[Fix]:
@@ -218,3 +224,68 @@ def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
             yield Finding(
                 f"{path[1]} is not in DeepSpeed's configuration", path, help="parcompile.runtime.evaluate reads it"
             )
+
+
+# A batch that grows.
+
+_RAMP = ("training", "rampup_batch_size")
+
+
+@rule("B010")
+def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
+    """Fires when the ramp does not lead to the global batch, or one of its batches is no whole number of passes."""
+    if (ramp := spec.rampup_batch_size) is None:
+        return
+    full, near = spec.global_batch_size, also(spec, _TOTAL, _MICRO, ("parallelism", "dp"))
+    removal = Fix.removing(_RAMP, Safety.CHANGES_NUMERICS)
+    way = full - ramp.start
+    if not ramp.fits(full):
+        equation = f"(global_batch_size {full} − start {ramp.start}) / increment {ramp.increment}"
+        if way <= 0:
+            message, path = f"start {ramp.start} ≥ global_batch_size {full}: the batch does not grow", "start"
+            instead = f"use a start below {full}, or remove rampup_batch_size"
+        elif way % ramp.increment:
+            message, path = f"{equation} = {way} / {ramp.increment} is not whole", "increment"
+            whole = [one for one in divisors(way) if one % (spec.micro_batch_size * spec.axis(Axis.DP)) == 0]
+            instead = f"use an increment that divides {way}, such as {listed((whole or divisors(way))[:3])}"
+        else:
+            message = f"{equation} = {way // ramp.increment:,} increments are more than {MOST_INCREMENTS:,}"
+            path, instead = "increment", f"use an increment of {-(-way // MOST_INCREMENTS):,} or more"
+        yield Finding(message, (*_RAMP, path), help=instead, fixes=(removal,), related=near)
+        return
+    micro, dp, pp = spec.micro_batch_size, spec.axis(Axis.DP), spec.axis(Axis.PP)
+    group = spec.microbatch_group_size if pp > 1 else None
+    for _, samples, batch in ramp.sizes(full):
+        where = f"from sample {samples:,} on the batch is {batch}"
+        if batch % (micro * dp):
+            message = f"{where}: {batch} / (micro {micro} · dp {dp}) = {batch} / {micro * dp} is not whole"
+            instead = f"write a start and an increment that are multiples of {micro * dp}"
+        elif group is not None and (wrong := _wrong_groups(group, pp, batch // (micro * dp))) is not None:
+            message = f"{where}: {wrong}"
+            instead = f"use a start and an increment that are multiples of {micro * dp * group}"
+        else:
+            continue
+        yield Finding(message, _RAMP, help=instead, fixes=(removal,), related=near)
+        return
+
+
+@rule("B011", severity=Severity.INFO)
+def ramp_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says when the batch has grown, and what is estimated."""
+    ramp, full = spec.rampup_batch_size, spec.global_batch_size
+    if ramp is None or not ramp.fits(full):
+        return
+    steps, samples, _ = ramp.sizes(full)[-1]
+    yield Finding(
+        f"the batch grows from {ramp.start} to {full} sequences in {steps:,} steps of {samples:,} samples; estimates, "
+        f"search and preflight are of the step with {full}",
+        _RAMP,
+    )
+    if (schedule := spec.lr_scheduler) is not None:
+        warmup = schedule.warmup_steps * full
+        last = f": warmup_steps {schedule.warmup_steps} are over after step {ramp.steps_until(warmup, full):,}"
+        yield Finding(
+            f"a step of lr_scheduler is {full} samples where the batch grows{last if warmup else ''}",
+            ("training", "lr_scheduler"),
+            related=also(spec, _RAMP),
+        )

@@ -205,7 +205,11 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
     if schedule is None:
         return
     steps, end = schedule.end(spec.get(*_STEPS)), _STEPS if schedule.total_steps is None else _TOTAL
-    yield from _decay(spec, schedule, steps, end)
+    ramp, full, said = spec.rampup_batch_size, spec.global_batch_size, f"{end[-1]} {steps}"
+    if ramp is not None and ramp.fits(full) and steps is not None and end is _STEPS:
+        steps = ramp.samples_after(steps, full) // full  # as the schedule counts them
+        said = f"the {steps} global batches of {said}"
+    yield from _decay(spec, schedule, steps, end, said)
     constant = Fix("set type to constant", Safety.CHANGES_NUMERICS, (Edit(_TYPE, "constant"),))
     if steps is None and schedule.type not in ("constant", "inverse_sqrt"):
         yield Finding(
@@ -219,7 +223,7 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
         removal = Fix.removing(_SCHEDULE, Safety.CHANGES_NUMERICS)
         change = Fix.setting(_WARMUP, shorter, Safety.CHANGES_NUMERICS)
         yield Finding(
-            f"warmup_steps {schedule.warmup_steps} ≥ {end[-1]} {steps}: the warm-up does not end",
+            f"warmup_steps {schedule.warmup_steps} ≥ {said}: the warm-up does not end",
             _WARMUP,
             help=f"use less than {steps}",
             fixes=(change, removal) if shorter < steps else (removal,),
@@ -227,7 +231,9 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tuple[str, ...]) -> Iterator[Finding]:
+def _decay(
+    spec: Resolution, schedule: LrScheduler, steps: int | None, end: tuple[str, ...], said: str
+) -> Iterator[Finding]:
     falls = schedule.type not in ("constant", "inverse_sqrt")
     unread = [(path, "wsd's", "wsd") for path in (_DECAY, _SHAPE) if schedule.type != "wsd"]
     unread += [] if falls else [(_TOTAL, "that of linear, cosine and wsd", "one of them")]
@@ -250,7 +256,7 @@ def _decay(spec: Resolution, schedule: LrScheduler, steps: int | None, end: tupl
     elif steps is not None and schedule.warmup_steps < steps < schedule.warmup_steps + schedule.decay_steps:
         most = steps - schedule.warmup_steps
         yield Finding(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {end[-1]} {steps}",
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {said}",
             _DECAY,
             help=f"use a decay_steps of {most} or less",
             fixes=(Fix.setting(_DECAY, most, Safety.CHANGES_NUMERICS),),

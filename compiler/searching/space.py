@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from parcompile.layout.groups import AXES, DENSE_AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
+from parcompile.spec import RampupBatchSize
 from parcompile.spec.resolve import Resolution
 from parcompile.units import format_bytes, format_seconds
 
@@ -162,6 +164,8 @@ class Space:
     whole_experts: bool
     """Whether experts may also stay whole beside tp (`expert_tp` 1): the model has some and the spec does not say."""
     micro_batches: tuple[int, ...]
+    common_batch: int
+    """What divides the batch of every step, which may grow."""
     recompute: tuple[str, ...] | None
     """What may be recomputed; None where the spec says it."""
     zero_stages: tuple[int, ...]
@@ -292,6 +296,7 @@ def open_space(
         sequence_parallel=True if split is None else split,
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
+        common_batch=_common_batch(training, batch),
         recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
         zero_stages=ZERO_STAGES if (stage := (tree.get("zero") or {}).get("stage")) is None else (stage,),
         choices=OpenChoices(
@@ -318,6 +323,12 @@ def _powers() -> Iterator[int]:
     while size <= LARGEST_MICRO_BATCH:
         yield size
         size *= 2
+
+
+def _common_batch(training: Mapping[str, Any], full: int) -> int:
+    given = training.get("rampup_batch_size")
+    ramp = None if given is None else RampupBatchSize(*(int(given[key]) for key in ("start", "increment", "samples")))
+    return full if ramp is None or not ramp.fits(full) else gcd(*(batch for *_, batch in ramp.sizes(full)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +366,7 @@ def expand(space: Space, changes: Mapping[str, object], *, any_rule: bool = Fals
     if checked.work is None:
         return Refused(changes, checked.code or "", checked.message)
     work = replace(checked.work, document_length=space.document_length)
-    share = work.micro_batch * work.micro_batches
+    share = gcd(space.common_batch, work.global_batch) // work.dp
     # The schedule of virtual stages goes through micro-batches in groups (rule B006).
     group = (work.micro_batch_group or work.pp) if work.virtual_stages > 1 else 1
     tried = space.micro_batches if space.accumulation_steps is None else (work.micro_batch,)

@@ -98,6 +98,10 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
         "damaged_lines": [number for number, _ in run.damaged],
     }
     timed = rows[WARM_UP:] if len(rows) > 2 * WARM_UP else rows
+    if subject is not None and (training := subject.plan.spec.training).rampup_batch_size is not None:
+        # What is predicted is a step with the whole batch.
+        whole = training.global_batch_size * training.sequence_length
+        timed = [row for row in timed if row.get("tokens", whole) >= whole]
     found |= _measured("step_seconds", known_values(timed, "seconds"))
     rates = [value / size for value in known_values(timed, "tokens_per_s")]
     found |= _measured("tokens_per_second" + "_per_gpu" * (subject is not None), rates)

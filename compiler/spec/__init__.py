@@ -1,5 +1,6 @@
 """The spec: its values after resolution, and how each of them is decided."""
 
+from .rampup import RampupBatchSize
 from .values import (
     OPTIMIZER_KEYS,
     Cluster,

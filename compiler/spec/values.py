@@ -23,6 +23,8 @@ from parcompile.layout.shards import ADAM_STATE_BYTES, MOMENTUM_BYTES
 from parcompile.machines import Accelerator
 from parcompile.model.shape import ModelShape, architecture
 
+from .rampup import RampupBatchSize
+
 
 class Precision(str, enum.Enum):
     """The type of weights and activations."""
@@ -162,7 +164,7 @@ class LrScheduler:
     `type` is "constant"; "linear" or "cosine": from lr to `min_lr` at the end of step `total_steps`;
     "inverse_sqrt": lr · √(warmup_steps / steps done), at least `min_lr`; or "wsd": lr, and in the last `decay_steps` of
     `total_steps` to `min_lr` as `decay_type` says. A `total_steps` of None is that of the training. `learning_rate`
-    gives the rate of each step.
+    gives the rate of each step. Where the batch grows, a step of the schedule is `global_batch_size` samples.
     """
 
     type: str
@@ -223,6 +225,17 @@ class Training:
     """The head's product and the loss run in chunks of tokens."""
     tiled_mlp: bool = False
     """Dense MLPs run in tiles of tokens, which are computed again in backward."""
+    rampup_batch_size: RampupBatchSize | None = None
+
+    def batch(self, consumed: int) -> int:
+        """Sequences of the step before which the run took so many samples."""
+        ramp, full = self.rampup_batch_size, self.global_batch_size
+        return full if ramp is None else ramp.batch(consumed, full)
+
+    def samples_after(self, steps: int, consumed: int = 0) -> int:
+        """Samples that the run has taken when so many steps have followed those that took `consumed`."""
+        ramp, full = self.rampup_batch_size, self.global_batch_size
+        return consumed + steps * full if ramp is None else ramp.samples_after(steps, full, consumed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,23 +353,31 @@ class Spec:
         return tuple(merged(held, boundary) for held in self.virtual_stages)
 
 
-def learning_rate(training: Training, step: int) -> float:
-    """The rate of an optimizer step, counted from 1; after the schedule it stays at `min_lr` where it falls to it."""
+def learning_rate(training: Training, step: int, consumed: int | None = None) -> float:
+    """The rate of an optimizer step, counted from 1; after the schedule it stays at `min_lr` where it falls to it.
+
+    Where the batch grows, the schedule counts samples, as Megatron-LM's does: `consumed` are those that the steps
+    before took; None: as many as the plan says.
+    """
     schedule, highest = training.lr_scheduler, training.optimizer.lr
     if schedule is None:
         return highest
-    lowest, warmup, done = schedule.min_lr, schedule.warmup_steps, step - 1
+    unit, done, steps = 1, step - 1, training.train_steps
+    if training.rampup_batch_size is not None:
+        unit, done = training.global_batch_size, training.samples_after(step - 1) if consumed is None else consumed
+        steps = None if steps is None else training.samples_after(steps)
+    lowest, warmup = schedule.min_lr, schedule.warmup_steps * unit
     if done < warmup:
         return schedule.warmup_start_lr + (highest - schedule.warmup_start_lr) * done / warmup
     if schedule.type == "constant":
         return highest
     if schedule.type == "inverse_sqrt":
         return max(lowest, highest * math.sqrt(max(1, warmup) / max(1, done)))
-    end = schedule.end(training.train_steps)
+    end = steps if schedule.total_steps is None else schedule.total_steps * unit
     assert end is not None, "a rule wants an end for a rate that falls"
     fall, shape = end - warmup, schedule.type
     if schedule.decay_steps is not None and schedule.decay_type is not None:
-        fall, shape = schedule.decay_steps, schedule.decay_type
+        fall, shape = schedule.decay_steps * unit, schedule.decay_type
     progress = min(1.0, max(0.0, (done - end + fall) / fall))
     return lowest + (highest - lowest) * _LEFT[shape](progress)
 

@@ -139,6 +139,8 @@ def load(engine: Any, folder: str | Path) -> int:
         adapt(engine, _opened(note))
     else:
         _load_as_it_is(engine, note, schedules=schedules)
+    if (batch := getattr(engine, "parcompile_batch", None)) is not None:
+        batch.follow()
     if (loader := getattr(engine, "parcompile_loader", None)) is not None:
         loader.resume(note.step, engine.global_samples)
     return note.step

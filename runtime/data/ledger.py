@@ -8,6 +8,7 @@ from typing import Any
 
 from parcompile.doctor.metrics import RUN
 from parcompile.plan import Plan
+from parcompile.spec import RampupBatchSize
 from parcompile.user_files import parse_json, read_text
 
 from .rows_of_files import unusable
@@ -26,11 +27,11 @@ def samples_before(step: int, plan: Plan, run: Path | None = None) -> int:
         RunError: run.json cannot be read, or says that the step ran under another plan.
     """
     if run is None:
-        return (step - 1) * plan.spec.training.global_batch_size
+        return plan.spec.training.samples_after(step - 1)
     file = run / RUN
     try:
         said = [
-            (int(one["after_step"]), str(one["plan"]), int(one["global_batch_size"]))
+            (int(one["after_step"]), str(one["plan"]), int(one["global_batch_size"]), _ramp(one))
             for one in parse_json(read_text(file))["plans"]
         ]
     except OSError as error:
@@ -50,7 +51,24 @@ def samples_before(step: int, plan: Plan, run: Path | None = None) -> int:
             "the one that ran"
         )
     ends = [*(after for after, *_ in begun[1:]), step - 1]
-    return sum((end - after) * batch for (after, _, batch), end in zip(begun, ends, strict=True))
+    taken = 0
+    for (after, _, batch, ramp), end in zip(begun, ends, strict=True):
+        taken = taken + (end - after) * batch if ramp is None else ramp.samples_after(end - after, batch, taken)
+    return taken
+
+
+def _ramp(ran: Mapping[str, Any]) -> RampupBatchSize | None:
+    """How the batch of a plan of run.json grew.
+
+    Raises:
+        TypeError, ValueError, KeyError: it is damaged.
+    """
+    if (given := ran.get("rampup_batch_size")) is None:
+        return None
+    found = RampupBatchSize(*(int(given[key]) for key in ("start", "increment", "samples")))
+    if not found.fits(int(ran["global_batch_size"])):
+        raise ValueError(given)
+    return found
 
 
 def ledger(step: int, plan: Plan, data: SequencesOfFiles, before: int) -> dict[str, Any]:
@@ -60,7 +78,7 @@ def ledger(step: int, plan: Plan, data: SequencesOfFiles, before: int) -> dict[s
     it in its micro-batch `micro_batch`. Of a document it has the tokens from the first number to below the second.
     """
     training, dp = plan.spec.training, plan.spec.parallelism.dp
-    numbers = range(before, before + training.global_batch_size)
+    numbers = range(before, before + training.batch(before))
     parts = data.parts([number % len(data) for number in numbers])
     rows: list[Mapping[str, Any]] = []
     for place, (number, documents) in enumerate(zip(numbers, parts, strict=True)):

@@ -46,11 +46,11 @@ class PlanLoader:
         self._dataset = dataset
         self._mesh = mesh
         self.step = first_step
-        self._before = 0
+        self._begun = 0, 0
 
     def resume(self, step: int, samples: int) -> None:
         """Goes on behind `step` steps, which took `samples` samples: with batches of another size, where it changed."""
-        self.step, self._before = step, samples - step * self._mesh.plan.spec.training.global_batch_size
+        self.step, self._begun = step, (step, samples)
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches; the first of a step counts the step's tokens over dp."""
@@ -64,13 +64,26 @@ class PlanLoader:
 
     @property
     def _steps(self) -> int:
-        return self._mesh.plan.spec.training.gradient_accumulation_steps
+        """Micro-batches of the step."""
+        training = self._mesh.plan.spec.training
+        return training.batch(self._before) // (training.micro_batch_size * self._mesh.size("dp"))
+
+    @property
+    def _before(self) -> int:
+        """How many samples the steps before took.
+
+        Raises:
+            ValueError: the step is one before those with which a run went on whose batch grows.
+        """
+        training, (step, samples) = self._mesh.plan.spec.training, self._begun
+        if self.step < step and training.rampup_batch_size is not None:
+            raise ValueError(f"loader.step {self.step}: the run went on behind step {step}, and its batch grows")
+        return training.samples_after(self.step - step, samples)
 
     def _first_sample(self, micro: int) -> int:
         """The number of the first sequence of this dp rank's micro-batch."""
-        training, dp = self._mesh.plan.spec.training, self._mesh.size("dp")
-        in_step = (micro * dp + self._mesh.index("dp")) * training.micro_batch_size
-        return self._before + self.step * training.global_batch_size + in_step
+        in_step = micro * self._mesh.size("dp") + self._mesh.index("dp")
+        return self._before + in_step * self._mesh.plan.spec.training.micro_batch_size
 
     def _numbers(self, micro: int) -> list[int]:
         """Of the samples of this dp rank's micro-batch in the data set."""

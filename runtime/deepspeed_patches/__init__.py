@@ -35,6 +35,9 @@ Changed:
   a checkpoint of another layout is loaded. `checkpoint.adapting`
 - `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
   backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
+- `train_batch_size` and `gradient_accumulation_steps` of an engine's `_config`, `gradient_accumulation_steps` of its
+  optimizer (runtime/zero/stage_1_and_2.py, stage3.py) and `micro_steps`, while the batch grows: its own
+  `set_train_batch_size` divides by dp · cp. `set_batch`
 - The `forward`, `backward` and `step` of an engine in pipeline stages refuse to be called by users.
   `pipeline`
 - The accelerator gives way to one without memory. `preflight.stand_in`

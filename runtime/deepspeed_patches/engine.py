@@ -128,6 +128,18 @@ def reduce_at_end(engine: Any) -> Iterator[None]:
     engine.micro_steps += engine.gradient_accumulation_steps() - 1
 
 
+def set_batch(engine: Any, batch: int, micro_batches: int) -> None:
+    """Gives the next step so many sequences over all ranks and so many micro-batches; called between two steps."""
+    if micro_batches == engine.gradient_accumulation_steps():
+        return
+    engine._config.train_batch_size = batch
+    engine._config.gradient_accumulation_steps = micro_batches
+    # Micro-batches of a step are counted by what is left of this one when it is divided by their number.
+    engine.micro_steps = 0
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = micro_batches
+
+
 def keeps_gradients(engine: Any) -> bool:
     """Whether the gradients of micro-batches add up in `grad`, untouched until the end of a step: ZeRO-1 by itself."""
     optimizer = engine.optimizer

@@ -49,6 +49,7 @@ from parcompile.spec import Training, learning_rate
 
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop, guard_backward
+from .rampup import let_batch_grow
 from .router_bias import attach_biases, keep_biases
 from .unsharded import sum_once
 
@@ -64,6 +65,12 @@ class PlanSchedule:
         self.optimizer, self._training = optimizer, training
         self._highest = [float(group["lr"]) for group in optimizer.param_groups]
         self.last_batch_iteration = -1
+        self._consumed: int | None = None
+        self._set()
+
+    def follow(self, consumed: int) -> None:
+        """Sets the rate of the step before which so many samples were taken, where the batch grows."""
+        self._consumed = consumed
         self._set()
 
     def step(self) -> None:
@@ -73,7 +80,8 @@ class PlanSchedule:
 
     def get_lr(self) -> list[float]:
         """The rate of each group for the next step."""
-        share = learning_rate(self._training, self.last_batch_iteration + 2) / self._training.optimizer.lr
+        rate = learning_rate(self._training, self.last_batch_iteration + 2, self._consumed)
+        share = rate / self._training.optimizer.lr
         return [highest * share for highest in self._highest]
 
     def get_last_lr(self) -> list[float]:
@@ -213,6 +221,7 @@ def initialize(
             **options, mpu=Mpu(mesh), config=ds_config(plan), dist_init_required=False
         )
     take_over(engine, mesh, stop_on_nonfinite)
+    let_batch_grow(engine)
     if file is not None:
         Recorder(engine, mesh, file)
     loader = engine.parcompile_loader = None if training_data is None else PlanLoader(training_data, mesh, first_step)

@@ -65,7 +65,7 @@ class StepMeter:
     def __init__(self, engine: Any, gather_every: int = GATHER_EVERY) -> None:
         self._engine, self._mesh, self._every = engine, engine.mesh, gather_every
         plan, training = engine.mesh.plan, engine.mesh.plan.spec.training
-        self._tokens = training.global_batch_size * training.sequence_length
+        self._length = training.sequence_length
         self._scales = training.precision is Precision.FP16 and training.loss_scale == 0
         self._on_cpu = self._mesh.device.type == "cpu"
         self._work = known_work(self._mesh)
@@ -85,6 +85,7 @@ class StepMeter:
             RunError: as the engine's.
         """
         engine = self._engine
+        tokens = engine.train_batch_size() * self._length
         rates = [float(rate) for rate in engine.get_lr()]
         skipped, waited, started = engine.skipped_steps, records.waiting_seconds, time.perf_counter()
         records.begin_step()
@@ -102,7 +103,7 @@ class StepMeter:
         self._nonfinite += not (skips and self._scales) and not all(map(math.isfinite, row.values()))
         row["lr"] = rates[0]
         row |= {f"lr/{number}": rate for number, rate in enumerate(rates) if number and rate != rates[0]}
-        row |= {"tokens": self._tokens, "seconds": seconds, "tokens_per_s": self._tokens / seconds}
+        row |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
         if self._work is not None:
             row["mfu"] = utilisation(self._work, row["tokens_per_s"] / self._world_size)
         if self._on_cpu and records.steps:

@@ -139,6 +139,7 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         RankError: A rank failed, or `timeout` seconds passed.
     """
     _refuse(plan)
+    plan = plan.with_whole_batch
     with (
         progress(f"running a step on {plan.world_size} ranks"),
         LocalWorld(plan.world_size, start_method="forkserver", preload=_IMPORTED) as world,

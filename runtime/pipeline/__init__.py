@@ -184,7 +184,7 @@ class PipelinedLoop:
 
     def __init__(self, engine: Any, mesh: Mesh) -> None:
         self._engine, self._mesh = engine, mesh
-        self._schedule, self._rank = mesh.plan.spec.schedule, mesh.index("pp")
+        self._rank = mesh.index("pp")
         self._lanes = Lanes(self._schedule, mesh.lanes, self._rank, mesh.device)
         self._tied = TiedEmbedding(engine.module, mesh)
         self._running = False
@@ -194,6 +194,11 @@ class PipelinedLoop:
         self._work = Work(self._forward, engine.backward, lambda batch: handed(engine.module, mesh, batch, dtype))
         self.most_held = 0
         """Chunks whose activations were alive at the same time in the last training step."""
+
+    @property
+    def _schedule(self) -> Schedule:
+        """The passes of the next step, whose batch may grow."""
+        return replace(self._mesh.plan.spec.schedule, micro_batches=self._engine.gradient_accumulation_steps())
 
     def train(self, batches: Iterator[Batch]) -> list[Tensor]:
         """One optimizer step; the losses of the micro-batches that ended on this rank."""

@@ -57,16 +57,17 @@ class Recorder:
         forget_peak(mesh.device)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        boundary = self._engine.is_gradient_accumulation_boundary()
+        boundary, batch = self._engine.is_gradient_accumulation_boundary(), self._engine.train_batch_size()
         result = self._engine_step(*args, **kwargs)
         if boundary:
-            self._tick()
+            self._tick(whole=batch == self._mesh.plan.spec.training.global_batch_size)
         return result
 
-    def _tick(self) -> None:
+    def _tick(self, *, whole: bool) -> None:
+        """After a step; one with less than the whole batch, which still grows, is no measurement."""
         now = time.perf_counter()
         self._steps += 1
-        if self._steps > WARM_UP:
+        if self._steps > WARM_UP and whole:
             self._seconds.append(now - self._last)
         self._last = now
         if self._steps == self._next:

@@ -103,6 +103,7 @@ _NOT_CARRIED: Mapping[Path, str] = {
     ("training", "precision"): "cells compute in fp32, in which exported weights are compared",
     ("training", "micro_batch_size"): _CELLS_OWN,
     ("training", "gradient_accumulation_steps"): _CELLS_OWN,
+    ("training", "rampup_batch_size"): _CELLS_OWN,
 }
 
 

@@ -20,9 +20,9 @@ from parcompile.cost.estimate import estimate
 from parcompile.doctor.metrics import usual
 from parcompile.plan import Plan, plan_tree
 from parcompile.show.page.run_page import run_page
-from parcompile.show.pictures import Line
+from parcompile.show.pictures import Line, Subject
 from parcompile.show.pictures.curves import draw, spark
-from parcompile.show.run import read_run
+from parcompile.show.run import figures, read_run
 from parcompile.spec.values import workload_of
 
 STEPS, SPIKE_STEP = 40, 30
@@ -105,6 +105,20 @@ def test_figures_stand_beside_those_of_the_estimate(tmp_path: Path, plan: Plan, 
         "highest": 7.9,
         "highest_step": 1,
     }
+
+
+def test_steps_of_a_batch_that_still_grows_are_not_compared(tmp_path: Path, plan: Plan, report: Report) -> None:
+    ramp = {"start": 8, "increment": 8, "samples": 100}
+    plan = compile_tree(spec_tree(training={"global_batch_size": 16, "rampup_batch_size": ramp}), tmp_path)
+    write_run(tmp_path / "run", plan)
+    file, whole = tmp_path / "run" / "metrics.jsonl", plan.spec.training
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    for one in rows:
+        batch = 8 if one["step"] <= 20 else whole.global_batch_size
+        one |= {"tokens": batch * whole.sequence_length, "seconds": one["seconds"] if batch > 8 else 1e-3}
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
+    seconds = figures(read_run(tmp_path / "run"), Subject.of(plan))["step_seconds"]
+    assert seconds["low"] >= rows[20]["seconds"]
 
 
 def test_one_screen_of_80_columns_says_how_the_run_went(tmp_path: Path, plan: Plan, report: Report) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def of_routers(plan: Plan, layers: list[Tensor], real: Tensor) -> Tensor:
     for layer in layers:
         of_rows = [torch.logsumexp(row[mask], -1).square().mean() for row, mask in zip(layer, real, strict=True)]
         found = found + given.z_loss * torch.stack(of_rows).mean()
-    size = {"sequence": 1, "global_batch": training.global_batch_size}.get(given.aux_loss_scope, micro)
+    size = {"sequence": 1, "global_batch": len(real)}.get(given.aux_loss_scope, micro)
     groups = list(zip(real.split(size), *(one.split(size) for one in layers), strict=True))
     for mask, *group in groups:
         flat = tuple(one[mask] for one in group)
@@ -74,8 +75,8 @@ def of_routers(plan: Plan, layers: list[Tensor], real: Tensor) -> Tensor:
     return found
 
 
-def train_in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
-    """With transformers and torch alone: all samples of a step at once."""
+def train_in_one_process(plan: Plan, seed: int | None = None, batches: Sequence[slice] | None = None) -> dict[str, Any]:
+    """With transformers and torch alone: all samples of a step at once; on these `batches`, where they are said."""
     training, model = plan.spec.training, initial_model(plan)
     nudge(model, seed)
     optimizer, data, seen = plain_optimizer(model, plan), padded(plan), list[Tensor]()
@@ -85,9 +86,10 @@ def train_in_one_process(plan: Plan, seed: int | None = None) -> dict[str, Any]:
         if isinstance(module, kind.target_class):
             module.register_forward_hook(lambda _, __, output: seen.append(output[kind.index]))
     losses, norms = [], []
-    for step in range(STEPS):
+    size = training.global_batch_size
+    for place in batches or [slice(step * size, (step + 1) * size) for step in range(STEPS)]:
         seen.clear()
-        batch = data[step * training.global_batch_size : (step + 1) * training.global_batch_size]
+        batch = data[place]
         whole = {name: torch.stack([sample[name] for sample in batch]) for name in batch[0]}
         loss = model(**whole).loss
         real = whole["attention_mask"].bool()

@@ -30,12 +30,12 @@ from parcompile.runtime.run_log import RunLog
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 
 
-def plan_of(size: int = 8, ranks: int = 2) -> Plan:
+def plan_of(size: int = 8, ranks: int = 2, **more: Any) -> Plan:
     return make_plan(
         ranks,
         {"tp": 1},
         model={"vocab_size": 256},
-        training={"global_batch_size": size, "micro_batch_size": 2, "sequence_length": 32},
+        training={"global_batch_size": size, "micro_batch_size": 2, "sequence_length": 32, **more},
     )
 
 
@@ -44,7 +44,7 @@ def numbers_of(data: Any, plan: Plan, dp_rank: int, step: int, samples: int) -> 
     mesh = SimpleNamespace(plan=plan, size=lambda _: plan.spec.parallelism.dp, index=lambda _: dp_rank)
     loader = PlanLoader(data, cast("Any", mesh))
     loader.resume(step - 1, samples)
-    return [loader._numbers(micro) for micro in range(plan.spec.training.gradient_accumulation_steps)]
+    return [loader._numbers(micro) for micro in range(loader._steps)]
 
 
 def text_file(folder: Path) -> str:
@@ -129,6 +129,35 @@ def test_the_ledger_survives_a_resume_with_another_batch_size(tmp_path: Path) ->
         samples_before(6, plans[0], tmp_path / "none")
 
 
+def test_the_ledger_has_the_samples_of_a_batch_that_grows(tmp_path: Path) -> None:
+    """4, 4, 8, 12 and 16 samples a step; 3 steps of them, 2 of 8, and then as the ramp has it behind 32 samples."""
+    ramp = {"rampup_batch_size": {"start": 4, "increment": 4, "samples": 24}}
+    grows, plain, longer = plan_of(16, **ramp), plan_of(), plan_of(32, rampup_batch_size=RAMP_TO_32)
+    assert [samples_before(step, grows) for step in range(1, 8)] == [0, 4, 8, 16, 28, 44, 60]
+    for plan, first in ((grows, 0), (plain, 3), (longer, 5)):
+        RunLog(tmp_path, first, plan=plan)
+    data = read_training_data(lines_of_text(tmp_path), grows)
+    said = [(grows, 3, 8, 8), (plain, 4, 16, 8), (longer, 6, 32, 8), (longer, 8, 52, 16), (longer, 12, 132, 32)]
+    for plan, step, before, size in said:
+        assert samples_before(step, plan, tmp_path) == before
+        found = ledger(step, plan, data, before)["samples"]
+        assert [one["sample"] for one in found] == list(range(before, before + size))
+        for dp_rank in range(2):
+            mine = [one["sequence"] for one in found if one["dp_rank"] == dp_rank]
+            assert mine == [one for taken in numbers_of(data, plan, dp_rank, step, before) for one in taken]
+    loader = PlanLoader(data, cast("Any", SimpleNamespace(plan=grows, size=lambda _: 2, index=lambda _: 0)))
+    loader.resume(3, 16)
+    loader.step = 2
+    with pytest.raises(ValueError, match=r"loader\.step 2: the run went on behind step 3, and its batch grows"):
+        loader._numbers(0)
+    file = tmp_path / "run.json"
+    file.write_text(file.read_text("utf-8").replace('"increment": 4', '"increment": 5'), "utf-8")
+    with pytest.raises(RunError, match="it is damaged"):
+        samples_before(6, longer, tmp_path)
+
+
+RAMP_TO_32 = {"start": 4, "increment": 4, "samples": 120}
+"""Seven increments, one after each 17.1 samples."""
 BLENDED = {
     (0.3, 0.7): "101101101101110110110111",
     (0.2, 0.5, 0.3): "120121012101212101210121",

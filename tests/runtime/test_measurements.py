@@ -105,6 +105,16 @@ def test_the_peak_on_a_gpu_is_that_of_training_not_of_building(monkeypatch: pyte
     assert peak_bytes(mesh.device) == 30
 
 
+def test_steps_of_a_batch_that_still_grows_are_not_measured() -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), plan=make_plan(1, {}, training=TRAINING))
+    engine = SimpleNamespace(step=lambda: None, batch=2, is_gradient_accumulation_boundary=lambda: True)
+    engine.train_batch_size = lambda: engine.batch
+    recorder = Recorder(engine, mesh, Path("unused"))
+    for engine.batch in (2, 2, 2, 2, 2, 4, 4):
+        engine.step()
+    assert len(recorder._seconds) == 2
+
+
 def row(run: str, **more: str) -> dict[str, str]:
     sizes = dict.fromkeys(("nodes", "gpus_per_node", "sequence_length", "micro_batch", "micro_batches"), "1")
     return {"model": "gpt2-xl", "accelerator": "cpu", **sizes, "run": run, **more}

@@ -14,30 +14,70 @@ from parcompile.backends.reading import (
     Row,
     Source,
     SpecPath,
+    Undecided,
     UndecidedError,
     decay_losses,
     refuse_optimizer,
 )
 from parcompile.layout.shards import VECTORS
-from parcompile.spec import Precision, Spec
-from parcompile.text.typed import integer, number
+from parcompile.spec import Precision, RampupBatchSize, Spec
+from parcompile.text.typed import WrongValueError, integer, number
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 _STEPS: SpecPath = ("training", "train_steps")
 _PRECISION: SpecPath = ("training", "precision")
 _GRADIENTS: SpecPath = ("training", "gradient_accumulation_dtype")
+_RAMP: SpecPath = ("training", "rampup_batch_size")
+_PARTS_OF_RAMP = ("start", "increment", "samples")
 _RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
 _SCALES = {"initial_loss_scale": 65536.0, "loss_scale_window": 1000.0, "hysteresis": 2, "min_loss_scale": 1.0}
 """What DeepSpeed's dynamic loss scaling does in a plan."""
 
 
+def _write_ramp(spec: Spec) -> Arguments:
+    ramp = spec.training.rampup_batch_size
+    return {} if ramp is None else {"rampup_batch_size": [ramp.start, ramp.increment, ramp.samples]}
+
+
+def _read_ramp(source: Source, draft: Draft) -> None:
+    try:
+        given = source.value("rampup_batch_size", _RAMP)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _RAMP)
+        return
+    if given is None:
+        return
+    unknown = [one for one in given if isinstance(one, Undecided)]
+    if unknown:
+        draft.leave_open(source, UndecidedError("rampup_batch_size", unknown[0]), _RAMP)
+    elif len(given) != len(_PARTS_OF_RAMP):
+        raise WrongValueError("--rampup-batch-size", given, "three numbers: start, increment and samples")
+    else:
+        for key, value in zip(_PARTS_OF_RAMP, given, strict=True):
+            draft.set((*_RAMP, key), integer(value, "rampup_batch_size"), said=True)
+
+
+def _ramp(source: Source) -> RampupBatchSize | None:
+    """The ramp of the file, where it has one that a batch can follow."""
+    given, full = source.given.get("rampup_batch_size"), source.given.get("global_batch_size")
+    if not isinstance(given, list) or [type(one) for one in given] != [int] * len(_PARTS_OF_RAMP):
+        return None
+    found = RampupBatchSize(*given)
+    return found if isinstance(full, int) and found.fits(full) else None
+
+
 def _write_length(spec: Spec) -> Arguments:
-    return {} if spec.training.train_steps is None else {"train_iters": spec.training.train_steps}
+    training = spec.training
+    if training.train_steps is None:
+        return {}
+    if training.rampup_batch_size is not None:  # validate_args refuses --train-iters beside it
+        return {"train_samples": training.samples_after(training.train_steps)}
+    return {"train_iters": training.train_steps}
 
 
 def _read_length(source: Source, draft: Draft) -> None:
-    """The steps of the run; samples are steps when the batch does not grow."""
+    """The steps of the run, or the samples in steps."""
     draft.carry(source, "train_iters", _STEPS)
     try:
         samples, batch = source.value("train_samples", _STEPS), source.value("global_batch_size")
@@ -48,7 +88,21 @@ def _read_length(source: Source, draft: Draft) -> None:
         return
     if batch is not None:
         integer(batch, "global_batch_size", least=1)
-    if source.has("rampup_batch_size") or source.has("step_batch_size_schedule"):
+    if (ramp := _ramp(source)) is not None:
+        full, samples = integer(batch, "global_batch_size"), integer(samples, "train_samples")
+        if samples <= ramp.samples:
+            why = f"a spec counts steps: {samples} samples end within the ramp, where Megatron-LM goes on a step"
+            source.lose("train_samples", why)
+            return
+        steps = ramp.steps_until(samples, full)
+        if (taken := ramp.samples_after(steps, full)) > samples:
+            steps, taken = steps - 1, ramp.samples_after(steps - 1, full)
+            source.remark(
+                "train_samples", f"train_steps {steps}: Megatron-LM leaves out the last {samples - taken} samples"
+            )
+            source.used["train_samples"] = {_STEPS}
+        draft.set(_STEPS, steps, said=True)
+    elif source.has("rampup_batch_size") or source.has("step_batch_size_schedule"):
         source.lose("train_samples", "a spec counts steps, and the batch grows")
     elif not isinstance(batch, int) or samples % batch:
         source.lose("train_samples", f"a spec counts steps: {samples} / global batch {batch} is not whole")
@@ -58,7 +112,14 @@ def _read_length(source: Source, draft: Draft) -> None:
 
 def _length_losses(spec: Spec) -> Iterator[Loss]:
     if spec.training.train_steps is None:
-        yield Loss("train-iters", "the spec does not say training.train_steps", "add --train-iters")
+        grows = spec.training.rampup_batch_size is not None
+        name = "train-samples" if grows else "train-iters"
+        yield Loss(name, "the spec does not say training.train_steps", f"add --{name}")
+    elif (ramp := spec.training.rampup_batch_size) is not None:
+        samples = spec.training.samples_after(spec.training.train_steps)
+        if samples <= ramp.samples:
+            why = f"--train-samples {samples} ends within the ramp, and Megatron-LM makes a further step"
+            yield Loss(f"train_steps {spec.training.train_steps}", why, "set more train_steps, or a shorter ramp")
 
 
 def _write_optimizer(spec: Spec) -> Arguments:
@@ -163,16 +224,18 @@ def _write_schedule(spec: Spec) -> Arguments:
     schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
     if schedule is None:
         return {"lr_decay_style": "constant", "min_lr": lr}
+    grows = spec.training.rampup_batch_size is not None
+    unit, each = ("samples", spec.training.global_batch_size) if grows else ("iters", 1)
     found: Arguments = {
         "lr_decay_style": _STYLES.get(schedule.type, schedule.type),
-        "lr_warmup_iters": schedule.warmup_steps,
+        f"lr_warmup_{unit}": schedule.warmup_steps * each,
         "lr_warmup_init": schedule.warmup_start_lr,
         "min_lr": schedule.min_lr,
     }
     if schedule.total_steps is not None:
-        found["lr_decay_iters"] = schedule.total_steps
-    if schedule.decay_type is not None:
-        found["lr_wsd_decay_iters"] = schedule.decay_steps
+        found[f"lr_decay_{unit}"] = schedule.total_steps * each
+    if schedule.decay_steps is not None and schedule.decay_type is not None:
+        found[f"lr_wsd_decay_{unit}"] = schedule.decay_steps * each
         found["lr_wsd_decay_style"] = _FALLS.get(schedule.decay_type, schedule.decay_type)
     return found
 
@@ -254,8 +317,8 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     found = {"type": kind, "warmup_steps": int(warmup), "min_lr": lowest}
     if start != lowest:
         found["warmup_start_lr"] = float(start)
-    if kind in ("linear", "cosine", "wsd") and end != total:
-        found["total_steps"] = end
+    if kind in ("linear", "cosine", "wsd") and (end != total or _ends_early(source)) and not float(end or 0) % 1:
+        found["total_steps"] = int(end or 0)
     if kind == "wsd":
         decay, shape = steps(source, "wsd"), value("lr_wsd_decay_style")
         if not decay:
@@ -265,8 +328,16 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     return found
 
 
-def steps(source: Source, what: str) -> int | None:
+def _ends_early(source: Source) -> bool:
+    """Whether samples are left out behind the last step of a ramp, of which a schedule knows nothing."""
+    ramp, samples, full = _ramp(source), source.value("train_samples"), source.value("global_batch_size")
+    return ramp is not None and isinstance(samples, int) and ramp.steps_of(samples, full) is None
+
+
+def steps(source: Source, what: str) -> float | None:
     """The steps of a run, its decay or its warm-up, given as such or in samples; None when they are not given.
+
+    Where the batch grows they are global batches, of which the run may end with a part.
 
     Raises:
         UndecidedError: the file does not say the value.
@@ -277,8 +348,11 @@ def steps(source: Source, what: str) -> int | None:
         return int(iters)
     samples = source.value(f"{names[what]}_samples", _SCHEDULE) if what != "train" else source.value("train_samples")
     batch = source.value("global_batch_size")
-    if samples and isinstance(batch, int) and batch > 0 and samples % batch == 0:
-        return int(samples) // batch
+    if samples and isinstance(batch, int) and batch > 0:
+        if samples % batch == 0:
+            return int(samples) // batch
+        if what == "train" and source.has("rampup_batch_size"):
+            return float(samples / batch)
     return 0 if what == "warmup" and not samples else None
 
 
@@ -373,6 +447,7 @@ ROWS: tuple[Row, ...] = (
     Entry("global_batch_size", ("training", "global_batch_size")),
     Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
     Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
+    Bundle(("rampup_batch_size",), _write_ramp, _read_ramp),
     Bundle(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
     Bundle(
         ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),

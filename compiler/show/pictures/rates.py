@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from parcompile.spec import learning_rate
-from parcompile.spec.values import Training
+from parcompile.spec.values import LrScheduler, Training
 
 from . import SMALL, Line, Picture, Sketch, Subject, Text
 
@@ -16,11 +16,21 @@ _SHORTEST = 10
 """Steps that are drawn of a training which does not say how many it has."""
 
 
+def _of_run(training: Training, steps: int) -> int:
+    """The step of the run with which so many of the schedule are done, which are whole batches where these grow."""
+    ramp, full = training.rampup_batch_size, training.global_batch_size
+    return steps if ramp is None else ramp.steps_until(steps * full, full)
+
+
+def _end(training: Training, schedule: LrScheduler) -> int | None:
+    return training.train_steps if schedule.total_steps is None else _of_run(training, schedule.total_steps)
+
+
 def _last(training: Training) -> int:
     """The last step that is drawn: the end of the training or of the schedule."""
     schedule = training.lr_scheduler
-    warmup, total = (0, None) if schedule is None else (schedule.warmup_steps, schedule.total_steps)
-    return max(training.train_steps or 0, total or 0) or max(_SHORTEST, 4 * warmup)
+    warmup, total = (0, None) if schedule is None else (schedule.warmup_steps, _end(training, schedule))
+    return max(training.train_steps or 0, total or 0) or max(_SHORTEST, 4 * _of_run(training, warmup))
 
 
 def _steps(training: Training, most: int) -> list[int]:
@@ -28,9 +38,9 @@ def _steps(training: Training, most: int) -> list[int]:
     last, schedule = _last(training), training.lr_scheduler
     found = {1, last, *(1 + index * (last - 1) // most for index in range(most))}
     if schedule is not None:
-        end = schedule.end(training.train_steps)
+        end = _end(training, schedule)
         corners = [
-            schedule.warmup_steps + 1,
+            _of_run(training, schedule.warmup_steps) + 1,
             *([] if end is None else [end, end + 1, end - (schedule.decay_steps or 0)]),
         ]
         found |= {step for step in corners if 1 <= step <= last}
@@ -71,9 +81,9 @@ def verdict(training: Training) -> str:
     schedule, lr = training.lr_scheduler, training.optimizer.lr
     if schedule is None:
         return f"The rate is {lr:g} in every step"
-    end = schedule.end(training.train_steps)
+    end = _end(training, schedule)
     falls = schedule.decay_type or schedule.type
-    said = f"{schedule.warmup_steps:,} steps of warm-up to {lr:g}, then {schedule.type}"
+    said = f"{_of_run(training, schedule.warmup_steps):,} steps of warm-up to {lr:g}, then {schedule.type}"
     if schedule.decay_steps is not None:
         said += f" with a fall ({falls}) in the last {schedule.decay_steps:,} steps"
     if schedule.type in ("linear", "cosine", "wsd") and end is not None:

@@ -21,6 +21,7 @@ from parcompile.spec import (
     Origin,
     Precision,
     Provenance,
+    RampupBatchSize,
     Router,
     Training,
 )
@@ -70,6 +71,15 @@ class TrainingValues(ParallelismValues):
         path = "training.global_batch_size"
         self.provenance[path] = Provenance(micro * passes * dp, Origin.DERIVED, equation)
         return micro * passes * dp
+
+    @property
+    def rampup_batch_size(self) -> RampupBatchSize | None:
+        """How the batch grows; None where every step has `global_batch_size`."""
+        path = ("training", "rampup_batch_size")
+        if not self.given(*path):
+            return None
+        start, increment, samples = (int(self.get(*path, key)) for key in ("start", "increment", "samples"))
+        return RampupBatchSize(start, increment, samples)
 
     def _batch(self, name: str) -> int:
         return int(self.get("training", name))
@@ -237,6 +247,7 @@ class TrainingValues(ParallelismValues):
             router=self.router,
             linear_cross_entropy=self.linear_cross_entropy,
             tiled_mlp=self.tiled_mlp,
+            rampup_batch_size=self.rampup_batch_size,
         )
 
 

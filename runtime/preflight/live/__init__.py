@@ -227,7 +227,8 @@ def check_job(
     name = str(plan) if loaded is None else loaded.spec.name
     store = _store(environment, limits)
     channel = StoreChannel(store, environment.rank, environment.world_size, f"live/{next(_NUMBERS)}")
-    job = Job(environment, store, loaded, unread, _folder(plan, checkpoints), model)
+    whole = None if loaded is None else loaded.with_whole_batch
+    job = Job(environment, store, whole, unread, _folder(plan, checkpoints), model)
     session = Session(name, channel, limits, STAGES, speak)
     with session.watch.of_termination() if owns_process else contextlib.nullcontext():
         return session.run(lambda: go_through(job, session))
