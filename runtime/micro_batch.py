@@ -151,13 +151,13 @@ def follow_calls(model: nn.Module) -> None:
     model.register_forward_hook(lambda *_: end(), always_call=True)
 
 
-def recompute_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def recompute_context(**moves: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of activation checkpointing.
 
     A recomputation works on the micro-batch of its forward pass. Attention is kept: it would send keys and values
-    around the ring a second time.
+    around the ring a second time; `moves` are those of `keep_attention`.
     """
-    keeping, taking = keep_attention()
+    keeping, taking = keep_attention(**moves)
     return keeping, _Restored(_here.current, taking)
 
 

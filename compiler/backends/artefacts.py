@@ -122,13 +122,15 @@ def rampup_losses(spec: Spec, why: str, instead: str) -> list[Loss]:
 
 
 def memory_losses(spec: Spec, why: str) -> list[Loss]:
-    """Losses when a target is not told to keep the optimizer on the host, for `why`, and logits or MLPs in parts."""
+    """Losses of a target that keeps the optimizer, for `why`, and activations on the accelerator, and has no parts."""
     instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
     found = [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
-    for key, whole in (("linear_cross_entropy", "logits"), ("tiled_mlp", "MLPs")):
+    kept = "what recomputed layers keep stays on the accelerator"
+    parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
+    for key, takes in parts.items():
         if getattr(spec.training, key):
-            why = "the target's files have no such key"
-            instead = f"{whole} are whole, which takes more memory: the numbers of a step are the same"
+            why = "the target is not told to" if takes is kept else "the target's files have no such key"
+            instead = f"{takes}, which takes more memory: the numbers of a step are the same"
             found.append(Loss(f"training.{key}", why, instead))
     return found
 

@@ -14,7 +14,7 @@ from parcompile.units import format_bytes, format_seconds
 from .coefficients import CoefficientSet
 from .flops import CONVENTION
 from .footprint import Footprint, footprint
-from .offload import host_memory, host_seconds, node_bytes
+from .offload import host_activations, host_memory, host_seconds, node_bytes
 from .step import Timing, timing
 from .traffic import GroupTraffic, traffic
 from .workload import Workload
@@ -128,12 +128,17 @@ class Estimate:
         }
 
     def _host(self) -> dict[str, Any]:
-        held, seconds = host_memory(self.work), host_seconds(self.work)
-        if held is None or seconds is None:
-            return {}
-        low, likely, high = seconds
-        found = {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(self.work)}
-        return {"host": {**found, "link": self.work.machine.host_link.name, "seconds": likely, "interval": [low, high]}}
+        held, kept, found = host_memory(self.work), host_activations(self.work), {}
+        both = {"node_bytes": node_bytes(self.work), "link": self.work.machine.host_link.name}
+        if held is not None and (seconds := host_seconds(self.work)) is not None:
+            low, likely, high = seconds
+            sizes = {**asdict(held), "total_bytes": held.total_bytes}
+            found["host"] = {**sizes, **both, "seconds": likely, "interval": [low, high]}
+        if kept is not None:
+            step = self.time.step
+            exposed = {"exposed_seconds": step.activations, "interval": list(step.activation_interval)}
+            found["host_activations"] = {**asdict(kept), **both, **exposed}
+        return found
 
     def exposed_seconds(self, group: str) -> float:
         """Seconds of a step in which nothing hides the traffic of a group; 0 where it is not timed."""

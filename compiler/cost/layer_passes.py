@@ -198,8 +198,23 @@ def behind_mlp_bytes(work: Workload) -> float:
     return work.split_tokens * of_token / share
 
 
+def kept_layers(work: Workload, layers: float, held: float) -> float:
+    """Layers of a stage whose kept tensors are here at the peak, of `layers`, for `held` micro-batches.
+
+    Of those on the host that layer's are which is brought while the one behind it goes backward. That one has let go of
+    its own, or has them in what it computed again.
+    """
+    return min(layers, 1.0) if work.moves_activations else layers * held
+
+
 def kept_attention(work: Workload) -> float:
     """Output and log-sum-exp for each token, which recomputation does not compute again."""
+    return sum(attention_sizes(work))
+
+
+def attention_sizes(work: Workload) -> tuple[float, float]:
+    """Bytes of both for a token."""
     one = work.shape.attention.projections
     width = mean_over_layers(work.shape, lambda each: each.value_dim) if one is None else one.value_dim
-    return work.shape.num_attention_heads / work.tp * (width * work.element_bytes + 4)
+    heads = work.shape.num_attention_heads / work.tp
+    return heads * width * work.element_bytes, heads * 4

@@ -23,6 +23,7 @@ from .blocks import (
 )
 from .collectives import buffer_bytes, routed_layers
 from .layer_passes import (
+    attention_sizes,
     behind_mlp_bytes,
     counted_logits,
     embedding_backward_bytes,
@@ -30,6 +31,7 @@ from .layer_passes import (
     in_flight_bytes,
     input_bytes,
     kept_attention,
+    kept_layers,
     loss_chunk_bytes,
     router_bytes,
     row_copies,
@@ -343,14 +345,25 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
     # A layer's MLP comes behind its scan.
     in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if one.states else 0.0)
     inputs = input_bytes(work)
-    kept["stream"] += (len(stage.layers) - one.untrained) / together * inputs * held
+    modules = (len(stage.layers) - one.untrained) / together
+    kept["stream"] += kept_layers(work, modules, held) * inputs
     if work.shape.residual.streams:
         kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
     if one.eager and layers:
-        kept["attention"] += one.attending * kept_attention(work) * tokens * held
-        kept["attention"] += one.states * exchanged_bytes(work) * held
+        kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
+        kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
     return kept, one_layer, in_flight
+
+
+def kept_tensors(work: Workload, layers: range) -> list[tuple[float, float]]:
+    """Bytes of a tensor of a micro-batch that these layers keep, and how many of it: inputs, attention, states."""
+    attending, shape = work.shape.attending(layers), work.shape
+    return [
+        (input_bytes(work), len(layers) / shape.stack.layers_per_module),
+        *((size * work.local_tokens, attending) for size in attention_sizes(work)),
+        (exchanged_bytes(work), sum(one.count(layers) for one in shape.parts if one.states)),
+    ]
 
 
 def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: float, in_flight: float) -> None:

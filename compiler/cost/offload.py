@@ -1,10 +1,12 @@
-"""The optimizer on the host: its bytes there, what crosses to it in a step, and the time of both.
+"""What is on the host: its bytes there, what crosses to it in a step, and the time of both, for a rank.
 
-Counted in DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py) as the runtime runs it, for a rank.
+The optimizer is counted in DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py) as the runtime runs it.
+Activations are those that recomputed layers keep, as `runtime/inject/host_activations.py` moves them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +15,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES
 from parcompile.units import format_bytes
 
+from .memory_terms import kept_tensors
 from .workload import Workload
 
 HOST_BYTES_PER_S = (8e9, 25e9, 50e9)
@@ -43,6 +46,44 @@ class HostMemory:
     def total_bytes(self) -> int:
         """All of it, for the whole run."""
         return self.master_bytes + self.optimizer_bytes + self.gradient_bytes + self.copy_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostActivations:
+    """Bytes of a rank that recomputed layers keep in its host's memory at the peak, and those that cross in a step.
+
+    For GPUs all are page-locked, of which torch takes powers of two for each tensor (CachingHostAllocator).
+    """
+
+    total_bytes: int
+    to_host_bytes: int
+    from_host_bytes: int
+
+
+def host_activations(work: Workload, stage: Stage | None = None) -> HostActivations | None:
+    """Of a rank of `stage`; left out, of the stage that takes most. None: activations stay on the accelerator."""
+    if not work.offloads_activations or "full" not in work.recompute_words:
+        return None
+    found = (_activations(work, one) for one in (work.stages if stage is None else (stage,)))
+    return max(found, key=lambda held: held.total_bytes)
+
+
+@lru_cache(maxsize=256)
+def _activations(whole: Workload, stage: Stage) -> HostActivations:
+    work, index = whole.of_stage(stage), whole.stages.index(stage)
+    if not work.recomputes_layers:
+        return HostActivations(0, 0, 0)
+    tensors = kept_tensors(work, stage.layers)
+    moved = sum(size * count for size, count in tensors) * work.micro_batches
+    held = sum(_page_locked(work, size) * count for size, count in tensors) * work.in_flight(index)
+    # Without other micro-batches in between, what the last layer keeps is still here.
+    back = moved * (1 - 1 / max(1, len(stage.layers))) if work.pp == 1 else moved
+    return HostActivations(round(held), round(moved), round(back))
+
+
+def _page_locked(work: Workload, size: float) -> float:
+    """What torch takes for a tensor of so many bytes."""
+    return size if work.machine.name == "cpu" or not size else float(1 << (math.ceil(size) - 1).bit_length())
 
 
 @lru_cache(maxsize=256)
@@ -87,10 +128,11 @@ def node_bytes(work: Workload) -> int:
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    if not work.on_host:
+    if not (work.on_host or work.offloads_activations):
         return 0
     stride, per_node = work.stride(Axis.PP), work.gpus_per_node
-    totals = [_of_stage(work, one).total_bytes for one in work.stages]
+    each = ((host_memory(work, one), host_activations(work, one)) for one in work.stages)
+    totals = [sum(held.total_bytes for held in both if held is not None) for both in each]
     # Behind so many nodes the stages come again in the same order.
     nodes = range(min(work.nodes, stride * work.pp // per_node + 1))
     return max(
@@ -104,15 +146,20 @@ def host_text(work: Workload) -> str | None:
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    held = host_memory(work)
-    if held is None:
+    held, kept, said = host_memory(work), host_activations(work), []
+    if held is not None:
+        pinned = f", {format_bytes(held.pinned_bytes, held.total_bytes)} of it page-locked" if held.pinned_bytes else ""
+        said.append(
+            f"{format_bytes(held.total_bytes)} of each rank{pinned}: master weights, optimizer state, gradients"
+        )
+    if kept is not None:
+        said.append(f"{format_bytes(kept.total_bytes)} of each rank, page-locked: what recomputed layers keep")
+    every = [one for one in (held, kept) if one is not None]
+    if not every:
         return None
-    node, sent, back = (format_bytes(one) for one in (node_bytes(work), held.to_host_bytes, held.from_host_bytes))
-    pinned = f", {format_bytes(held.pinned_bytes, held.total_bytes)} of it page-locked" if held.pinned_bytes else ""
-    return (
-        f"{format_bytes(held.total_bytes)} of each rank{pinned}: master weights, optimizer state, gradients; "
-        f"{node} on a node; {sent} to the host and {back} back in a step"
-    )
+    sent, back = (sum(one.to_host_bytes for one in every), sum(one.from_host_bytes for one in every))
+    said += [f"{format_bytes(node_bytes(work))} on a node"]
+    return f"{'; '.join(said)}; {format_bytes(sent)} to the host and {format_bytes(back)} back in a step"
 
 
 def host_seconds(work: Workload) -> tuple[float, float, float] | None:
@@ -128,6 +175,22 @@ def host_seconds(work: Workload) -> tuple[float, float, float] | None:
         return (held.to_host_bytes + held.from_host_bytes) / (link * share) + moved / rate
 
     low, likely, high = (seconds(*one) for one in zip(reversed(LINK_SHARE), reversed(HOST_BYTES_PER_S), strict=True))
+    return low, likely, high
+
+
+def copy_seconds(work: Workload, layer_seconds: float) -> tuple[float, float, float]:
+    """Low, likely and high seconds that a recomputed layer of a micro-batch waits for copies of what it keeps.
+
+    A quarter of its work is its forward pass, which hides the copies to the host; the rest hides those back.
+    """
+    layers, link = range(work.shape.num_hidden_layers), work.machine.host_link.bytes_per_s
+    size = sum(size * count for size, count in kept_tensors(work, layers)) / len(layers)
+
+    def exposed(share: float) -> float:
+        copies = size / (link * share)
+        return max(0.0, copies - layer_seconds / 4) + max(0.0, copies - layer_seconds * 3 / 4)
+
+    low, likely, high = map(exposed, reversed(LINK_SHARE))
     return low, likely, high
 
 

@@ -27,7 +27,7 @@ from .flops import (
     mixed_matmul_parameters,
     model_flops_per_token,
 )
-from .offload import host_seconds
+from .offload import copy_seconds, host_seconds
 from .workload import FRAMEWORKS, Workload
 
 SOFTMAX_BYTES = 52
@@ -86,6 +86,8 @@ class _LayerTime:
     hidden_context: float
     expert: float
     whole: float
+    copies: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Low, likely and high seconds that it waits for copies of activations to the host and back, beside `whole`."""
 
     @property
     def busy(self) -> float:
@@ -113,12 +115,15 @@ class StepTime:
     hidden_gradients: float = 0.0
     host: float = 0.0
     """Copies to the host and back, and the optimizer there; `optimizer` is 0 then."""
+    activations: float = 0.0
+    """Copies of activations to the host and back that nothing hides."""
+    activation_interval: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
         """The whole step: the sum of `parts`, in their order."""
         waits = self.compute + self.launch + self.tensor + self.context + self.expert + self.bubble
-        return waits + self.exchange + self.gradients + self.optimizer + self.host
+        return waits + self.exchange + self.gradients + self.optimizer + self.host + self.activations
 
     @property
     def parts(self) -> dict[str, float]:
@@ -134,6 +139,7 @@ class StepTime:
             "gradients, exposed": self.gradients,
             "optimizer": self.optimizer,
             **({"optimizer on the host": self.host} if self.host else {}),
+            **({"activations to the host, exposed": self.activations} if self.activations else {}),
         }
 
 
@@ -314,7 +320,7 @@ def step_time(
     narrow = _narrow(work, values)
     head = terms.head_matmul * narrow + terms.head_elementwise
     stages = tuple(
-        count * layer.whole + has_head * head + sums
+        count * (layer.whole + layer.copies[1]) + has_head * head + sums
         for layer, count, has_head, sums in zip(
             of_stages, terms.stage_layers, terms.stage_heads, terms.sums, strict=True
         )
@@ -348,6 +354,8 @@ def step_time(
         optimizer=0.0 if work.on_host else terms.optimizer + _orthogonalising(terms, work, values),
         stages=stages,
         host=host[1] if (host := host_seconds(terms.work)) else 0.0,
+        activations=passes * layers * layer.copies[1],
+        activation_interval=(passes * layers * layer.copies[0], passes * layers * layer.copies[2]),
         hidden_context=passes * layers * layer.hidden_context,
         hidden_gradients=hidden,
     )
@@ -374,7 +382,8 @@ def _layer_time(
     context = attending * shared.seconds + state_seconds(work, values) + window_seconds(work, values)
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     whole = max(work_layer + attention + tensor + context + expert, _launch(work, values))
-    return _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
+    found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
+    return replace(found, copies=copy_seconds(work, whole)) if work.moves_activations else found
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
@@ -474,11 +483,12 @@ def timing_of(
     clear = step.seconds if fit else _clear_seconds(work, step, terms, shared)
     rate = work.tokens_per_step / step.seconds / work.world_size
     least, _, most = host_seconds(work) or (0.0, 0.0, 0.0)
+    (fast, slow), waits = step.activation_interval, step.host + step.activations
     return Timing(
         step=step,
         interval_seconds=(
-            (clear - step.host) * low / farther + least,
-            (step.seconds - step.host) * high * farther + most,
+            (clear - waits) * low / farther + least + fast,
+            (step.seconds - waits) * high * farther + most + slow,
         ),
         tokens_per_second_per_gpu=rate,
         utilisation=utilisation(work, rate),

@@ -111,6 +111,8 @@ class Workload:
     router_scope: str | None = None
     """The tokens over which a loss balances experts (`Router.aux_loss_scope`); None: none does."""
     router_z_loss: bool = False
+    offloads_activations: bool = False
+    """The host holds what recomputed layers keep."""
     linear_loss: bool = False
     """Logits exist for a chunk of tokens at a time."""
     tiled_mlp: bool = False
@@ -208,6 +210,11 @@ class Workload:
         return replace(self, recompute="full" if "full" in self.recompute else self.recompute[0])
 
     @property
+    def recompute_words(self) -> tuple[str, ...]:
+        """What is recomputed: one word, or one for each stage."""
+        return (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+
+    @property
     def recompute_text(self) -> str:
         """In words: "full", or "full on stage 0, none on stages 1-3"."""
         if isinstance(self.recompute, str):
@@ -223,6 +230,11 @@ class Workload:
         """Whether whole layers are computed again in backward; where stages differ, only `of_stage` knows."""
         assert isinstance(self.recompute, str), "stages recompute different things: take the step of one of them"
         return self.recompute == "full"
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what the layers keep is on the host: they are recomputed."""
+        return self.offloads_activations and self.recomputes_layers
 
     @property
     def counts_ahead(self) -> bool:

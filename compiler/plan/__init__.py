@@ -235,7 +235,7 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
-    for name in ("linear_cross_entropy", "tiled_mlp", "rampup_batch_size"):
+    for name in ("activation_offloading", "linear_cross_entropy", "tiled_mlp", "rampup_batch_size"):
         if not training[name]:
             del training[name]
     return training

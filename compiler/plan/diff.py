@@ -15,7 +15,7 @@ from typing import Any
 
 from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
-from parcompile.cost.offload import host_memory
+from parcompile.cost.offload import host_activations, host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.model.shape import architecture
 from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
@@ -366,6 +366,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
             "zero.stage": plan.spec.zero_stage,
             "optimizer on the host": plan.spec.offload_optimizer is not None,
+            "activations on the host": plan.spec.training.activation_offloading,
             "padded vocabulary": padded_vocabulary(plan),
             "ranks that share a kv head": plan.kv_replicas,
         }
@@ -376,7 +377,8 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, tuple[Any, str]]:
         spec, topology, memory = plan.spec, topology_of(plan), static_memory(workload_of(plan.spec))
-        found, host = estimate(workload_of(spec)), host_memory(workload_of(spec))
+        work = workload_of(spec)
+        found, host = estimate(work), [one for one in (host_memory(work), host_activations(work)) if one is not None]
         sizes = {
             "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
             "static memory per rank": memory.total_bytes,
@@ -385,7 +387,7 @@ def _cost(before: Plan, after: Plan) -> Iterator[Change]:
             "master weights per rank": memory.master_bytes,
             "optimizer state per rank": memory.optimizer_bytes,
             "reduce bucket per rank": memory.bucket_bytes,
-            "host memory per rank": 0 if host is None else host.total_bytes,
+            "host memory per rank": sum(one.total_bytes for one in host),
             **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
             "sent between nodes per rank and step": topology["bytes_leaving_node"],
         }

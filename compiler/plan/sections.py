@@ -13,7 +13,7 @@ from typing import Any
 from parcompile.cost.context_time import choices
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import static_memory
-from parcompile.cost.offload import host_memory, host_text, node_bytes
+from parcompile.cost.offload import host_activations, host_memory, host_text, node_bytes
 from parcompile.cost.step import timing
 from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.traffic import alternatives, placement, step_traffic
@@ -259,12 +259,14 @@ def optimizer_shards(spec: Spec) -> dict[str, Any]:
 
 
 def host_section(spec: Spec) -> dict[str, Any]:
-    """What the host holds of the optimizer, and what crosses to it in a step, in bytes; empty without offload."""
+    """What the host holds and what crosses to it in a step, in bytes; empty without offload."""
     work = workload_of(spec)
-    held = host_memory(work)
-    if held is None:
-        return {}
-    return {"host_memory": {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(work)}}
+    held, kept, found = host_memory(work), host_activations(work), {}
+    if held is not None:
+        found["host_memory"] = {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(work)}
+    if kept is not None:
+        found["host_activations"] = {**asdict(kept), "node_bytes": node_bytes(work)}
+    return found
 
 
 # process_groups.json: every group, for people and for launchers that build groups themselves.

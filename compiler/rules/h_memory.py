@@ -34,6 +34,7 @@ _DP = ("parallelism", "dp")
 _STEPS = ("training", "gradient_accumulation_steps")
 _PLACES: dict[str, tuple[str, str]] = {
     "activation_checkpointing": ("training", "activation_checkpointing"),
+    "activation_offloading": ("training", "activation_offloading"),
     "linear_cross_entropy": ("training", "linear_cross_entropy"),
     "tiled_mlp": ("training", "tiled_mlp"),
     "micro_batch_size": ("training", "micro_batch_size"),
@@ -289,23 +290,29 @@ def usual_host_bytes(work: Workload) -> float | None:
 @rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
-    offload = spec.offload_optimizer
-    if offload is None:
+    offload, kept = spec.offload_optimizer, spec.activation_offloading
+    if offload is None and not kept:
         if spec.given(*_HOST_MEMORY):
             yield Finding(
-                "host_memory_gib has no effect without zero.offload_optimizer", _HOST_MEMORY, severity=Severity.INFO
+                "host_memory_gib has no effect without zero.offload_optimizer or training.activation_offloading",
+                _HOST_MEMORY,
+                severity=Severity.INFO,
             )
         return
-    if offload.device != "cpu" or not spec.zero_stage or spec.optimizer.is_muon:
+    if offload is not None and (offload.device != "cpu" or not spec.zero_stage or spec.optimizer.is_muon):
         return  # Z006 refuses them
     work = workload(spec)
     try:
         needed = node_bytes(work)
     except (SplitError, ValueError):
         raise Unavailable("memory") from None
+    if not needed:
+        return  # R004 says that nothing is kept
     ranks = f"{work.gpus_per_node} rank{'s' * (work.gpus_per_node > 1)}"
-    said = f"the optimizer of {ranks} takes {format_bytes(needed)} of each node's memory"
-    place, is_given, source = ("zero", "offload_optimizer"), spec.given(*_HOST_MEMORY), ""
+    parts = ["the optimizer"] * (offload is not None) + ["activations"] * kept
+    said = f"{' and '.join(parts)} of {ranks} take{'s' * (not kept)} {format_bytes(needed)} of each node's memory"
+    places = [("zero", "offload_optimizer")] * (offload is not None) + [_PLACES["activation_offloading"]] * kept
+    place, is_given, source = places[0], spec.given(*_HOST_MEMORY), ""
     room = float(spec.get(*_HOST_MEMORY)) * GIB if is_given else usual_host_bytes(work)
     if not is_given:
         source = ": cluster.host_memory_gib is not given, "
@@ -317,9 +324,9 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
         yield Finding(
             f"{said} {sign} {format_bytes(room)}, beside the processes themselves{source}",
             place,
-            help="use more nodes, or leave the optimizer on the accelerators"
+            help=f"use more nodes, or leave {' or '.join(parts)} on the accelerators"
             + ("" if is_given else "; where a node has more, say it, as host_memory_gib 4096"),
-            fixes=(Fix.removing(place, Safety.CHANGES_COST),),
+            fixes=tuple(Fix.removing(one, Safety.CHANGES_COST) for one in places),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,
         )

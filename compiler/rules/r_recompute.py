@@ -12,6 +12,7 @@ from . import Finding, rule
 from .arithmetic import also
 
 _PATH = ("training", "activation_checkpointing")
+_OFFLOADING = ("training", "activation_offloading")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 _PP = ("parallelism", "pp")
 
@@ -70,4 +71,23 @@ def one_word_for_each_stage(spec: Resolution) -> Iterator[Finding]:
             help="write one word for all stages, or remove the virtual stages",
             fixes=tuple(fixes),
             related=also(spec, _VIRTUAL),
+        )
+
+
+@rule("R004")
+def recomputed_layers_are_offloaded(spec: Resolution) -> Iterator[Finding]:
+    """Fires for activation_offloading where no stage recomputes its layers."""
+    given = spec.activation_checkpointing
+    words = [given] if isinstance(given, str) else given
+    if spec.activation_offloading and "full" not in words:
+        yield Finding(
+            f"activation_offloading with activation_checkpointing {', '.join(words)}: only what recomputed layers keep "
+            "goes to the host, and no stage recomputes its layers",
+            _OFFLOADING,
+            help='set activation_checkpointing to "full", or activation_offloading to false',
+            fixes=(
+                Fix.setting(_PATH, "full", Safety.CHANGES_COST),
+                Fix.setting(_OFFLOADING, False, Safety.CHANGES_COST),
+            ),
+            related=also(spec, _PATH),
         )

@@ -263,7 +263,8 @@ def _figures(one: Ranked) -> str:
     likely = "" if chance is None or chance >= _CERTAIN else f" ({chance:.0%} likely to fit)"
     rate = f"{one.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {one.time.utilisation:.0%}"
     work = one.candidate.work
-    host = f", {format_bytes(node_bytes(work))} of each node's own memory" if work.on_host else ""
+    on_node = node_bytes(work)
+    host = f", {format_bytes(on_node)} of each node's own memory" if on_node else ""
     return f"{format_bytes(one.peak_bytes)}{room}{likely}, {format_seconds(one.seconds)} a step, {rate}{host}"
 
 

@@ -275,9 +275,12 @@ def _try_all(space: Space, predictor: Predictor, progress: Progress | None, trie
                     tried.shortest = min(tried.shortest, placed.seconds)
 
 
+_NOT_OF_AXES = ("stage", "offload_optimizer", "activation_offloading")
+
+
 def _named(changes: Mapping[str, object]) -> frozenset[tuple[str, object]]:
     """A setting of the axes, at whatever ZeRO stage, wherever the optimizer is."""
-    return frozenset((name, value) for name, value in changes.items() if name not in ("stage", "offload_optimizer"))
+    return frozenset((name, value) for name, value in changes.items() if name not in _NOT_OF_AXES)
 
 
 def _at_each_stage(

@@ -95,6 +95,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": {"linear_cross_entropy": True},
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
+    "activations on the host": {"activation_offloading": True},
 }
 """What lets a rank hold less, and is tried where nothing fits without: what it sets, by what it is called."""
 
@@ -133,7 +134,12 @@ class Candidate:
         return tuple(axis for axis in DENSE_AXES if self.work.size(axis) > 1)
 
 
-_SHORT = {"linear_cross_entropy": "linear_ce", "tiled_mlp": "tiled", "offload_optimizer": "offload"}
+_SHORT = {
+    "linear_cross_entropy": "linear_ce",
+    "tiled_mlp": "tiled",
+    "offload_optimizer": "offload",
+    "activation_offloading": "offload_acts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,14 +226,15 @@ class Space:
 
     @property
     def with_options(self) -> list[list[Space]]:
-        """The same with more and more of `OPTIONS` that the spec leaves open: without the host, and with it.
+        """The same with more and more of `OPTIONS` that the spec leaves open.
 
-        Only the runtime has them, and DeepSpeed offloads from stage 1 on.
+        First without the host, then with the optimizer there, then with activations there. Only the runtime has them,
+        DeepSpeed offloads from stage 1 on, and of recomputed layers alone activations go to the host.
         """
         if not self.executable:
             return []
         given = {name for section in ("training", "zero") for name in self.tree.get(section) or {}}
-        *chunks, host = ({} if one.keys() & given else one for one in OPTIONS.values())
+        *chunks, host, kept = ({} if one.keys() & given else one for one in OPTIONS.values())
         shape = Resolution(self.tree, (), self.variants.folder).shape
         few = [one for one in chunks if any(has_use_for(shape, name) for name in one)]
         sets = [{name: value for one in each for name, value in one.items()} for each in _subsets(few)]
@@ -235,6 +242,13 @@ class Space:
         found = [[replace(self, switched_on=one) for one in sets if one]]
         if host and stages:
             found.append([replace(self, switched_on={**host, **one}, zero_stages=stages) for one in sets])
+        word = (self.tree.get("training") or {}).get("activation_checkpointing", "full")
+        if kept and "full" in word:
+            of_layers = replace(self, recompute=None if self.recompute is None else ("full",))
+            found.append([replace(of_layers, switched_on={**kept, **one}) for one in sets])
+            if host and stages:
+                more = ({**host, **kept, **one} for one in sets)
+                found[-1] += [replace(of_layers, switched_on=one, zero_stages=stages) for one in more]
         return [one for one in found if one]
 
 

@@ -33,6 +33,7 @@ SECTIONS: Mapping[str, str] = {
     "global_batch_size": "training",
     "sequence_length": "training",
     "activation_checkpointing": "training",
+    "activation_offloading": "training",
     "linear_cross_entropy": "training",
     "tiled_mlp": "training",
     "gradient_accumulation_dtype": "training",

@@ -221,6 +221,8 @@ class Training:
     train_steps: int | None
     seed: int
     router: Router | None = None
+    activation_offloading: bool = False
+    """What recomputed layers keep lies in the host's memory."""
     linear_cross_entropy: bool = False
     """The head's product and the loss run in chunks of tokens."""
     tiled_mlp: bool = False
@@ -429,6 +431,7 @@ def workload_of(spec: Spec) -> Workload:
         virtual_stages=axes.num_virtual_stages_per_pipeline_rank,
         micro_batch_group=axes.microbatch_group_size_per_virtual_pipeline_stage,
         router_scope=router_scope(spec),
+        offloads_activations=training.activation_offloading,
         linear_loss=training.linear_cross_entropy,
         tiled_mlp=training.tiled_mlp,
         router_z_loss=bool(router and router.z_loss),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from parcompile.runtime.micro_batch import current, padding_mask, recompute_cont
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parcompile.runtime.tensor_parallel.columns import column_outputs
+
+from .host_activations import HostActivations
 
 SEQUENCE_DIM = 1
 """Hugging Face activations are [B, S, H]."""
@@ -197,25 +200,39 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
     if kind != "full":
         return
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+    if plan.spec.training.activation_offloading:
+        host = HostActivations()
+        again = partial(host.checkpoint, context_fn=_contexts)
+        if plan.spec.parallelism.pp > 1:
+            # Others go forward before this one goes backward.
+            model.register_forward_hook(lambda *_: host.settle())
     rules = plan.spec.model.shape.user_module
     if rules is not None:
-        _recompute_layers(model, rules.prefix.rstrip("."))
+        _recompute_layers(model, rules.prefix.rstrip("."), again)
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0])
+        _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0], again)
         return
     # transformers 5 warns of the older name.
     base: Any = without_peft(model)
     names = ("_activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable: Any = next(getattr(base, name) for name in names if hasattr(base, name))
-    enable(planned := {"use_reentrant": False, "context_fn": _contexts})
+    switch_on: Any = next(getattr(base, name) for name in names if hasattr(base, name))
+
+    def enable(*_: Any, **__: Any) -> None:
+        switch_on({"use_reentrant": False})
+        for module in base.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = again
+
+    enable()
     # Trl switches it off around a reference model, and on again with arguments of its own.
-    base.gradient_checkpointing_enable = lambda *_, **__: enable(planned)
+    base.gradient_checkpointing_enable = enable
 
 
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(**moves: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of activation checkpointing: the micro-batch and the random numbers of the forward pass."""
-    keeping, taking = recompute_context()
+    keeping, taking = recompute_context(**moves)
     return keeping, _Both(taking, Redrawn())
 
 
@@ -232,12 +249,12 @@ class _Both:
         self._stack.close()
 
 
-def _recompute_layers(module: nn.Module, path: str) -> None:
+def _recompute_layers(module: nn.Module, path: str, again: Callable[..., Any]) -> None:
     """Of a module that cannot do so by itself; `path` is the name of its list of layers."""
     for layer in module.get_submodule(path).children():
         forward = layer.forward
 
         def recomputed(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+            return again(forward, *args, **kwargs)
 
         layer.forward = recomputed

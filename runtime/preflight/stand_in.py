@@ -199,6 +199,8 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self.mesh, self.device = mesh, mesh.device
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = 0
+        """What was moved to the host and is there, as torch takes page-locked memory."""
         self.peak_before_reduction: int | None = None
         """The peak when gradients were reduced for the first time since `restart_peak`."""
         self.waits: dict[str, Counter[str]] = {}
@@ -283,6 +285,9 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self.record(func, args)
         found = self.run(func, args, kwargs)
+        if func is _ATEN.empty_like.default and kwargs.get("device") == torch.device("cpu") and self.is_here(args[0]):
+            self._see_on_host(found, is_pinned=bool(kwargs.get("pin_memory")))
+            return found
         if self._host:
             given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
             if given and all(one.untyped_storage()._cdata in self._host for one in given):
@@ -341,8 +346,19 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self.peak_bytes, self.peak_before_reduction = self.live_bytes, None
         return self.live_bytes
 
+    def _see_on_host(self, tensor: Tensor, *, is_pinned: bool) -> None:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        size = 1 << (size - 1).bit_length() if is_pinned else size
+        self._host[storage._cdata] = storage
+        self.host_bytes += size
+        weakref.finalize(storage, self._freed_on_host, size)
+
+    def _freed_on_host(self, size: int) -> None:
+        self.host_bytes -= size
+
     def _see(self, tensor: Tensor) -> None:
-        if not self.is_here(tensor):
+        if not self.is_on_device(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -71,6 +72,8 @@ class ChunkBytes:
     forward_peak: int
     backward_peak: int
     """Beyond what the forward has left."""
+    on_host: int
+    """What its forward leaves for its backward in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,11 @@ class TakenBytes:
             peak = max(peak, live + (chunk.forward_peak if one.forward else chunk.backward_peak))
             live += chunk.kept if one.forward else -chunk.kept
         return peak
+
+    def on_host(self, passes: Sequence[Pass]) -> int:
+        """The most that they have in the host's memory."""
+        kept = (self.chunks[one.chunk].on_host * (1 if one.forward else -1) for one in passes)
+        return max(accumulate(kept), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
         held = _begin(tracker, phase)
         with default_device(tracker.device):  # for modules that make their positions there
             loss = engine(**batch).loss
-        kept, ahead = tracker.live_bytes - held, tracker.peak_bytes - held
+        kept, ahead, there = tracker.live_bytes - held, tracker.peak_bytes - held, tracker.host_bytes
         before = tracker.restart_peak()
         engine.backward(loss)
         del loss
@@ -162,7 +170,7 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
         if phase == "micro 0":
             look()
     back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
-    return TakenBytes((ChunkBytes(kept, ahead, back),), max(held + ahead, tracker.peak_bytes) - held, held)
+    return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(held + ahead, tracker.peak_bytes) - held, held)
 
 
 def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
@@ -174,12 +182,13 @@ def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: 
     with loop.together(), loop.step(iter([dict(batch) for _ in range(RUN)])) as step:
         for micro in range(RUN):
             held = _begin(tracker, f"micro {micro}")
-            ahead, kept, back = ([0] * len(chunks) for _ in range(3))
+            ahead, kept, back, there = ([0] * len(chunks) for _ in range(4))
             for chunk in chunks:
-                before = tracker.restart_peak()
+                before, there[chunk] = tracker.restart_peak(), -tracker.host_bytes
                 with default_device(tracker.device):
                     step.run([Pass(True, micro, chunk)])
                 kept[chunk], ahead[chunk] = tracker.live_bytes - before, tracker.peak_bytes - before
+                there[chunk] += tracker.host_bytes
             for chunk in reversed(chunks):
                 before = tracker.restart_peak()
                 step.run([Pass(False, micro, chunk)])
@@ -187,7 +196,7 @@ def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: 
             if micro == 0:
                 look()
         held = _begin(tracker, END)
-    return TakenBytes(tuple(map(ChunkBytes, kept, ahead, back)), tracker.peak_bytes - held, held)
+    return TakenBytes(tuple(map(ChunkBytes, kept, ahead, back, there)), tracker.peak_bytes - held, held)
 
 
 def _begin(tracker: MetaTracker, phase: str) -> int:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -104,24 +105,30 @@ _Kept = tuple[Tensor, ...]
 
 
 class _Here(threading.local):
-    """What the calling thread does with attention: keep it in a list, take it from one, or neither."""
+    """What the calling thread does with attention: keep it, take what was kept, or neither."""
 
-    keep_in: list[_Kept] | None = None
+    keep: Callable[[_Kept], None] | None = None
     take_from: Iterator[_Kept] | None = None
 
 
 _here = _Here()
 
 
-def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def keep_attention(
+    pack: Callable[[Tensor], Any] = Tensor.detach, unpack: Callable[[Any], Tensor] = Tensor.detach
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=keep_attention)`.
 
     Output and log-sum-exp of every `ring_attention` in the checkpointed function stay in memory, [B, H, S, D + 1], so
     that recomputation neither attends nor communicates again. In Hugging Face models:
-    `gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})`.
+    `gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})`. `pack` puts a tensor
+    elsewhere, and `unpack` gives it back.
     """
-    kept: list[_Kept] = []
-    return _Keeping(kept), _Taking(kept)
+    kept: list[tuple[Any, ...]] = []
+    return (
+        _Keeping(lambda found: kept.append(tuple(pack(one) for one in found))),
+        _Taking(lambda: (tuple(unpack(one) for one in each) for each in kept)),
+    )
 
 
 def attention_once(attention: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -146,30 +153,30 @@ def once(exchange: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
             raise RuntimeError("the recomputation exchanges more often between ranks than the function did at first")
         return tuple(one.detach() for one in kept)
     found = exchange()
-    if _here.keep_in is not None:
-        _here.keep_in.append(tuple(one.detach() for one in found))
+    if _here.keep is not None:
+        _here.keep(tuple(one.detach() for one in found))
     return found
 
 
 class _Keeping:
-    def __init__(self, kept: list[_Kept]) -> None:
-        self._kept = kept
+    def __init__(self, keep: Callable[[_Kept], None]) -> None:
+        self._keep = keep
 
     def __enter__(self) -> None:
-        self._before, _here.keep_in = _here.keep_in, self._kept
+        self._before, _here.keep = _here.keep, self._keep
 
     def __exit__(self, *_: object) -> None:
-        _here.keep_in = self._before
+        _here.keep = self._before
 
 
 class _Taking:
     """Entered anew, from the first, for each backward through the same graph."""
 
-    def __init__(self, kept: list[_Kept]) -> None:
+    def __init__(self, kept: Callable[[], Iterator[_Kept]]) -> None:
         self._kept = kept
 
     def __enter__(self) -> None:
-        self._before, _here.take_from = _here.take_from, iter(self._kept)
+        self._before, _here.take_from = _here.take_from, self._kept()
 
     def __exit__(self, *_: object) -> None:
         _here.take_from = self._before

@@ -50,7 +50,8 @@ def test_what_a_spec_leaves_out_has_the_default_of_its_schema() -> None:
     stated = dict(defaults(schema.load("spec")))
     assert len(stated) > 20
     # "auto", which the world decides; and what plans name of specs alone that have it.
-    derived = {("parallelism", "dp"), ("training", "linear_cross_entropy"), ("training", "tiled_mlp")}
+    derived = {("parallelism", "dp")}
+    derived |= {("training", name) for name in ("activation_offloading", "linear_cross_entropy", "tiled_mlp")}
     for path, value in stated.items():
         if path in derived or path[0] in ("deepspeed", "backends"):  # copied as they stand
             continue

@@ -82,6 +82,9 @@ def draw(number: int, most_ranks: int, *, on_host: bool = False, switch: str = "
             **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or switch else {}),
             **({switch: True} if switch else {}),
         }
+        if switch == "activation_offloading":
+            by_stage = [["full", "none"], ["none", "full"]] if parallelism == {"pp": 2} else []
+            training["activation_checkpointing"] = choose.choice(["full", *by_stage])
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
         extra: dict[str, Any] = {"zero": {"stage": stage}}
         extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}

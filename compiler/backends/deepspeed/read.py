@@ -44,6 +44,19 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
     return dict(leaves(tree, ()))
 
 
+_TO_HOST = "activation_checkpointing.cpu_checkpointing"
+
+
+def read_file(source: Source, draft: Draft) -> None:
+    """A configuration on its own: what its script recomputes with `deepspeed.checkpointing` may go to the host."""
+    if source.given.get(_TO_HOST) is True:
+        values = {("training", "activation_checkpointing"): "full", ("training", "activation_offloading"): True}
+        for path, value in values.items():
+            draft.set(path, value, said=True)
+        source.used[_TO_HOST] = set(values)
+    read(source, draft)
+
+
 def read(source: Source, draft: Draft) -> None:
     """Everything of the configuration that a spec can say."""
     _batch(source, draft)
@@ -269,7 +282,7 @@ IMPORTER = Importer(
     tool="DeepSpeed",
     options=options,
     defaults=lambda: deepspeed.DEFAULTS,
-    read=read,
+    read=read_file,
     written=lambda plan: options(ds_config(plan)),
     meaning=lambda given: {**given, "optimizer.type": _lower(given.get("optimizer.type"))},
 )

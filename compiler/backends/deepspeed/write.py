@@ -58,6 +58,9 @@ def losses(plan: Plan) -> list[Loss]:
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
         found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
+    if plan.spec.training.activation_offloading:
+        why = "activation_checkpointing.cpu_checkpointing is for models that call deepspeed.checkpointing themselves"
+        found.append(Loss("training.activation_offloading", why, "parcompile.runtime does it"))
     found += [
         Loss(f"training.{key}", "DeepSpeed has no key for it", "parcompile.runtime does it")
         for key in ("linear_cross_entropy", "tiled_mlp")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends import deepspeed
-from parcompile.backends.deepspeed.read import IMPORTER
+from parcompile.backends.deepspeed.read import read as read_keys
 from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
     Account,
@@ -91,7 +91,7 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
         else:
             source.ignore(name, "overridden by the options beside it")
     inner, found = Source(own, deepspeed.DEFAULTS), Draft(draft.answers)
-    IMPORTER.read(inner, found)
+    read_keys(inner, found)
     for name, paths in inner.used.items():
         source.used[PREFIX + name] = paths
     for name, account in inner.reasons.items():
@@ -118,6 +118,10 @@ _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 LINEAR_LOSS = ("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "liger_fused_linear_cross_entropy")
 """Switches of trainers (transformers, LLaMA-Factory, axolotl) that leave the logits to the loss; the first two fuse
 norms and MLPs, too, and leave this to `liger_kernel_config`."""
+
+
+OFFLOADING = "activation_offloading"
+"""The switch of TRL and axolotl (its schema, `utils/schemas/config.py`) that moves activations to the host."""
 
 
 TILED_MLP = "tiled_mlp"
@@ -200,9 +204,26 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):
         full = value in (True, "true")
         draft.carry(source, recompute, ("training", "activation_checkpointing"), _as_is("full" if full else "none"))
+    elif value == "offload" and recompute not in source.reasons:
+        for path, one in _OFFLOADED.items():
+            draft.set(path, one, said=True)
+        source.used[recompute] = set(_OFFLOADED)
     elif value is not None and recompute not in source.reasons:
         draft.set(("training", "activation_checkpointing"), "full", said=True)
         source.lose(recompute, f"{value!r} moves activations to the host; the spec recomputes them instead")
+    if source.given.get(OFFLOADING) is True:
+        if draft.values.get(("training", "activation_checkpointing")) == "none":
+            source.lose(OFFLOADING, "the runtime moves what recomputed layers keep, and these are not recomputed")
+            return
+        for path, one in _OFFLOADED.items():
+            draft.set(path, one, said=True)
+        source.used[OFFLOADING] = set(_OFFLOADED)
+
+
+_OFFLOADED: Mapping[SpecPath, Any] = {
+    ("training", "activation_checkpointing"): "full",
+    ("training", "activation_offloading"): True,
+}
 
 
 def _precision(tool: Tool, source: Source, draft: Draft) -> None:

@@ -151,6 +151,11 @@ class TrainingValues(ParallelismValues):
         return str(given[0])
 
     @property
+    def activation_offloading(self) -> bool:
+        """Whether the host holds what recomputed layers keep; plans of specs that do not say so do not name it."""
+        return self._is_switched_on("activation_offloading")
+
+    @property
     def linear_cross_entropy(self) -> bool:
         """Whether the head's product and the loss run in chunks; plans of specs that do not say so do not name it."""
         return self._is_switched_on("linear_cross_entropy")
@@ -245,6 +250,7 @@ class TrainingValues(ParallelismValues):
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
             router=self.router,
+            activation_offloading=self.activation_offloading,
             linear_cross_entropy=self.linear_cross_entropy,
             tiled_mlp=self.tiled_mlp,
             rampup_batch_size=self.rampup_batch_size,

@@ -201,13 +201,13 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
         held = count * (max(numel for numel, _ in work.stage_numels) * work.element_bytes + _part_bytes(plan))
         how = f"{count} ranks each hold their slices, and while they draw first weights a part of the model in fp32"
         building.append(_Place(first, 0, held, _least(ranks), how))
-        if optimizer := node_bytes(work):
-            how = f"optimizer and gradients of {count} ranks on the host"
-            optimizers.append(_Place(first, optimizer, optimizer, _least(ranks), how))
+        if kept := node_bytes(work):
+            how = f"what {count} ranks keep on the host: optimizer and gradients, or activations"
+            optimizers.append(_Place(first, kept, kept, _least(ranks), how))
     yield from _enough("device memory", devices)
     yield from _enough("memory of a node", hosts)
     yield from _enough("host memory to build the model", building)
-    yield from _enough("host memory for the optimizer", optimizers)
+    yield from _enough("host memory for what ranks keep there", optimizers)
 
 
 def compare_shared_memory(arrived: Arrived) -> Iterator[Finding]:
