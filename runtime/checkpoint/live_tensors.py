@@ -113,16 +113,11 @@ class LiveTensors(WholeTensors):
         self._described = [mine] * mesh.size("pp")
         if not is_whole(mesh.plan):
             wait_for_all(mesh, call)
-            # Connections between those that hold one copy of the model, on the host; each other rank has its own group,
-            # since torch names groups by how many there are.
+            # Connections on the host, between those that hold one copy of the model.
             places = self._ranks.items()
             holders = sorted({one for place, first in places for one in (first, *self._sources(place).values())})
-            self._group = dist.new_group(
-                holders if mesh.rank in holders else [mesh.rank],
-                backend="gloo",
-                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT.seconds()),
-                use_local_synchronization=True,
-            )
+            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
+            self._group = dist.new_group(holders, timeout=timeout, backend="gloo")
             dist.all_gather_object(self._described, mine, group=mesh.group("pp"))
 
     @property
@@ -137,7 +132,7 @@ class LiveTensors(WholeTensors):
 
     def close(self) -> None:
         """Ends the group."""
-        if self._group is not None:
+        if self._group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
             dist.destroy_process_group(self._group)
 
     def _stage(self, pp_rank: int) -> _Described:

@@ -280,7 +280,7 @@ class Monitor:
 
     def _name(self, lost: Mapping[int, str]) -> None:
         """Ends the job with one line, unless another rank says it."""
-        lines = [lost[rank] for rank in sorted(lost)]
+        lines = list(lost.values())
         more = [f"and {len(lines) - NAMED} more"] if len(lines) > NAMED else []
         pause = self._watchdog.last_pause()
         if pause is not None and time.monotonic() - pause[0] < 2 * self._silent:
