@@ -14,25 +14,9 @@ from parcompile.spec import Router as RouterTraining
 from parcompile.spec import Spec
 from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH, router_scope
 from parcompile.text.typed import decimal, number
+from parcompile.user_files import shipped
 
-OPTIONS = (
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-)
+OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["experts"])
 SCOPES = {"sequence": "seq_aux_loss", "micro_batch_per_layer": "aux_loss", "global_batch": "global_aux_loss"}
 """Megatron-LM's words for the tokens over which a loss balances experts; it has none for all layers as one."""
 _ROUTER: SpecPath = ("training", "router")

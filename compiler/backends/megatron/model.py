@@ -30,18 +30,7 @@ from parcompile.user_files import shipped
 
 from . import experts, positions
 
-ACTIVATION_OPTIONS = (
-    "normalization",
-    "norm_epsilon",
-    "apply_layernorm_1p",
-    "swiglu",
-    "quick_geglu",
-    "squared_relu",
-    "no_bias_gelu_fusion",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-)
+ACTIVATION_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["activations"])
 
 _ACTIVATIONS: Mapping[tuple[bool, str], str | None] = MappingProxyType(
     {

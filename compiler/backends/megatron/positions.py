@@ -9,27 +9,9 @@ from typing import Any
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope
 from parcompile.backends.reading import Arguments, Source
 from parcompile.text.typed import decimal
+from parcompile.user_files import shipped
 
-OPTIONS = (
-    "position_embedding_type",
-    "use_rotary_position_embeddings",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_type",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "no_yarn_correction_range_round_to_int",
-    "window_size",
-)
+OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["positions"])
 
 LLAMA3 = {
     "factor": 8.0,

@@ -22,6 +22,7 @@ from parcompile.backends.reading import (
 from parcompile.layout.shards import VECTORS
 from parcompile.spec import Precision, RampupBatchSize, Spec
 from parcompile.text.typed import WrongValueError, integer, number
+from parcompile.user_files import shipped
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
@@ -261,19 +262,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         draft.set((*_SCHEDULE, key), value, said=True)
 
 
-SCHEDULE_OPTIONS = (
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "lr_wsd_decay_style",
-    "min_lr",
-)
+SCHEDULE_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["schedules"])
 
 
 def with_further(found: Arguments, further: Mapping[str, Any]) -> Arguments:
