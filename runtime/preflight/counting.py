@@ -25,28 +25,9 @@ from typing_extensions import Self
 from parcompile.cost.collectives import CONTROL_BYTES
 from parcompile.layout.groups import Axis
 from parcompile.runtime.transport.backend import continues
+from parcompile.user_files import shipped
 
-_KINDS = {
-    "allreduce_": "all-reduce",
-    "allreduce_coalesced_": "all-reduce",
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "send": "send",
-    "recv_": "receive",
-    "recv_any_source_": "receive",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-}
+_KINDS: Mapping[str, str] = shipped("parcompile.runtime.preflight", "collectives.json")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from parcompile.machines import Accelerator, Link, Measured, find_accelerator, p
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
 from parcompile.units import MIB
+from parcompile.user_files import shipped
 
 from .compute import Rate, compute_rates
 from .links import NETWORK, NODE, LinkRate, link_rates
@@ -28,27 +29,7 @@ from .links import NETWORK, NODE, LinkRate, link_rates
 LIMIT = timedelta(seconds=120)
 """A rank that is silent for so long has failed."""
 
-DEVICES = (
-    ("H100 PCIe", "h100-pcie"),
-    ("H100 NVL", "h100-nvl"),
-    ("H100", "h100-sxm"),
-    ("H200", "h200"),
-    ("H20", "h20"),
-    ("GB200", "gb200"),
-    ("B200", "b200"),
-    ("A100-SXM4-40GB", "a100-40gb"),
-    ("A100-PCIE-40GB", "a100-pcie-40gb"),
-    ("A100 80GB PCIe", "a100-pcie-80gb"),
-    ("A100", "a100-80gb"),
-    ("A10", "a10"),
-    ("RTX A6000", "rtx-a6000"),
-    ("RTX 3090", "rtx-3090"),
-    ("RTX 4090", "rtx-4090"),
-    ("RTX 5090", "rtx-5090"),
-    ("MI300X", "mi300x"),
-    ("MI250X", "mi250x"),
-    ("L40S", "l40s"),
-)
+DEVICES: Sequence[tuple[str, str]] = shipped("parcompile.runtime.profiling", "devices.json")
 """Parts of device names, and the preset that each is like; the first that fits counts."""
 
 
