@@ -219,15 +219,15 @@ def test_a_collective_on_the_wrong_group_is_named(monkeypatch: pytest.MonkeyPatc
     def elsewhere(x: Any, group: Any) -> Any:
         return right(x, mesh_groups[-1])
 
-    from parcompile.runtime.preflight import run
+    from parcompile.runtime import preflight as package
 
-    build = run.build_sharded
+    build = package.build_sharded
 
     def remember(mesh: Any, *rest: Any) -> Any:
         mesh_groups.append(mesh.group("cp"))
         return build(mesh, *rest)
 
-    monkeypatch.setattr(run, "build_sharded", remember)
+    monkeypatch.setattr(package, "build_sharded", remember)
     monkeypatch.setattr(collectives, "start_all_reduce", elsewhere)
     found = faults(preflight(plan_of("tp2 cp2"), [0]))
     assert {"sent over tp", "sent over cp"} <= set(found)
