@@ -90,8 +90,8 @@ def test_a_target(copy: Copy) -> None:
     )
     copy.replace(
         "backends/registry.py",
-        "from . import launch, torchtitan\n",
-        "from . import acme, launch, torchtitan\n",
+        "from . import deepspeed, launch, torchtitan\n",
+        "from . import acme, deepspeed, launch, torchtitan\n",
     )
     copy.replace(
         "backends/registry.py",
