@@ -10,6 +10,7 @@ ones stay whole on one; a sample is then as many documents as the plan's `sequen
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from .batches import Batch, split_batch, stack, tensors_of, without_padding
 
 class PlanLoader:
     """Yields this rank's micro-batches, step after step, without end: the data set is walked round and round.
+
+    While a step trains, a thread reads the samples of the next one: no sample goes to another process, and what reads
+    files or is NumPy's leaves the interpreter to the training. One thread reads at a time, and a step is all that it is
+    ahead. An error of the data set is raised where the step that needs the sample begins.
 
     Args:
         dataset: a sequence of samples, each a mapping of tensors, arrays or lists [S] (`input_ids`, `labels`) or token
@@ -46,6 +51,8 @@ class PlanLoader:
         self._dataset = dataset
         self._mesh = mesh
         self.step = first_step
+        self.reads_ahead = True
+        """False for a data set that draws from torch's generator, and would do so between the draws of the model."""
         self._begun = 0, 0
 
     def resume(self, step: int, samples: int) -> None:
@@ -54,49 +61,49 @@ class PlanLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches; the first of a step counts the step's tokens over dp."""
-        while True:
-            micro_batches = [self._whole(micro) for micro in range(self._steps)]
-            divisor = self._divisor(micro_batches)
-            for micro, batch in enumerate(micro_batches):
-                first = self._first_sample(micro)
-                yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
-            self.step += 1
+        with ThreadPoolExecutor(1, "parcompile reads ahead") as thread:
+            firsts, coming = range(0), Future[list[Batch]]()
+            while True:
+                if firsts != self._firsts(self.step):  # the first step, or one that the user has set
+                    firsts = self._firsts(self.step)
+                    coming = thread.submit(self._read, firsts)
+                micro_batches = coming.result()
+                if self.reads_ahead:
+                    ahead = self._firsts(self.step + 1)
+                    coming = thread.submit(self._read, ahead)
+                divisor = self._divisor(micro_batches)
+                for first, batch in zip(firsts, micro_batches, strict=True):
+                    yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
+                self.step += 1
+                firsts = ahead if self.reads_ahead else range(0)
 
-    @property
-    def _steps(self) -> int:
-        """Micro-batches of the step."""
-        training = self._mesh.plan.spec.training
-        return training.batch(self._before) // (training.micro_batch_size * self._mesh.size("dp"))
-
-    @property
-    def _before(self) -> int:
-        """How many samples the steps before took.
+    def _firsts(self, step: int) -> range:
+        """The numbers of the first sequences of this dp rank's micro-batches in a step.
 
         Raises:
             ValueError: the step is one before those with which a run went on whose batch grows.
         """
-        training, (step, samples) = self._mesh.plan.spec.training, self._begun
-        if self.step < step and training.rampup_batch_size is not None:
-            raise ValueError(f"loader.step {self.step}: the run went on behind step {step}, and its batch grows")
-        return training.samples_after(self.step - step, samples)
+        training, (begun, samples), dp = self._mesh.plan.spec.training, self._begun, self._mesh.size("dp")
+        if step < begun and training.rampup_batch_size is not None:
+            raise ValueError(f"loader.step {step}: the run went on behind step {begun}, and its batch grows")
+        before, size = training.samples_after(step - begun, samples), training.micro_batch_size
+        return range(before + self._mesh.index("dp") * size, before + training.batch(before), size * dp)
 
-    def _first_sample(self, micro: int) -> int:
-        """The number of the first sequence of this dp rank's micro-batch."""
-        in_step = micro * self._mesh.size("dp") + self._mesh.index("dp")
-        return self._before + in_step * self._mesh.plan.spec.training.micro_batch_size
+    def _read(self, firsts: Sequence[int]) -> list[Batch]:
+        return [self._whole(first) for first in firsts]
 
-    def _numbers(self, micro: int) -> list[int]:
-        """Of the samples of this dp rank's micro-batch in the data set."""
-        first, size = self._first_sample(micro), self._mesh.plan.spec.training.micro_batch_size
+    def _numbers(self, first: int) -> list[int]:
+        """Of the samples of a micro-batch in the data set."""
+        size = self._mesh.plan.spec.training.micro_batch_size
         return [index % len(self._dataset) for index in range(first, first + size)]
 
     def _part(self, batch: Batch) -> Batch:
         """This rank's tokens of it."""
         return split_batch(batch, self._mesh)
 
-    def _whole(self, micro: int) -> Batch:
-        """The whole sequences of this dp rank's micro-batch."""
-        numbers = self._numbers(micro)
+    def _whole(self, first: int) -> Batch:
+        """The whole sequences of the micro-batch that begins with this one."""
+        numbers = self._numbers(first)
         batch = stack([self._dataset[number] for number in numbers], numbers)
         if "labels" in batch:
             batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
@@ -105,13 +112,13 @@ class PlanLoader:
         return batch
 
     def _divisor(self, micro_batches: list[Batch]) -> Tensor:
-        """Predicted tokens of the global batch / (steps · dp); see `parcompile.runtime.loss`."""
+        """Predicted tokens of the global batch / (micro-batches · dp); see `parcompile.runtime.loss`."""
         count = torch.stack([(batch["shift_labels"] != IGNORED_LABEL).sum() for batch in micro_batches]).sum().float()
         count = to_device(count, self._mesh.device)
         dp = self._mesh.size("dp")
         if dp > 1:
             dist.all_reduce(count, group=self._mesh.group("dp"))
-        return count.clamp(min=1) / (self._steps * dp)
+        return count.clamp(min=1) / (len(micro_batches) * dp)
 
 
 class PackedPlanLoader(PlanLoader):
@@ -159,10 +166,10 @@ class PackedPlanLoader(PlanLoader):
             costs=PackingCosts.of_hidden_size(spec.model.shape.hidden_size),
         )
 
-    def _whole(self, micro: int) -> Batch:
+    def _whole(self, first: int) -> Batch:
         documents = []
-        packs = [self._dataset[number] for number in self._numbers(micro)]
-        for sample, numbers in enumerate(packs, self._first_sample(micro)):
+        packs = [self._dataset[number] for number in self._numbers(first)]
+        for sample, numbers in enumerate(packs, first):
             start = 0
             for document in map(self._document, numbers):
                 positions = torch.arange(start, start + len(document["input_ids"]))

@@ -44,7 +44,7 @@ def numbers_of(data: Any, plan: Plan, dp_rank: int, step: int, samples: int) -> 
     mesh = SimpleNamespace(plan=plan, size=lambda _: plan.spec.parallelism.dp, index=lambda _: dp_rank)
     loader = PlanLoader(data, cast("Any", mesh))
     loader.resume(step - 1, samples)
-    return [loader._numbers(micro) for micro in range(loader._steps)]
+    return [loader._numbers(first) for first in loader._firsts(step - 1)]
 
 
 def text_file(folder: Path) -> str:
@@ -149,7 +149,7 @@ def test_the_ledger_has_the_samples_of_a_batch_that_grows(tmp_path: Path) -> Non
     loader.resume(3, 16)
     loader.step = 2
     with pytest.raises(ValueError, match=r"loader\.step 2: the run went on behind step 3, and its batch grows"):
-        loader._numbers(0)
+        next(iter(loader))
     file = tmp_path / "run.json"
     file.write_text(file.read_text("utf-8").replace('"increment": 4', '"increment": 5'), "utf-8")
     with pytest.raises(RunError, match="it is damaged"):
