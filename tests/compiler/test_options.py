@@ -23,7 +23,7 @@ def offered(model: str, length: int, **cluster: Any) -> FirstSpec:
 
 
 def switched(spec: dict[str, Any]) -> set[str]:
-    on = {name for name in CHUNKS if spec["training"].get(name)}
+    on = {name for name in (*CHUNKS, "activation_offloading") if spec["training"].get(name)}
     return on | ({"offload_optimizer"} & set(spec.get("zero", {})))
 
 
@@ -40,6 +40,12 @@ def test_long_sequences_get_chunks_and_a_large_model_the_host() -> None:
     assert "of each node's own memory" in large.reason
     for one in (long, large):
         assert parcompile.check(one.spec).valid
+
+
+def test_the_longest_sequences_get_activations_on_the_host() -> None:
+    best, *_ = offered("llama-3-8b", 1048576).offers
+    assert switched(best.spec) == {"linear_cross_entropy", "activation_offloading"}
+    assert "516.00 GiB of each node's own memory" in best.reason
 
 
 def test_a_switch_that_the_spec_gives_stays() -> None:

@@ -7,8 +7,12 @@ found.
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +25,7 @@ from drawn_stages import compare, draw
 from families import tiny_config
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_runs import make_plan
 
@@ -113,6 +118,59 @@ def test_gradients_are_the_same_bits(run: Any, micro_batches: int, times: int) -
     expected = gradients(run, plainly, micro_batches, times)
     found = gradients(run, moving(HostActivations()), micro_batches, times)
     assert len(found) == micro_batches + 3
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+class Deferred(TorchDispatchMode):
+    """Copies are made when somebody waits for them, of sources that are there then; until then the targets are NaN."""
+
+    def __init__(self, queue: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.queue = queue
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.copy_.default
+        into, source = args[0], weakref.ref(args[1])
+        into.fill_(float("nan"))
+
+        def run() -> None:
+            if (found := source()) is not None:
+                into.copy_(found)
+
+        self.queue.append(run)
+        return into
+
+
+class Late(HostActivations):
+    """Its stream does nothing before it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[Any] = []
+
+    @contextmanager
+    def copying(self, device: torch.device) -> Iterator[None]:
+        with Deferred(self.queue):  # type: ignore[no-untyped-call]
+            yield
+
+    def copied(self, device: torch.device) -> Any:
+        until = len(self.queue)
+
+        def wait() -> None:
+            with torch.no_grad():
+                for place in range(until):
+                    self.queue[place]()
+                    self.queue[place] = lambda: None
+
+        return wait
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_everything_is_waited_for(micro_batches: int) -> None:
+    stream = SimpleNamespace(wait_event=lambda wait: wait())
+    expected = gradients(in_a_row, plainly, micro_batches)
+    with mock.patch.object(torch.cuda, "current_stream", lambda *_: stream):
+        found = gradients(in_a_row, moving(Late()), micro_batches)
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
