@@ -111,7 +111,7 @@ _UNPLANNED: Mapping[str, str] = {
     "optim_target_modules": "the plan has the optimizer",
     "model_init_kwargs": "the plan has precision and attention of the model",
     "sync_ref_model": "the reference model is whole, the trained one is split",
-    "activation_offloading": "it would move what injected layers keep for backward",
+    "activation_offloading": "training.activation_offloading of the spec moves what injected layers keep for backward",
 }
 """Arguments without effect on a plan, or with a wrong one."""
 
