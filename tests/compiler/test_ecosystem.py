@@ -330,6 +330,7 @@ def test_arguments_of_the_trainer_ask_for_an_optimizer_that_a_spec_has_not(tmp_p
         (LLAMA_FACTORY, "enable_liger_kernel", "linear_cross_entropy"),
         (LLAMA_FACTORY, "use_liger_kernel", "linear_cross_entropy"),
         (AXOLOTL, "tiled_mlp", "tiled_mlp"),
+        (AXOLOTL, "activation_offloading", "activation_offloading"),
     ],
 )
 def test_a_switch_for_logits_or_mlps_in_parts_is_carried(text: str, key: str, name: str, tmp_path: Path) -> None:
