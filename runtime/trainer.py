@@ -586,9 +586,10 @@ class _Planned(_InEngine):
             raise RunError(f"temperature {self.args.temperature}: log-probabilities have 1.0", everywhere=True)
         if type(self).create_optimizer is not Trainer.create_optimizer:
             raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
-        owner: Any = next(one for one in type(self).__mro__ if one is not _Planned and "compute_loss" in vars(one))
-        self._own_loss = owner is not Trainer or bool(self.compute_loss_func or self.label_smoother)
-        if self._classifies and owner is Trainer:
+        losses = [vars(one)["compute_loss"] for one in type(self).__mro__ if "compute_loss" in vars(one)]
+        of_trainer = next(one for one in losses if one is not _Planned.compute_loss) is Trainer.compute_loss
+        self._own_loss = not of_trainer or bool(self.compute_loss_func or self.label_smoother)
+        if self._classifies and of_trainer:
             raise RunError(
                 f"{type(self).__name__} has no loss of its own for a classifier, and the plan has none for its labels: "
                 "use a class with a compute_loss, such as trl's RewardTrainer",

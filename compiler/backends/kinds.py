@@ -213,11 +213,12 @@ def _existing(name: str, file: Path) -> str | None:
 BUILT_IN = (
     *("deepspeed", "torchrun", "slurm", "kubernetes", "skypilot", "megatron", "torchtitan"),
     *("accelerate", "accelerate-deepspeed", "transformers"),
+    *("trl", "axolotl", "llamafactory"),
 )
 ALL = "all"
 DEFAULT = ("deepspeed", "torchrun", "slurm")
 """Targets that are written when none is named."""
-LAUNCHERS = (*DEFAULT, "kubernetes", "skypilot")
+LAUNCHERS = (*DEFAULT, "kubernetes", "skypilot", "trl", "axolotl")
 """Targets whose files start a script under the runtime; the others are tools that train by themselves."""
 
 

@@ -26,6 +26,7 @@ from .artefacts import Loss, to_text
 from .deepspeed import write as deepspeed_write
 from .kinds import BUILT_IN, chosen
 from .megatron import write as megatron
+from .trainers import write as trainers
 
 LOCK = "parcompile.lock.json"
 LOCK_VERSION = 1
@@ -70,6 +71,15 @@ TARGETS: dict[str, Target] = {
             accelerate.distributed_losses,
             "transformers",
             accelerate.TRANSFORMERS_VERSION,
+        ),
+        Target("trl", trainers.trl_files, trainers.trl_losses, "trl", trainers.TRL_VERSION),
+        Target("axolotl", trainers.axolotl_files, trainers.axolotl_losses, "axolotl", trainers.AXOLOTL_VERSION),
+        Target(
+            "llamafactory",
+            trainers.llama_factory_files,
+            trainers.llama_factory_losses,
+            "llamafactory",
+            trainers.LLAMA_FACTORY_VERSION,
         ),
     )
 }

@@ -74,8 +74,12 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     else:
         check_model(without_peft(model), mesh)
         _Injection(without_peft(model), mesh).run()
-    refuse_changes(without_peft(model), mesh)
-    for one in (model, without_peft(model)):
+    base = without_peft(model)
+    if base is not model:
+        tuner: Any = model.base_model
+        tuner.forward = base.__call__  # peft before 0.21 calls base.forward, which passes hooks over
+    refuse_changes(base, mesh)
+    for one in (model, base):
         one.parcompile_mesh = mesh  # type: ignore[assignment]
     let_save(model, mesh)
     return model

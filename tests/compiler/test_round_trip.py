@@ -34,8 +34,10 @@ FILES = {
     "accelerate": ("accelerate.yaml", "parallelism_config.json"),
     "accelerate-deepspeed": ("accelerate_deepspeed.yaml",),
     "transformers": ("distributed_config.json",),
+    "axolotl": ("axolotl.yaml",),
+    "llamafactory": ("llama_factory.yaml",),
 }
-LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot")
+LAUNCHERS = ("torchrun", "slurm", "kubernetes", "skypilot", "trl")
 """Their files start the plan, and hold no configuration that could be imported."""
 
 

@@ -17,6 +17,10 @@ def read(source: Source, draft: Draft) -> None:
     _ring(source, draft)
     if source.given.get("batch_size") is not None:
         source.lose("batch_size", "write gradient_accumulation_steps, which is batch_size / micro_batch_size")
+    source.ignore("parcompile.plan", "the plan that the plug-in trains by")
+    for name in source.given:
+        if name.partition(".")[0] == "parcompile" and name != "parcompile.plan":
+            source.lose(name, "the plug-in refuses it: the section has one key, plan")
     reader(TOOL)(source, draft)
 
 

@@ -104,7 +104,7 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw")
-_OPTIMIZERS = {**dict.fromkeys((*_ADAMW, "paged_adamw_32bit"), "adamw"), "sgd": "sgd", "adagrad": "adagrad"}
+OPTIMIZERS = {**dict.fromkeys((*_ADAMW, "paged_adamw_32bit"), "adamw"), "sgd": "sgd", "adagrad": "adagrad"}
 """Of `optim` those that a spec has."""
 _ARGUMENTS = {"sgd": ("momentum", "nesterov", "dampening"), "adagrad": ("eps", "lr_decay")}
 """What the Trainer reads of `optim_args` (transformers, trainer_optimizer.py); weight decay is that of its groups."""
@@ -245,7 +245,7 @@ def _precision(tool: Tool, source: Source, draft: Draft) -> None:
 def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
     name, own = tool.own("optim"), source.given.get(f"{PREFIX}optimizer.type")
     kind = source.value(name, (*_OPTIMIZER, "type"))
-    found = None if own is not None else _OPTIMIZERS.get(str(kind))
+    found = None if own is not None else OPTIMIZERS.get(str(kind))
     if own is not None:
         source.ignore(name, f"the optimizer of the DeepSpeed configuration, {own}, takes its place")
     elif found is not None:

@@ -1,0 +1,238 @@
+"""Files that launch a plan under axolotl, LLaMA-Factory and trl.
+
+Under axolotl and trl the runtime trains, so that every layout without pipeline stages is carried; LLaMA-Factory trains
+by DeepSpeed alone. A plan has neither weights nor data: names stand in their places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from parcompile.backends import launch
+from parcompile.backends.artefacts import Loss, header, memory_losses, to_text
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.layout.groups import Axis
+from parcompile.layout.sequence import CpImplementation
+from parcompile.layout.shards import BIASES_AND_NORMS
+from parcompile.plan import Plan
+from parcompile.spec import Precision
+
+from . import Tool, stored_tool
+
+AXOLOTL_VERSION, LLAMA_FACTORY_VERSION, TRL_VERSION = "0.19.0", "0.9.5", "1.16.0"
+"""Versions whose arguments were read."""
+PLUGIN = "parcompile.runtime.axolotl.Plugin"
+AXOLOTL, LLAMA_FACTORY = stored_tool("axolotl"), stored_tool("LLaMA-Factory")
+_SCHEDULES = {"constant": "constant_with_warmup", **{name: name for name in ("linear", "cosine", "inverse_sqrt")}}
+_DATA = Loss("model and data", "a plan has neither weights nor samples", "set both where the file names them")
+
+
+def decided(plan: Plan, tool: Tool) -> dict[str, Any]:
+    """The options of a trainer that a plan decides, by the tool's names: those of the tool's own words for it."""
+    training, optimizer = plan.spec.training, plan.spec.training.optimizer
+    found: dict[str, Any] = {
+        "per_device_train_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "max_grad_norm": training.gradient_clipping,
+        "seed": training.seed,
+        "bf16": training.precision is Precision.BF16,
+        "fp16": training.precision is Precision.FP16,
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if optimizer.type in ("adamw", "adam", "muon"):
+        found |= dict(zip(("adam_beta1", "adam_beta2"), optimizer.betas, strict=True), adam_epsilon=optimizer.eps)
+    if optimizer.type in ("adamw", "adagrad", "sgd"):
+        found["optim"] = "adamw_torch" if optimizer.type == "adamw" else optimizer.type
+    if training.train_steps is not None:
+        found["max_steps"] = training.train_steps
+    if (schedule := training.lr_scheduler) is None:
+        found["lr_scheduler_type"] = "constant"
+    elif _says_schedule(plan):
+        found |= {"lr_scheduler_type": _SCHEDULES[schedule.type], "warmup_steps": schedule.warmup_steps}
+    return {tool.length: training.sequence_length, **{tool.own(name): value for name, value in found.items()}}
+
+
+def _says_schedule(plan: Plan) -> bool:
+    """Whether transformers has the schedule of the plan; its own falls to 0 at the last step."""
+    schedule, steps = plan.spec.training.lr_scheduler, plan.spec.training.train_steps
+    if schedule is None:
+        return True
+    begins = schedule.warmup_steps > 0 or schedule.type != "inverse_sqrt"
+    ends = (steps is not None and schedule.end(steps) == steps) or schedule.type not in ("linear", "cosine")
+    return begins and ends and schedule.type in _SCHEDULES and schedule.min_lr == schedule.warmup_start_lr == 0
+
+
+def _yaml(plan: Plan, about: str, tree: dict[str, Any]) -> str:
+    return "\n".join(header(plan, about)) + "\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+def _no_stages(plan: Plan, tool: str) -> list[Loss]:
+    if (pp := plan.spec.parallelism.pp) == 1:
+        return []
+    return [Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True)]
+
+
+def _unsaid(plan: Plan, why: str, instead: str) -> list[Loss]:
+    """What the options of `decided` do not say."""
+    training, optimizer = plan.spec.training, plan.spec.training.optimizer
+    recomputed, left_out = training.activation_checkpointing, optimizer.no_weight_decay
+    found = [Loss(f"optimizer {optimizer.type}", why, instead)] if optimizer.type in ("adam", "muon") else []
+    if optimizer.type == "sgd" and optimizer.momentum:
+        found.append(Loss(f"momentum {optimizer.momentum}", why, instead))
+    if not _says_schedule(plan):
+        found.append(Loss("lr_scheduler", why, instead))
+    if recomputed not in ("none", "full"):
+        found.append(Loss("activation_checkpointing", why, instead))
+    if optimizer.weight_decay and left_out is None:
+        found.append(Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed"))
+    elif optimizer.weight_decay and left_out != BIASES_AND_NORMS:
+        found.append(Loss(f"no_weight_decay {left_out}", why, instead))
+    return found
+
+
+# axolotl
+
+
+def axolotl_layout(plan: Plan) -> dict[str, Any]:
+    """Axolotl's words for the axes and the ring; what it has none for is the plan's all the same."""
+    axes = plan.spec.parallelism
+    found: dict[str, Any] = {
+        names[0]: size for axis, names in AXOLOTL.parallel.items() if (size := getattr(axes, axis)) > 1
+    }
+    rings = {"contiguous": "batch_ring", "zigzag": "batch_zigzag", "striped": "batch_stripe"}
+    if axes.cp > 1 and axes.cp_implementation is CpImplementation.ALL_GATHER:
+        found["ring_attn_func"] = "varlen_llama3"
+    elif axes.cp > 1 and axes.cp_implementation is CpImplementation.RING and axes.cp_layout.value in rings:
+        found["ring_attn_func"] = rings[axes.cp_layout.value]
+    return found
+
+
+def axolotl_files(plan: Plan) -> dict[str, Any]:
+    """axolotl.yaml, whose plug-in trains by the plan, and what starts its ranks."""
+    tree = {
+        "plugins": [PLUGIN],
+        "parcompile": {"plan": "."},
+        "base_model": "model",
+        "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
+        "output_dir": "runs",
+        **axolotl_layout(plan),
+        **decided(plan, AXOLOTL),
+        "gradient_checkpointing": plan.spec.training.activation_checkpointing != "none",
+    }
+    about = "For `bash launch/torchrun.sh -m axolotl.cli.train axolotl.yaml`: the plug-in trains by the plan beside it."
+    return {"axolotl.yaml": _yaml(plan, about, tree), **launch.torchrun_script(plan)}
+
+
+def axolotl_losses(plan: Plan) -> list[Loss]:
+    """What axolotl cannot do with the plan."""
+    return [
+        *_no_stages(plan, "axolotl"),
+        *_unsaid(plan, "axolotl.yaml does not say it", "the plug-in does it"),
+        _DATA,
+    ]
+
+
+# LLaMA-Factory
+
+_OF_TRAINER = ("optimizer", "scheduler", "train_batch_size")
+
+
+def llama_factory_files(plan: Plan) -> dict[str, Any]:
+    """llama_factory.yaml, and the DeepSpeed file that it names: optimizer and schedule are the YAML's."""
+    recomputed = plan.spec.training.activation_checkpointing != "none"
+    config = {name: value for name, value in ds_config(plan).items() if name not in _OF_TRAINER}
+    tree = {
+        "model_name_or_path": "model",
+        "stage": "pt",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "data",
+        "template": "empty",
+        "output_dir": "runs",
+        "deepspeed": "llama_factory_ds_config.json",
+        **decided(plan, LLAMA_FACTORY),
+        **({} if recomputed else {"disable_gradient_checkpointing": True}),
+    }
+    about = "For `FORCE_TORCHRUN=1 llamafactory-cli train llama_factory.yaml`, beside llama_factory_ds_config.json."
+    return {"llama_factory.yaml": _yaml(plan, about, tree), "llama_factory_ds_config.json": to_text(config)}
+
+
+def llama_factory_losses(plan: Plan) -> list[Loss]:
+    """What LLaMA-Factory does not do as the plan says."""
+    spec, training = plan.spec, plan.spec.training
+    found = [
+        Loss(f"{axis.value} {size}", "LLaMA-Factory has ZeRO alone", f"compile with {axis.value} 1", fatal=True)
+        for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP)
+        if (size := getattr(spec.parallelism, axis.value)) > 1
+    ]
+    found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
+    if training.router is not None:
+        found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
+    return [*found, *memory_losses(spec, "")[int(spec.offload_optimizer is not None) :], _DATA]
+
+
+# trl
+
+_SCRIPT = '''"""Supervised fine-tuning by trl under the plan beside this file.
+
+    bash launch/torchrun.sh trl_sft.py --model FOLDER --data FILE.jsonl
+
+Each line of the file has a text, messages, or a prompt and its completion, as trl's SFTTrainer reads them. Batch,
+precision, optimizer, clipping, seed and layout are the plan's. DPOTrainer and others take the same line.
+"""
+
+import argparse
+from pathlib import Path
+
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from parcompile.runtime.trainer import parallelise
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--data", required=True)
+parser.add_argument("--output", default="runs")
+given = parser.parse_args()
+
+SFTTrainer = parallelise(SFTTrainer, Path(__file__).resolve().parent)
+trainer = SFTTrainer(
+    model=given.model,
+    args=SFTConfig(given.output, {arguments}),
+    train_dataset=load_dataset("json", data_files=given.data, split="train"),
+    processing_class=AutoTokenizer.from_pretrained(given.model),
+)
+trainer.train()
+trainer.save_model(given.output)
+'''
+
+
+def trl_files(plan: Plan) -> dict[str, Any]:
+    """trl_sft.py, a script of trl with the line that makes it train by the plan, and what starts its ranks."""
+    training, cpu = plan.spec.training, plan.spec.cluster.accelerator == "cpu"
+    arguments: dict[str, Any] = {"max_length": training.sequence_length, "logging_steps": 1}
+    if training.train_steps is not None:
+        arguments["max_steps"] = training.train_steps
+    if training.lr_scheduler is None:
+        arguments["lr_scheduler_type"] = "constant"
+    if plan.spec.model.shape.moe is not None:
+        arguments["router_aux_loss_coef"] = 0.0
+    arguments |= {"bf16": training.precision is Precision.BF16, "report_to": []} | ({"use_cpu": True} if cpu else {})
+    text = _SCRIPT.replace("{arguments}", ", ".join(f"{name}={value!r}" for name, value in arguments.items()))
+    about = "Written for trl " + TRL_VERSION
+    return {"trl_sft.py": "\n".join(header(plan, about)) + "\n" + text, **launch.torchrun_script(plan)}
+
+
+def trl_losses(plan: Plan) -> list[Loss]:
+    """What trl cannot do with the plan."""
+    found = _no_stages(plan, "trl")
+    if plan.spec.training.router is not None:
+        why = "trainers of trl compute their own loss, without those of routers"
+        found.append(Loss("router", why, "compile without training.router", fatal=True))
+    if plan.spec.training.optimizer.weight_decay and plan.spec.training.optimizer.no_weight_decay is None:
+        found.append(Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed"))
+    return [*found, _DATA]

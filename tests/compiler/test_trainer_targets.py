@@ -1,0 +1,105 @@
+"""Contract: what is written for trl, axolotl and LLaMA-Factory says the plan, and names what it cannot carry."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import parcompile
+from parcompile.backends.reading import Outcome
+from parcompile.backends.registry import losses, render
+from parcompile.backends.trainers.write import AXOLOTL, LLAMA_FACTORY, decided
+from parcompile.importing import import_document
+from parcompile.lint import recognised
+from parcompile.text import read_file
+
+
+def plan_of(parallelism: dict[str, Any], training: dict[str, Any] | None = None, **sections: Any) -> parcompile.Plan:
+    return parcompile.compile(
+        {
+            "version": 1,
+            "model": {"preset": "llama-3-8b"},
+            "cluster": {"nodes": 2, "gpus_per_node": 8, "accelerator": "h200"},
+            "parallelism": parallelism,
+            "training": {"sequence_length": 4096, "global_batch_size": 16, **(training or {})},
+            **sections,
+        }
+    )
+
+
+SCHEDULE: dict[str, Any] = {"train_steps": 20, "lr_scheduler": {"type": "cosine", "warmup_steps": 2}}
+
+
+def test_axolotl_s_yaml_names_the_plug_in_and_the_plan_and_says_what_the_plan_decides() -> None:
+    plan = plan_of({"tp": 2, "cp": 4}, training=SCHEDULE)
+    files = render(plan, ("axolotl",))
+    tree = yaml.safe_load(files["axolotl.yaml"])
+    assert tree["plugins"] == ["parcompile.runtime.axolotl.Plugin"]
+    assert tree["parcompile"] == {"plan": "."}
+    assert (tree["tensor_parallel_size"], tree["context_parallel_size"]) == (2, 4)
+    assert decided(plan, AXOLOTL).items() <= tree.items()
+    assert (tree["lr_scheduler"], tree["warmup_steps"], tree["max_steps"]) == ("cosine", 2, 20)
+    assert "launch/torchrun.sh" in files
+
+
+def test_an_unknown_key_of_the_section_is_named_as_lost(tmp_path: Path) -> None:
+    text = render(plan_of({"tp": 2}), ("axolotl",))["axolotl.yaml"]
+    file = tmp_path / "run.yaml"
+    file.write_text(text.replace("  plan: .\n", "  plan: .\n  paln: .\n"), encoding="utf-8")
+    read, recognition = recognised(read_file(file))
+    assert (read.document is not None, recognition.kind) == (True, "axolotl")
+    accounts = import_document("axolotl", read.document, {}, tmp_path).accounts
+    found = {one.option: one.outcome for one in accounts if one.option.startswith("parcompile")}
+    assert found == {"parcompile.plan": Outcome.NO_EFFECT, "parcompile.paln": Outcome.LOST}
+
+
+def test_trl_s_script_has_the_line_that_trains_by_the_plan() -> None:
+    text = render(plan_of({"tp": 2}, training=SCHEDULE), ("trl",))["trl_sft.py"]
+    calls = [ast.unparse(one) for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call)]
+    assert "parallelise(SFTTrainer, Path(__file__).resolve().parent)" in calls
+    assert any(
+        one.startswith("SFTConfig(given.output, max_length=4096, logging_steps=1, max_steps=20") for one in calls
+    )
+
+
+def test_llama_factory_gets_zero_and_the_trainer_s_own_optimizer(tmp_path: Path) -> None:
+    plan = plan_of({}, training=SCHEDULE, zero={"stage": 2})
+    files = render(plan, ("llamafactory",))
+    tree, config = yaml.safe_load(files["llama_factory.yaml"]), yaml.safe_load(files["llama_factory_ds_config.json"])
+    assert decided(plan, LLAMA_FACTORY).items() <= tree.items()
+    assert config["zero_optimization"]["stage"] == 2
+    assert not {"optimizer", "scheduler", "train_batch_size"} & config.keys()
+    parser = pytest.importorskip("llamafactory.hparams.parser", reason="needs llamafactory: its parser reads the YAML")
+    hf = pytest.importorskip("transformers")
+    off = {"bf16": False, "use_cpu": True, "deepspeed": None}
+    hf.HfArgumentParser(parser._TRAIN_ARGS).parse_dict({**tree, **off, "output_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("target", "parallelism", "training", "words"),
+    [
+        ("trl", {"pp": 2}, {}, "trainers of trl take no pipeline stages"),
+        ("axolotl", {"pp": 2}, {}, "trainers of axolotl take no pipeline stages"),
+        ("llamafactory", {"tp": 2}, {}, "LLaMA-Factory has ZeRO alone"),
+        ("llamafactory", {"cp": 2}, {}, "LLaMA-Factory has ZeRO alone"),
+    ],
+)
+def test_a_layout_that_a_trainer_does_not_have_gets_no_file(
+    target: str, parallelism: dict[str, Any], training: dict[str, Any], words: str
+) -> None:
+    plan = plan_of(parallelism, training=training)
+    found = losses(plan, (target,))[target]
+    assert any(one.fatal and words in one.why for one in found)
+    assert not [name for name in render(plan, (target,)) if name.endswith((".yaml", ".py"))]
+
+
+def test_what_the_yaml_has_no_word_for_is_named() -> None:
+    schedule = {"train_steps": 20, "lr_scheduler": {"type": "cosine", "warmup_steps": 2, "min_lr": 1e-5}}
+    plan = plan_of({}, training={**schedule, "optimizer": {"type": "muon", "lr": 1e-3}})
+    for target in ("axolotl", "llamafactory"):
+        assert {"lr_scheduler", "optimizer muon"} <= {one.what for one in losses(plan, (target,))[target]}
+    assert "lr_scheduler" not in yaml.safe_load(render(plan, ("axolotl",))["axolotl.yaml"])

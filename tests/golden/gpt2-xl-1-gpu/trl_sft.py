@@ -1,0 +1,35 @@
+# Written for trl 1.16.0
+# plan "gpt2-xl on one GPU", 1 ranks
+# parcompile 0.1.0, spec sha256:39a84f94434dcf2e4c85cba1a42c87a351367682bc69e7d06491d01e7fb58e6b
+"""Supervised fine-tuning by trl under the plan beside this file.
+
+    bash launch/torchrun.sh trl_sft.py --model FOLDER --data FILE.jsonl
+
+Each line of the file has a text, messages, or a prompt and its completion, as trl's SFTTrainer reads them. Batch,
+precision, optimizer, clipping, seed and layout are the plan's. DPOTrainer and others take the same line.
+"""
+
+import argparse
+from pathlib import Path
+
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+from parcompile.runtime.trainer import parallelise
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--data", required=True)
+parser.add_argument("--output", default="runs")
+given = parser.parse_args()
+
+SFTTrainer = parallelise(SFTTrainer, Path(__file__).resolve().parent)
+trainer = SFTTrainer(
+    model=given.model,
+    args=SFTConfig(given.output, max_length=1024, logging_steps=1, lr_scheduler_type='constant', bf16=True, report_to=[]),
+    train_dataset=load_dataset("json", data_files=given.data, split="train"),
+    processing_class=AutoTokenizer.from_pretrained(given.model),
+)
+trainer.train()
+trainer.save_model(given.output)
