@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from closeness import assert_close, judge
+from launched import run_forked
 from ranks import run_ranks
-from training_runs import initial_model, whole_parameters, whole_weights
-from trl_runs import Run, compare, draw, in_one_process, on_ranks, script, write_data
+from training_runs import initial_model, make_plan, whole_parameters, whole_weights
+from trl_runs import Run, compare, draw, in_one_process, on_ranks, script, tokenizer, write_data
 
+from parcompile.cli import cli
 from parcompile.plan import Plan
 
 pytest.importorskip("trl", reason="needs trl: its trainers train by a plan")
@@ -244,3 +247,45 @@ def test_what_a_class_of_trl_asks_and_a_plan_cannot_do_is_named(tmp_path: Path) 
     for rank in run_ranks(2, refusals, str(tmp_path)):
         for said, expected in zip(rank, REFUSED, strict=True):
             assert expected in said
+
+
+def written_script_trains(folder: Path, ranks: int) -> list[dict[str, float]]:
+    """What the script of the target trl logs, which ends with the whole model."""
+    tree = {
+        "version": 1,
+        "name": "written",
+        "model": {"hf_config": str(folder / "model" / "config.json")},
+        "cluster": {"gpus_per_node": ranks, "accelerator": "cpu"},
+        "parallelism": {"tp": ranks},
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 4,
+            "micro_batch_size": 2,
+            "precision": "fp32",
+            "train_steps": 3,
+        },
+    }
+    (folder / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
+    plan, output = folder / f"plan-{ranks}", folder / f"runs-{ranks}"
+    told = CliRunner().invoke(cli, [str(folder / "spec.json"), "-o", str(plan), "--target", "trl"])
+    assert told.exit_code == 0, told.output
+    words = ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--output", str(output)]
+    codes, said = run_forked(folder / f"ranks-{ranks}", ranks, plan / "trl_sft.py", *words)
+    assert not any(codes), said
+    state = json.loads(next(output.glob("checkpoint-*/trainer_state.json")).read_text(encoding="utf-8"))
+    return [{name: one[name] for name in ("loss", "grad_norm")} for one in state["log_history"] if "loss" in one]
+
+
+def test_the_script_of_the_target_trl_trains_on_ranks_as_on_one(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = initial_model(make_plan(1, {}))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(5)
+    lines = [" ".join(map(str, torch.randint(3, 61, (20,), generator=generator).tolist())) for _ in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in lines), encoding="utf-8")
+    alone, together = (written_script_trains(tmp_path, ranks) for ranks in (1, 2))
+    assert len(alone) == 3
+    assert_close(together, alone)
+    assert_close(*(load_file(tmp_path / f"runs-{ranks}" / "model.safetensors") for ranks in (2, 1)))
