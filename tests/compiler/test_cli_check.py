@@ -108,7 +108,7 @@ class TestSelection:
         assert {one["code"] for one in done.json["diagnostics"]} == {"K003"}
 
     def test_an_unknown_code_is_named_with_the_nearest(self, run: Any) -> None:
-        assert "did you mean B001?" in run("check", "good.json", "--ignore", "B0O1").err
+        assert "did you mean B002?" in run("check", "good.json", "--ignore", "B0O2").err
 
 
 class TestFormats:

@@ -15,7 +15,7 @@ from test_import_megatron import imported
 from parcompile.backends.megatron.write import arguments, as_list
 from parcompile.backends.reading import Outcome, RefusedError
 from parcompile.backends.registry import losses
-from parcompile.cli.main import cli
+from parcompile.cli import cli
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_from_tree, plan_tree
 from parcompile.rules import example_spec

@@ -97,6 +97,7 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
         "activation_offloading",
         "linear_cross_entropy",
         "tiled_mlp",
+        "rampup_batch_size",
         "optimizer",
         "momentum",
         "nesterov",

@@ -171,7 +171,8 @@ def llama_factory_losses(plan: Plan) -> list[Loss]:
     found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
     if training.router is not None:
         found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
-    return [*found, *memory_losses(spec, "")[int(spec.offload_optimizer is not None) :], _DATA]
+    further = memory_losses(spec, "")
+    return [*found, *(further if spec.offload_optimizer is None else further[1:]), _DATA]
 
 
 # trl
