@@ -81,10 +81,8 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """Sets what axolotl derives of the number of ranks, each of which it takes as data-parallel."""
         if not preprocess:
             cfg.batch_size = self._plan.spec.training.global_batch_size
-            cfg.device_map, cfg.ddp = (
-                None,
-                False,
-            )  # the whole model stays on the host, from which ranks take their parts
+            cfg.ddp = False
+            cfg.device_map = None  # the whole model stays on the host, from which ranks take their parts
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:  # noqa: ARG002 -- axolotl's
         """All ranks draw the same adapters."""

@@ -10,7 +10,7 @@ ones stay whole on one; a sample is then as many documents as the plan's `sequen
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class PlanLoader:
         self._mesh = mesh
         self.step = first_step
         self.reads_ahead = True
-        """False for a data set that draws from torch's generator, and would do so between the draws of the model."""
+        """False for a data set that draws from torch's generator, and would do so between the draws of the model. One
+        that did when its first samples were read is not read ahead."""
         self._begun = 0, 0
 
     def resume(self, step: int, samples: int) -> None:
@@ -65,8 +66,10 @@ class PlanLoader:
             firsts, coming = range(0), Future[list[Batch]]()
             while True:
                 if firsts != self._firsts(self.step):  # the first step, or one that the user has set
-                    firsts = self._firsts(self.step)
+                    firsts, state = self._firsts(self.step), torch.random.get_rng_state()
                     coming = thread.submit(self._read, firsts)
+                    wait([coming])
+                    self.reads_ahead &= torch.equal(state, torch.random.get_rng_state())
                 micro_batches = coming.result()
                 if self.reads_ahead:
                     ahead = self._firsts(self.step + 1)

@@ -34,10 +34,11 @@ from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.heads import count_once
 from parcompile.runtime.inject.loading import draws_all, initial_model
 from parcompile.runtime.inject.regions import recompute_as_planned
-from parcompile.runtime.inject.selfcheck import SMALL_NUMEL, SelfCheck, check_small_copy
+from parcompile.runtime.inject.selfcheck import SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow, records, share_errors, share_errors_of
 from parcompile.runtime.loss import SequenceLoss, without_waiting
+from parcompile.runtime.model.initial import is_small
 from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.slices import check_head
@@ -233,7 +234,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     check_names()
     if model is None:
         # A model of any size, where transformers' rules draw all of it; a small one is compared with the original.
-        in_slices = plan.parameters.numel > SMALL_NUMEL and self_check is not True and draws_all(plan)
+        in_slices = not is_small(plan) and self_check is not True and draws_all(plan)
         model = initial_model(plan, mesh) if in_slices else build_model(plan)
     _refuse_quantized(model)
     rules, check = plan.spec.model.shape.user_module, None
@@ -244,7 +245,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if getattr(model, "parcompile_mesh", None) is not mesh:
         if rules is None:
             check_head(without_peft(model), plan)
-        if self_check if self_check is not None else rules is not None or plan.parameters.numel <= SMALL_NUMEL:
+        if self_check if self_check is not None else rules is not None or is_small(plan):
             check = SelfCheck(without_peft(model), mesh)
         model = inject(model, mesh)
     elif self_check:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parcompile.model.hf_config import ModelConfigError
 from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.groups import Mesh, join
@@ -67,7 +68,11 @@ def load_pretrained(folder: str | Path, plan: Plan, adapter: Any = None, *, diff
 
 def draws_all(plan: Plan) -> bool:
     """Whether transformers' rules draw the first weights of all parameters: told by a small model of the same kind."""
-    return InitialWeights(without_memory(shrunk(plan)), plan.spec.training.seed).draws_all()
+    try:
+        small = shrunk(plan)
+    except ModelConfigError:
+        return False
+    return InitialWeights(without_memory(small), plan.spec.training.seed).draws_all()
 
 
 def initial_model(plan: Plan, mesh: Mesh) -> nn.Module:

@@ -109,9 +109,6 @@ def _put_back(now: dict[str, Any], before: dict[str, tuple[Any, Any]], other: Se
 
 # Before training: does the injected model compute what the original did?
 
-SMALL_NUMEL = 20_000_000
-"""Models up to this many parameters are themselves checked when nothing else is said."""
-
 SHORT, LONG = 16, 256
 """Tokens of a check's sequences: at least, and at most."""
 

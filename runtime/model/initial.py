@@ -13,7 +13,16 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor, nn
 
+from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
+
+SMALL_NUMEL = 20_000_000
+"""Models up to this many parameters are built whole, and the self-check compares them with the injected ones."""
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether a plan's model is one of those."""
+    return plan.parameters.numel <= SMALL_NUMEL
 
 
 class UndrawnError(RunError):

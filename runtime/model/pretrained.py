@@ -26,7 +26,7 @@ from parcompile.text.typed import Reader, WrongValueError
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .configuration import planned_config, unused_tensors
-from .initial import InitialWeights, UndrawnError
+from .initial import InitialWeights, UndrawnError, is_small
 from .slices import Slice
 from .stored_names import stored_as, written_as
 from .text_head import causal_model
@@ -35,20 +35,21 @@ from .text_head import causal_model
 def build_model(plan: Plan, seed: int | None = None) -> nn.Module:
     """The plan's Hugging Face model, whole, in fp32 on the CPU, with weights drawn from `seed` (default: the plan's).
 
-    The random state of the caller is left as it was. The weights are those of `InitialWeights`, but for types whose
-    rules in transformers leave a parameter to its module.
+    The random state of the caller is left as it was. A small model is drawn by transformers as it builds it, a larger
+    one part by part (`InitialWeights`), but for types whose rules in transformers leave a parameter to its module.
 
     Raises:
         RunError: transformers is missing or does not know the model type.
     """
-    model, seed = without_memory(plan), plan.spec.training.seed if seed is None else seed
-    try:
-        InitialWeights(model, seed).fill()
-    except UndrawnError:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return instantiate(plan, torch.float32)
-    return model
+    seed = plan.spec.training.seed if seed is None else seed
+    if not is_small(plan):
+        with contextlib.suppress(UndrawnError):
+            model = without_memory(plan)
+            InitialWeights(model, seed).fill()
+            return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return instantiate(plan, torch.float32)
 
 
 def without_memory(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:

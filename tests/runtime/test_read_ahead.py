@@ -107,3 +107,19 @@ def test_an_error_of_a_step_that_is_never_taken_is_not_raised() -> None:
         next(batches)
     batches.close()
     assert readers() == []
+
+
+def test_a_data_set_that_draws_from_torchs_generator_is_read_when_it_is_due() -> None:
+    class Drawing(Samples):
+        def __getitem__(self, number: int) -> torch.Tensor:
+            return super().__getitem__(number) + torch.randint(0, 9, ())
+
+    data = Drawing()
+    loader = loader_of(plan_of(), data)
+    batches: Any = iter(loader)
+    with torch.random.fork_rng():
+        for _ in range(9):
+            next(batches)
+    assert not loader.reads_ahead
+    assert [number for number, _ in data.read] == [number % 30 for number in range(32)]
+    batches.close()
