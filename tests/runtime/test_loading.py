@@ -151,11 +151,11 @@ def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
 
 
 def draw_and_measure(rank: int, plan: Plan) -> int:
-    from parcompile.runtime import build_model, join
-    from parcompile.runtime.inject.loading import initial_model
+    from parcompile.runtime import join
+    from parcompile.runtime.inject.loading import draws_all, initial_model
 
     mesh = join(plan)
-    build_model(family_plan("llama", 1, {}))  # the memory of its code is not the weights'
+    assert draws_all(plan)  # the memory of the code is not the weights'
     with PeakMemory() as peak:
         model = initial_model(plan, mesh)
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
@@ -179,7 +179,7 @@ def test_loading_and_drawing_take_a_rank_its_share_and_exporting_takes_a_file(tm
     for peak in run_ranks(2, load_and_measure, plan, str(tmp_path / "hf")):
         assert 0.45 * whole < peak < 0.6 * whole
     for peak in run_ranks(2, draw_and_measure, family_plan("llama", 2, {"pp": 2}, **size)):
-        assert 0.45 * whole < peak < 0.75 * whole  # and a layer of 16
+        assert 0.4 * whole < peak < 0.85 * whole  # and a layer of 16
     import_pretrained(tmp_path / "hf", plan, tmp_path / "start")
     (peak,) = run_ranks(1, export_and_measure, str(tmp_path / "start"), str(tmp_path / "exported"))
     assert peak < 0.25 * whole
