@@ -114,17 +114,22 @@ def sequence_loss(spec: Spec, target: str) -> list[Loss]:
     ]
 
 
-def rampup_losses(spec: Spec, why: str, instead: str) -> list[Loss]:
+def rampup_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> list[Loss]:
     """A loss where the batch grows, which a target is not told for `why`."""
     if (ramp := spec.training.rampup_batch_size) is None:
         return []
-    return [Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead)]
+    return [Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead, fatal=fatal)]
 
 
-def memory_losses(spec: Spec, why: str) -> list[Loss]:
-    """Losses of a target that keeps the optimizer, for `why`, and activations on the accelerator, and has no parts."""
-    instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
-    found = [] if spec.offload_optimizer is None else [Loss("zero.offload_optimizer", why, instead)]
+def memory_losses(spec: Spec, optimizer_stays: str | None) -> list[Loss]:
+    """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
+
+    `optimizer_stays` says why it keeps the optimizer there, too; None: it does not.
+    """
+    found = []
+    if spec.offload_optimizer is not None and optimizer_stays is not None:
+        instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
+        found.append(Loss("zero.offload_optimizer", optimizer_stays, instead))
     kept = "what recomputed layers keep stays on the accelerator"
     parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
     for key, takes in parts.items():

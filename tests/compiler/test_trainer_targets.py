@@ -31,6 +31,10 @@ def plan_of(parallelism: dict[str, Any], training: dict[str, Any] | None = None,
     )
 
 
+RAMP: dict[str, Any] = {
+    "global_batch_size": 32,
+    "rampup_batch_size": {"start": 16, "increment": 16, "samples": 64},
+}
 SCHEDULE: dict[str, Any] = {"train_steps": 20, "lr_scheduler": {"type": "cosine", "warmup_steps": 2}}
 
 
@@ -84,6 +88,8 @@ def test_llama_factory_gets_zero_and_the_trainer_s_own_optimizer(tmp_path: Path)
     [
         ("trl", {"pp": 2}, {}, "trainers of trl take no pipeline stages"),
         ("axolotl", {"pp": 2}, {}, "trainers of axolotl take no pipeline stages"),
+        ("trl", {}, RAMP, "trainers of trl take as many micro-batches in every step"),
+        ("axolotl", {}, RAMP, "trainers of axolotl take as many micro-batches in every step"),
         ("llamafactory", {"tp": 2}, {}, "LLaMA-Factory has ZeRO alone"),
         ("llamafactory", {"cp": 2}, {}, "LLaMA-Factory has ZeRO alone"),
     ],
@@ -103,3 +109,12 @@ def test_what_the_yaml_has_no_word_for_is_named() -> None:
     for target in ("axolotl", "llamafactory"):
         assert {"lr_scheduler", "optimizer muon"} <= {one.what for one in losses(plan, (target,))[target]}
     assert "lr_scheduler" not in yaml.safe_load(render(plan, ("axolotl",))["axolotl.yaml"])
+
+
+def test_llama_factory_keeps_the_optimizer_on_the_host_and_has_no_batch_that_grows() -> None:
+    plan = plan_of({}, training=RAMP, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}})
+    said = {one.what: one.fatal for one in losses(plan, ("llamafactory",))["llamafactory"]}
+    assert said["rampup_batch_size 16 16 64"] is False
+    assert "zero.offload_optimizer" not in said
+    config = yaml.safe_load(render(plan, ("llamafactory",))["llama_factory_ds_config.json"])
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends import launch
-from parcompile.backends.artefacts import Loss, header, memory_losses, to_text
+from parcompile.backends.artefacts import Loss, header, memory_losses, rampup_losses, to_text
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
@@ -69,10 +69,13 @@ def _yaml(plan: Plan, about: str, tree: dict[str, Any]) -> str:
     return "\n".join(header(plan, about)) + "\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
-def _no_stages(plan: Plan, tool: str) -> list[Loss]:
-    if (pp := plan.spec.parallelism.pp) == 1:
-        return []
-    return [Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True)]
+def _refused(plan: Plan, tool: str) -> list[Loss]:
+    """What the runtime refuses under a Trainer."""
+    found = []
+    if (pp := plan.spec.parallelism.pp) > 1:
+        found.append(Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True))
+    why = f"trainers of {tool} take as many micro-batches in every step"
+    return found + rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
 
 
 def _unsaid(plan: Plan, why: str, instead: str) -> list[Loss]:
@@ -129,7 +132,7 @@ def axolotl_files(plan: Plan) -> dict[str, Any]:
 def axolotl_losses(plan: Plan) -> list[Loss]:
     """What axolotl cannot do with the plan."""
     return [
-        *_no_stages(plan, "axolotl"),
+        *_refused(plan, "axolotl"),
         *_unsaid(plan, "axolotl.yaml does not say it", "the plug-in does it"),
         _DATA,
     ]
@@ -171,8 +174,8 @@ def llama_factory_losses(plan: Plan) -> list[Loss]:
     found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
     if training.router is not None:
         found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
-    further = memory_losses(spec, "")
-    return [*found, *(further if spec.offload_optimizer is None else further[1:]), _DATA]
+    found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
+    return [*found, *memory_losses(spec, None), _DATA]
 
 
 # trl
@@ -230,7 +233,7 @@ def trl_files(plan: Plan) -> dict[str, Any]:
 
 def trl_losses(plan: Plan) -> list[Loss]:
     """What trl cannot do with the plan."""
-    found = _no_stages(plan, "trl")
+    found = _refused(plan, "trl")
     if plan.spec.training.router is not None:
         why = "trainers of trl compute their own loss, without those of routers"
         found.append(Loss("router", why, "compile without training.router", fatal=True))
