@@ -277,8 +277,8 @@ def ramp_is_shown(spec: Resolution) -> Iterator[Finding]:
         return
     steps, samples, _ = ramp.sizes(full)[-1]
     yield Finding(
-        f"the batch grows from {ramp.start} to {full} sequences in {steps:,} steps of {samples:,} samples; estimates, "
-        f"search and preflight are of the step with {full}",
+        f"the batch grows from {ramp.start} to {full} sequences in {steps:,} steps, which take {samples:,} samples; "
+        f"estimates, search and preflight are of the step with {full}",
         _RAMP,
     )
     if (schedule := spec.lr_scheduler) is not None:
