@@ -16,6 +16,7 @@ from parcompile.layout.shards import MASTER_BYTES
 from parcompile.machines import find_accelerator
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.shape import ModelShape
+from parcompile.user_files import shipped
 
 from .activations import LayerBytes, layer_bytes, score_bytes
 from .coefficients import Fit, default_time, time_values
@@ -401,8 +402,17 @@ def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
     return fill * send + steady * max(0.0, send - slowest / work.virtual_stages / 3)
 
 
+def _relative_launches(model_type: str, *, again: bool) -> float:
+    """Launches of a layer over those of one of Llama; of a type that was not counted, as many as Llama's."""
+    counted = shipped("parcompile.cost", "launches.json")
+    once, twice = counted.get(model_type, counted["llama"])
+    return float(twice if again else once)
+
+
 def _launch(work: Workload, values: Mapping[str, float]) -> float:
     seconds = values["launch_seconds"]
+    if work.framework == "deepspeed":
+        seconds *= _relative_launches(work.shape.model_type, again=work.recomputes_layers)
     far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
     if work.framework == "nanotron" and work.pp > 1 and far:
         seconds += values["launch_tp_pp_seconds"] * (work.tp - 1)

@@ -125,6 +125,22 @@ def test_the_parts_of_a_step_add_up_and_the_bubble_is_p_minus_1_over_m() -> None
     assert step.bubble / busy == pytest.approx(1 / 4, rel=0.01)
 
 
+def test_a_layer_that_launches_more_kernels_takes_longer_to_launch_and_so_does_one_that_is_computed_twice() -> None:
+    small = llama_shape(layers=8, hidden=64, heads=4, kv_heads=4, width=64, vocab=128, tied=False)
+    values = {**START, "launch_seconds": 4e-3}
+
+    def launching(model_type: str, **changes: object) -> float:
+        step = step_time(step_terms(replace(WORK, shape=replace(small, model_type=model_type), **changes)), values)
+        return step.launch + step.compute
+
+    llama = launching("llama")
+    assert llama == pytest.approx(4 * 8 * 4e-3, rel=0.02)
+    assert launching("gemma3_text") == pytest.approx(2.08 * llama, rel=0.02)
+    assert launching("llama", recompute="full") == pytest.approx(1.31 * llama, rel=0.02)
+    assert launching("a type that nobody counted") == llama
+    assert launching("gemma3_text", framework="nanotron") == pytest.approx(llama, rel=0.02)
+
+
 def test_utilisation_follows_its_convention() -> None:
     timed = timing(WORK)
     per_token = 6 * matmul_parameters(SHAPE) + 12 * 8 * 16 * 64 * 2048

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import resource
@@ -37,6 +38,7 @@ from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
 from parcompile.spec.values import workload_of
+from parcompile.user_files import shipped
 
 STAGES = {
     "pp2": (2, {"pp": 2}, {"micro_batch_size": 1}),
@@ -667,3 +669,14 @@ def test_nothing_of_a_layer_that_is_recomputed_stays_for_the_next_micro_batch(
     static = step.static.weights + step.static.master + step.static.moments + step.static.gradients + step.static.bucket
     layer = 2048 * 64 * 2
     assert step.taken.held - static < layer  # positions, and tables of attention
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) -> None:
+    file = Path(__file__).parents[2] / ".ci" / "generate" / "launches.py"
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    counting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(counting)
+    stored = shipped("parcompile.cost", "launches.json")
+    assert counting.table([family]) == {family: stored[family]}, "python .ci/generate/launches.py"
