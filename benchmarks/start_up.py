@@ -27,8 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parcompile
 from parcompile.plan import Plan
-from parcompile.runtime.groups import create_groups
-from parcompile.runtime.groups.joining import agree
+from parcompile.runtime.groups import agree, create_groups
 from parcompile.runtime.liveness.neighbours import Neighbours
 from parcompile.runtime.liveness.watchdog import StoreChannel
 
