@@ -14,6 +14,7 @@ from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
 from .engine.loop import evaluate, evaluate_domains
 from .engine.metering import StepMeter
+from .engine.prompts import Prompts
 from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanLoader",
+    "Prompts",
     "RunError",
     "StepMeter",
     "StopSignals",

@@ -1,4 +1,4 @@
-"""What a run tells of its steps: metrics.jsonl, run.json, the loss curve, TensorBoard, Weights & Biases, Prometheus.
+"""What a run tells of its steps: metrics.jsonl, run.json, texts, the loss curve, and what TensorBoard and others get.
 
 Each figure that `RunLog.add` gets goes to all of them, under the same name.
 """
@@ -28,6 +28,7 @@ from parcompile.user_files import parse_json, read_text
 
 from .errors import RunError
 
+SAMPLES = "samples.jsonl"
 PROMETHEUS_SECONDS = 1.0
 """The file for Prometheus, which is read every few seconds, is not written more often."""
 
@@ -75,6 +76,7 @@ class RunLog:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self.rows() if row["step"] <= first_step]
         write_file(self.file, "".join(map(_line, kept)))
+        self._drop_texts(first_step)
         if plan is not None:
             _name_plan(self.file.with_name(RUN), first_step, plan)
         elif not kept:
@@ -103,6 +105,27 @@ class RunLog:
             self._last |= {"step": step, **values}
             if time.monotonic() - self._written > PROMETHEUS_SECONDS:
                 self._write_prometheus()
+
+    def say(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts that the model wrote behind prompts, by prompt: they go to samples.jsonl and to TensorBoard."""
+        if not self.writes:
+            return
+        with self.file.with_name(SAMPLES).open("a", encoding="utf-8") as stream:
+            for prompt, text in texts.items():
+                row = {"step": step, "prompt": prompt, "text": text}
+                stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self._board is not None:
+            for prompt, text in texts.items():
+                self._board.add_text(prompt, text, step)
+
+    def _drop_texts(self, first_step: int) -> None:
+        """Drops what an earlier run wrote behind the step that this one begins with, and a line that was cut off."""
+        file = self.file.with_name(SAMPLES)
+        if not file.exists():
+            return
+        whole = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= first_step]
+        write_file(file, "".join(kept))
 
     def _write_prometheus(self) -> None:
         assert self._prometheus is not None

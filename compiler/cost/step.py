@@ -405,7 +405,7 @@ def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
 def _relative_launches(model_type: str, *, again: bool) -> float:
     """Launches of a layer over those of one of Llama; of a type that was not counted, as many as Llama's."""
     counted = shipped("parcompile.cost", "launches.json")
-    once, twice = counted.get(model_type, counted["llama"])
+    once, twice = counted.get(model_type, counted["others"])
     return float(twice if again else once)
 
 

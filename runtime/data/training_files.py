@@ -49,9 +49,7 @@ def read_training_data(
             return Mixture(paths, [read_training_data(one, plan, tokenizer) for one in paths], weights)
         (path,) = path
     spec, files = plan.spec, data_files(path)
-    room, words = spec.training.sequence_length, None
-    if tokenizer is not None:
-        words = _tokenizer(Path(tokenizer))
+    room, words = spec.training.sequence_length, read_tokenizer(tokenizer)
     if files[0].suffix == ".idx":
         read = [MegatronTokens(file) for file in files]
         parts, starts = [one.tokens for one in read], [one.starts for one in read]
@@ -71,8 +69,15 @@ def read_training_data(
     return found
 
 
-def _tokenizer(folder: Path) -> Any:
-    """Read from a folder alone: nothing is downloaded, and no program in it is run."""
+def read_tokenizer(folder: str | Path | None) -> Any:
+    """Read from a folder alone: nothing is downloaded, and no program in it is run. None is for bytes as tokens.
+
+    Raises:
+        RunError: the folder holds none.
+    """
+    if folder is None:
+        return None
+    folder = Path(folder)
     if not folder.is_dir():
         raise unusable(f"there is no folder {folder} with a tokenizer (--tokenizer)")
     from transformers import AutoTokenizer
@@ -243,7 +248,7 @@ def documents_of(path: str | Path, tokenizer: str | Path | None = None) -> Itera
     Raises:
         RunError: the data have labels of their own or are Megatron's, or as for `read_training_data`.
     """
-    files, words = data_files(path), None if tokenizer is None else _tokenizer(Path(tokenizer))
+    files, words = data_files(path), read_tokenizer(tokenizer)
     if files[0].suffix == ".idx":
         raise unusable(f"{path} is Megatron's already: copy the files")
     for where, row in itertools.chain.from_iterable(map(rows, files)):

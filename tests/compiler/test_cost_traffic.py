@@ -135,10 +135,9 @@ def test_a_layer_that_launches_more_kernels_takes_longer_to_launch_and_so_does_o
 
     llama = launching("llama")
     assert llama == pytest.approx(4 * 8 * 4e-3, rel=0.02)
-    assert launching("gemma3_text") == pytest.approx(2.08 * llama, rel=0.02)
+    assert launching("olmo2") == pytest.approx(1.53 * llama, rel=0.02)
     assert launching("llama", recompute="full") == pytest.approx(1.31 * llama, rel=0.02)
-    assert launching("a type that nobody counted") == llama
-    assert launching("gemma3_text", framework="nanotron") == pytest.approx(llama, rel=0.02)
+    assert launching("olmo2", framework="nanotron") == pytest.approx(llama, rel=0.02)
 
 
 def test_utilisation_follows_its_convention() -> None:

@@ -63,12 +63,15 @@ def test_a_new_project_trains(tmp_path: Path, shell: Shell) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"held out {name} " * 50, encoding="utf-8")
     more = f"--eval-data {tmp_path}/one.txt --eval-data {tmp_path}/two.txt --eval-every 8 --prometheus output/run.prom"
+    more += " --prompt 'def main' --new-tokens 8"
     found = losses(shell(f"{shown[1]} {more}", project))
     assert [step for step, _ in found] == list(range(1, 21))
     assert found[-1][1] < 0.8 * found[0][1]
     rows = read_rows(project / "output" / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval_perplexity/two" in row] == [8, 16, 20]
     assert rows[-1]["eval_loss"] < rows[7]["eval_loss"]
+    texts = (project / "output" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [(row["step"], row["prompt"]) for row in map(json.loads, texts)] == [(step, "def main") for step in (8, 16, 20)]
     assert "parcompile_lr " in (project / "output" / "run.prom").read_text(encoding="utf-8")
     assert (project / "output" / "run.json").is_file()
 
