@@ -58,7 +58,7 @@ def test_a_prompt_that_cannot_be_continued_is_refused(text: str, parallelism: di
 
 
 def test_a_token_that_the_model_does_not_have_names_the_tokenizer() -> None:
-    with pytest.raises(RunError, match="has the token 122, and the vocabulary 61: name the model's tokenizer"):
+    with pytest.raises(RunError, match="has the token 122, and the model's vocabulary 61: name the model's tokenizer"):
         Prompts(["z"], make_plan(1, {}))
 
 
