@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cached_property
@@ -19,15 +18,12 @@ from parcompile.plan.holding import ModelParallelPlace, model_parallel_places
 from parcompile.runtime.deepspeed_patches.sharded_weights import gathered, local_shape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.groups.rendezvous import store_of_world
+from parcompile.runtime.groups.rendezvous import wait_for_all
 from parcompile.runtime.model.lora import describe_adapters, matrix_of, plain_name
-from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
+from parcompile.runtime.settings import COLLECTIVE_TIMEOUT
 
 from .state_file import MASTER
 from .whole_tensors import WholeTensors
-
-_waits = 0
-"""How often this process has waited for the others here: a part of the keys in the store."""
 
 
 class _Described(NamedTuple):
@@ -44,38 +40,6 @@ def is_whole(plan: Plan) -> bool:
     parallelism = plan.spec.parallelism
     in_shards = plan.spec.shards_weights and parallelism.zero_shards > 1
     return parallelism.tp == parallelism.pp == parallelism.ep == 1 and not in_shards
-
-
-def wait_for_all(mesh: Mesh, call: str) -> None:
-    """Waits until every rank makes a call, as long as at the start of a job.
-
-    Raises:
-        RunError: some have not come in time; the message names them.
-    """
-    global _waits
-    _waits += 1
-    store, seconds, pause = store_of_world(), HANDSHAKE_TIMEOUT.seconds(), 0.01
-    assert store is not None
-    place, ranks = f"parcompile/whole-{_waits}", dist.get_world_size()
-    store.set(f"{place}/{mesh.rank}", "")
-    if store.compare_set(f"{place}/call", "", call).decode() != call:
-        store.set(f"{place}/other", call)
-    store.add(f"{place}/count", 1)
-    deadline = time.monotonic() + seconds
-    # Not `wait`, which would keep heartbeats from the store meanwhile.
-    while store.add(f"{place}/count", 0) < ranks:
-        if time.monotonic() > deadline:
-            missing = [str(rank) for rank in range(ranks) if not store.check([f"{place}/{rank}"])]
-            raise RunError(
-                f"{call} gathers slices of all ranks, and rank {', '.join(missing)} has not called it within "
-                f"{seconds:.0f} s: call it on every rank, not under `if rank == 0` "
-                f"({HANDSHAKE_TIMEOUT.name} sets the time)"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-    if store.check([f"{place}/other"]):
-        calls = sorted({store.get(f"{place}/{one}").decode() for one in ("call", "other")})
-        raise RunError(f"ranks make different calls at a time: {', '.join(calls)}", everywhere=True)
 
 
 class LiveTensors(WholeTensors):
@@ -112,7 +76,7 @@ class LiveTensors(WholeTensors):
         self._ranks = dict(zip(model_parallel_places(mesh.plan), first_copy, strict=True))
         self._described = [mine] * mesh.size("pp")
         if not is_whole(mesh.plan):
-            wait_for_all(mesh, call)
+            wait_for_all(f"{call} gathers slices of all ranks", call)
             # Connections on the host, between those that hold one copy of the model.
             places = self._ranks.items()
             holders = sorted({one for place, first in places for one in (first, *self._sources(place).values())})

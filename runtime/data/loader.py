@@ -10,7 +10,7 @@ ones stay whole on one; a sample is then as many documents as the plan's `sequen
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from parcompile.runtime.ring_attention import PackedCollator, PackingCosts, batc
 from parcompile.runtime.transport.backend import to_device
 
 from .batches import Batch, split_batch, stack, tensors_of, without_padding
+from .replica import Replica, StepOfSamples
 
 
 class PlanLoader:
@@ -32,6 +33,9 @@ class PlanLoader:
     While a step trains, a thread reads the samples of the next one: no sample goes to another process, and what reads
     files or is NumPy's leaves the interpreter to the training. One thread reads at a time, and a step is all that it is
     ahead. An error of the data set is raised where the step that needs the sample begins.
+
+    Every rank reads the whole sequences of its copy of the model, which costs least where samples are cheap. Where they
+    are computed, `reads_once` lets one rank of each copy read them for the others.
 
     Args:
         dataset: a sequence of samples, each a mapping of tensors, arrays or lists [S] (`input_ids`, `labels`) or token
@@ -54,7 +58,12 @@ class PlanLoader:
         self.reads_ahead = True
         """False for a data set that draws from torch's generator, and would do so between the draws of the model. One
         that did when its first samples were read is not read ahead."""
+        self.reads_once = False
+        """True: of the ranks of a copy of the model (tp, cp and pp) one reads, and sends the others what they look at:
+        for samples that cost time. All ranks set it before `iter(loader)`. A data set that draws from torch's generator
+        is refused then, since the other ranks would not draw."""
         self._begun = 0, 0
+        self._reading = 0
 
     def resume(self, step: int, samples: int) -> None:
         """Goes on behind `step` steps, which took `samples` samples: with batches of another size, where it changed."""
@@ -62,23 +71,23 @@ class PlanLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Micro-batches; the first of a step counts the step's tokens over dp."""
+        once = self.reads_once and any(self._mesh.size(axis) > 1 for axis in ("tp", "cp", "pp"))
+        replica = Replica(self._mesh) if once else None
+        reads = replica is None or replica.reads
         with ThreadPoolExecutor(1, "parcompile reads ahead") as thread:
-            firsts, coming = range(0), Future[list[Batch]]()
+            firsts, coming = range(0), Future[StepOfSamples]()
             while True:
-                if firsts != self._firsts(self.step):  # the first step, or one that the user has set
-                    firsts, state = self._firsts(self.step), torch.random.get_rng_state()
+                if reads and firsts != self._firsts(self.step):  # the first step, or one that the user has set
+                    firsts = self._firsts(self.step)
+                    coming = thread.submit(self._read_and_watch, firsts, replica is not None)
+                step = coming.result() if replica is None else replica.share(coming.result, self._where)
+                firsts = self._firsts(self.step + 1) if self.reads_ahead else range(0)
+                if reads and self.reads_ahead:
                     coming = thread.submit(self._read, firsts)
-                    wait([coming])
-                    self.reads_ahead &= torch.equal(state, torch.random.get_rng_state())
-                micro_batches = coming.result()
-                if self.reads_ahead:
-                    ahead = self._firsts(self.step + 1)
-                    coming = thread.submit(self._read, ahead)
-                divisor = self._divisor(micro_batches)
-                for first, batch in zip(firsts, micro_batches, strict=True):
+                divisor = self._divisor(step)
+                for first, batch in zip(step.firsts, step.micro_batches, strict=True):
                     yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
                 self.step += 1
-                firsts = ahead if self.reads_ahead else range(0)
 
     def _firsts(self, step: int) -> range:
         """The numbers of the first sequences of this dp rank's micro-batches in a step.
@@ -92,8 +101,39 @@ class PlanLoader:
         before, size = training.samples_after(step - begun, samples), training.micro_batch_size
         return range(before + self._mesh.index("dp") * size, before + training.batch(before), size * dp)
 
-    def _read(self, firsts: Sequence[int]) -> list[Batch]:
-        return [self._whole(first) for first in firsts]
+    def _read_and_watch(self, firsts: range, for_others: bool) -> StepOfSamples:
+        """Reads while the training waits: whoever draws from torch's generator meanwhile is the data set."""
+        state = torch.random.get_rng_state()
+        found = self._read(firsts)
+        if not torch.equal(state, torch.random.get_rng_state()):
+            self.reads_ahead = False
+            if for_others:
+                raise ValueError(
+                    "the data set draws from torch's generator, and with reads_once it does so on one rank of a copy "
+                    "of the model alone: the others would draw other dropout. Let it draw from a torch.Generator of "
+                    "its own, or leave reads_once False"
+                )
+        return found
+
+    def _read(self, firsts: range) -> StepOfSamples:
+        micro_batches = [self._whole(first) for first in firsts]
+        predicted = sum(int((batch["shift_labels"] != IGNORED_LABEL).sum()) for batch in micro_batches)
+        return StepOfSamples(firsts, micro_batches, predicted)
+
+    def _sample(self, data: Sequence[Any], number: int) -> Any:
+        """A sample of the data as it is given.
+
+        Raises:
+            ValueError: there is none, though the data are longer.
+        """
+        self._reading = number
+        try:
+            return data[number]
+        except StopIteration:
+            raise ValueError(f"the data set ends before sample {number}, and its length is {len(data)}") from None
+
+    def _where(self) -> str:
+        return f"sample {self._reading}"
 
     def _numbers(self, first: int) -> list[int]:
         """Of the samples of a micro-batch in the data set."""
@@ -107,21 +147,20 @@ class PlanLoader:
     def _whole(self, first: int) -> Batch:
         """The whole sequences of the micro-batch that begins with this one."""
         numbers = self._numbers(first)
-        batch = stack([self._dataset[number] for number in numbers], numbers)
+        batch = stack([self._sample(self._dataset, number) for number in numbers], numbers)
         if "labels" in batch:
             batch["shift_labels"] = shift_labels(batch.pop("labels"), batch.get("position_ids"))
         if "attention_mask" in batch:
             batch["shift_labels"] = without_padding(batch["shift_labels"], batch["attention_mask"])
         return batch
 
-    def _divisor(self, micro_batches: list[Batch]) -> Tensor:
+    def _divisor(self, step: StepOfSamples) -> Tensor:
         """Predicted tokens of the global batch / (micro-batches · dp); see `parcompile.runtime.loss`."""
-        count = torch.stack([(batch["shift_labels"] != IGNORED_LABEL).sum() for batch in micro_batches]).sum().float()
-        count = to_device(count, self._mesh.device)
+        count = to_device(torch.tensor(float(step.predicted)), self._mesh.device)
         dp = self._mesh.size("dp")
         if dp > 1:
             dist.all_reduce(count, group=self._mesh.group("dp"))
-        return count.clamp(min=1) / (len(micro_batches) * dp)
+        return count.clamp(min=1) / (len(step.micro_batches) * dp)
 
 
 class PackedPlanLoader(PlanLoader):
@@ -184,7 +223,7 @@ class PackedPlanLoader(PlanLoader):
         return {"documents": documents, "shift_labels": torch.cat(predicted)}
 
     def _document(self, number: int) -> dict[str, Tensor]:
-        document = tensors_of(self._documents[number], number)
+        document = tensors_of(self._sample(self._documents, number), number)
         mask = document.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             raise ValueError(f"document {number} is padded (its attention_mask has zeros): give it without padding")

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,6 +212,46 @@ _stores: dict[tuple[str, int], Store] = {}
 def store_of_world() -> Store | None:
     """The store of the default process group; None where there is no such group yet."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+_waits = 0
+"""How often this process has waited for the others in `wait_for_all`: a part of the keys in the store."""
+
+
+def wait_for_all(why: str, call: str, then: str = "call it on every rank, not under `if rank == 0`") -> None:
+    """Waits until every rank makes a call, as long as at the start of a job.
+
+    Args:
+        why: all have to make it, the beginning of the message about a rank that does not.
+        call: what the user called, the same on all ranks.
+        then: what to do about it.
+
+    Raises:
+        RunError: some have not come in time; the message names them.
+    """
+    global _waits
+    _waits += 1
+    store, seconds, pause = store_of_world(), HANDSHAKE_TIMEOUT.seconds(), 0.01
+    assert store is not None
+    place, ranks = f"parcompile/whole-{_waits}", dist.get_world_size()
+    store.set(f"{place}/{dist.get_rank()}", "")
+    if store.compare_set(f"{place}/call", "", call).decode() != call:
+        store.set(f"{place}/other", call)
+    store.add(f"{place}/count", 1)
+    deadline = monotonic() + seconds
+    # Not `wait`, which would keep heartbeats from the store meanwhile.
+    while store.add(f"{place}/count", 0) < ranks:
+        if monotonic() > deadline:
+            missing = [str(rank) for rank in range(ranks) if not store.check([f"{place}/{rank}"])]
+            raise RunError(
+                f"{why}, and rank {', '.join(missing)} has not called it within {seconds:.0f} s: {then} "
+                f"({HANDSHAKE_TIMEOUT.name} sets the time)"
+            )
+        sleep(pause)
+        pause = min(2 * pause, 0.5)
+    if store.check([f"{place}/other"]):
+        calls = sorted({store.get(f"{place}/{one}").decode() for one in ("call", "other")})
+        raise RunError(f"ranks make different calls at a time: {', '.join(calls)}", everywhere=True)
 
 
 def name_of_job() -> str:
