@@ -22,7 +22,7 @@ ELSEWHERE = {
     "migration": "test_docs.py",
 }
 RUNTIME = (
-    *("adapter", "batches", "generating", "lora", "trainer"),
+    *("adapter", "batches", "data", "generating", "lora", "trainer"),
     *("preflight", "recipes", "ring_attention", "tensor_parallel"),
 )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_runs import family_plan
 from ranks import RankError, run_ranks
 from torch import Tensor
 from training_runs import initial_model, make_plan, samples, whole_weights
@@ -145,6 +146,8 @@ def test_tokens_go_to_stages_whose_routers_look_experts_up_by_them() -> None:
         ["input_ids", "labels", "shift_labels"],
         ["input_ids"],
     ]
+    hashed = family_plan("deepseek_v4", 2, {"pp": 2})
+    assert [sorted(unneeded(hashed, stage)) for stage in range(2)] == [["labels", "shift_labels"], []]
 
 
 def test_the_error_of_the_rank_that_reads_reaches_all_of_its_copy() -> None:
