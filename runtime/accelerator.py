@@ -208,6 +208,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         planned = training.optimizer
         if scheduler is not None and training.lr_scheduler is not None:
             wrong.append("a learning-rate scheduler is given, the plan has one of its own")
+        if scheduler is not None and planned.start_weight_decay is not None and training.lr_scheduler is None:
+            wrong.append("a learning-rate scheduler is given, and the plan's schedule changes weight decay")
         if scheduler is not None and scheduler.optimizer is not optimizer:
             wrong.append("the learning-rate scheduler is not of the optimizer that is prepared")
         if not isinstance(optimizer, torch.optim.Optimizer):

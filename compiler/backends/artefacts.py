@@ -121,6 +121,14 @@ def rampup_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) ->
     return [Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead, fatal=fatal)]
 
 
+def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> list[Loss]:
+    """A loss where weight decay changes from step to step, which a target is not told for `why`."""
+    optimizer = spec.training.optimizer
+    if optimizer.start_weight_decay is None:
+        return []
+    return [Loss(f"start_weight_decay {optimizer.start_weight_decay:g}", why, instead, fatal=fatal)]
+
+
 def memory_losses(spec: Spec, optimizer_stays: str | None) -> list[Loss]:
     """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
 

@@ -19,7 +19,7 @@ from parcompile.text.python import Made
 from parcompile.text.typed import WrongValueError, integer, list_of, number, word
 
 from . import reading
-from .artefacts import Loss, header, memory_losses, order_loss, rampup_losses, sequence_loss
+from .artefacts import Loss, decay_schedule_losses, header, memory_losses, order_loss, rampup_losses, sequence_loss
 from .reading import (
     Arguments,
     Bundle,
@@ -590,6 +590,7 @@ def losses(plan: Plan) -> list[Loss]:
             )
         )
     found += rampup_losses(spec, "its batch does not grow", "every step has global_batch_size")
+    found += decay_schedule_losses(spec, "its weight decay stays", "every step has optimizer.weight_decay")
     if training.router is not None:
         why = "bias_update_rate is load_balance_coeff of a model's own arguments; it has no losses of routers"
         found.append(Loss(f"router {', '.join(training.router.said)}", why, "set load_balance_coeff"))

@@ -103,6 +103,43 @@ def decay_is_left_out_of_some(spec: Resolution) -> Iterator[Finding]:
         )
 
 
+_STARTS, _STYLE, _STEPS = (
+    (*_OPTIMIZER, "start_weight_decay"),
+    (*_OPTIMIZER, "weight_decay_style"),
+    ("training", "train_steps"),
+)
+
+
+@rule("P010")
+def changing_decay_has_both_ends(spec: Resolution) -> Iterator[Finding]:
+    """Fires where train_steps is missing, the start is above the end, or a style has no start."""
+    if not spec.given(*_STARTS):
+        if spec.given(*_STYLE):
+            yield Finding(
+                f"weight_decay_style {spec.get(*_STYLE)} without start_weight_decay: weight decay stays "
+                f"{spec.get(*_DECAY):g}",
+                _STYLE,
+                help="set start_weight_decay, such as 0.01, or remove it",
+                fixes=(Fix.removing(_STYLE, Safety.SAFE),),
+            )
+        return
+    start, end = float(spec.get(*_STARTS)), float(spec.get(*_DECAY))
+    if start > end:
+        yield Finding(
+            f"start_weight_decay {start:g} > weight_decay {end:g}: weight decay may rise, and not fall",
+            _STARTS,
+            help=f"write a start_weight_decay of {end:g} or less, or remove it",
+            fixes=(Fix.removing(_STARTS, Safety.CHANGES_NUMERICS),),
+            related=also(spec, _DECAY),
+        )
+    if spec.get(*_STEPS) is None:
+        yield Finding(
+            f"weight decay goes from {start:g} to {end:g} until the last training step, but train_steps is not given",
+            _STARTS,
+            help="add train_steps under training",
+        )
+
+
 @rule("P008")
 def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
     """Fires for each key that the type does not read, and for nesterov without momentum under sgd."""

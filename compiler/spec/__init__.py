@@ -16,4 +16,5 @@ from .values import (
     Spec,
     Training,
     learning_rate,
+    weight_decay_of,
 )

@@ -143,6 +143,9 @@ class Optimizer:
     adjust_lr: str | None = None
     no_weight_decay: str | None = None
     """What weight decay leaves out, as `layout.shards.is_decayed` reads it; None: nothing."""
+    start_weight_decay: float | None = None
+    """Of the first step, where weight decay changes; `weight_decay_of` gives that of each step."""
+    weight_decay_style: str | None = None
 
     @property
     def is_muon(self) -> bool:
@@ -382,6 +385,24 @@ def learning_rate(training: Training, step: int, consumed: int | None = None) ->
         fall, shape = schedule.decay_steps * unit, schedule.decay_type
     progress = min(1.0, max(0.0, (done - end + fall) / fall))
     return lowest + (highest - lowest) * _LEFT[shape](progress)
+
+
+def weight_decay_of(training: Training, step: int, consumed: int | None = None) -> float:
+    """The weight decay of an optimizer step, counted from 1, as Megatron-LM's OptimizerParamScheduler has it.
+
+    `consumed` are the samples that the steps before took, where the batch grows; None: as many as the plan says.
+    """
+    optimizer, steps = training.optimizer, training.train_steps
+    if optimizer.start_weight_decay is None:
+        return optimizer.weight_decay
+    assert steps is not None, "a rule wants an end for a weight decay that changes"
+    done, end = step - 1, steps
+    if training.rampup_batch_size is not None:
+        done, end = training.samples_after(step - 1) if consumed is None else consumed, training.samples_after(steps)
+    share = min(1.0, done / end)
+    if optimizer.weight_decay_style == "cosine":
+        share = (1 + math.cos(math.pi * (1 - share))) / 2
+    return optimizer.start_weight_decay + (optimizer.weight_decay - optimizer.start_weight_decay) * share
 
 
 _LEFT: dict[str, Callable[[float], float]] = {

@@ -139,6 +139,8 @@ def load(engine: Any, folder: str | Path) -> int:
         adapt(engine, _opened(note))
     else:
         _load_as_it_is(engine, note, schedules=schedules)
+    if (set_rates := getattr(engine.lr_scheduler, "set_rates", None)) is not None:
+        set_rates()  # a checkpoint that begins with other weights has those of a fresh optimizer
     if (batch := getattr(engine, "parcompile_batch", None)) is not None:
         batch.follow()
     if (loader := getattr(engine, "parcompile_loader", None)) is not None:

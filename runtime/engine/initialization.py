@@ -46,7 +46,7 @@ from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.optimizers import apart_by_decay, apart_by_muon, fresh_optimizer, join_shards
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
-from parcompile.spec import Training, learning_rate
+from parcompile.spec import Training, learning_rate, weight_decay_of
 
 from .finite import STOP_AFTER, FiniteWatch
 from .loop import attach_loop, guard_backward
@@ -56,28 +56,29 @@ from .unsharded import sum_once
 
 
 class PlanSchedule:
-    """Sets the rates of an optimizer before its first step and after each one; DeepSpeed calls `step`.
+    """Sets rates and weight decay of an optimizer before its first step and after each one; DeepSpeed calls `step`.
 
-    A group with a rate of its own rises to that rate, and falls in proportion. The state is that of DeepSpeed's
-    schedules: the number of steps made, less one.
+    A group with a rate or a weight decay of its own rises to that, and falls in proportion. The state is that of
+    DeepSpeed's schedules: the number of steps made, less one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: Training) -> None:
         self.optimizer, self._training = optimizer, training
         self._highest = [float(group["lr"]) for group in optimizer.param_groups]
+        self._decays = [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
         self.last_batch_iteration = -1
         self._consumed: int | None = None
-        self._set()
+        self.set_rates()
 
     def follow(self, consumed: int) -> None:
         """Sets the rate of the step before which so many samples were taken, where the batch grows."""
         self._consumed = consumed
-        self._set()
+        self.set_rates()
 
     def step(self) -> None:
         """Goes on to the next step's rate."""
         self.last_batch_iteration += 1
-        self._set()
+        self.set_rates()
 
     def get_lr(self) -> list[float]:
         """The rate of each group for the next step."""
@@ -96,11 +97,19 @@ class PlanSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after the steps of a state."""
         self.last_batch_iteration = int(state["last_batch_iteration"])
-        self._set()
+        self.set_rates()
 
-    def _set(self) -> None:
+    def set_rates(self) -> None:
+        """Those of the next step."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
+        optimizer = self._training.optimizer
+        if optimizer.start_weight_decay is None:
+            return
+        decay = weight_decay_of(self._training, self.last_batch_iteration + 2, self._consumed)
+        for group, last in zip(self.optimizer.param_groups, self._decays, strict=True):
+            if last:  # others are left out of it
+                group["weight_decay"] = last * decay / optimizer.weight_decay
 
 
 # What `deepspeed.initialize` is given for a plan, and what of DeepSpeed is changed while it makes the engine.
@@ -126,7 +135,15 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
     if training.optimizer.type in ("muon", "adagrad") and options.get("optimizer") is None:
         on_host = mesh.plan.spec.offload_optimizer is not None
         options["optimizer"] = partial(fresh_optimizer, optimizer=training.optimizer, on_host=on_host)
-    if training.lr_scheduler is not None and options.get("lr_scheduler") is None:
+    changes_decay = training.optimizer.start_weight_decay is not None
+    if changes_decay and options.get("lr_scheduler") is not None:
+        raise RunError(
+            f"training.optimizer.start_weight_decay {training.optimizer.start_weight_decay:g}: the plan's schedule "
+            "changes weight decay, and an lr_scheduler of its own takes its place: leave it out, or give the plan a "
+            "training.lr_scheduler, which trainers leave to the plan",
+            everywhere=True,
+        )
+    if (training.lr_scheduler is not None or changes_decay) and options.get("lr_scheduler") is None:
         options["lr_scheduler"] = partial(PlanSchedule, training=training)
     with for_deepspeed(mesh, model, **options) as given:
         if mesh.plan.spec.shards_weights:

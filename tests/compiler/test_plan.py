@@ -105,6 +105,8 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
         "ns_dtype",
         "adjust_lr",
         "no_weight_decay",
+        "start_weight_decay",
+        "weight_decay_style",
         "total_steps",
         "weight_decay",
     }

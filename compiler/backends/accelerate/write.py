@@ -11,7 +11,15 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.artefacts import Loss, header, memory_losses, order_loss, rampup_losses, to_text
+from parcompile.backends.artefacts import (
+    Loss,
+    decay_schedule_losses,
+    header,
+    memory_losses,
+    order_loss,
+    rampup_losses,
+    to_text,
+)
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.deepspeed.write import losses as deepspeed_losses
 from parcompile.layout.groups import Axis
@@ -99,6 +107,7 @@ def losses(plan: Plan) -> list[Loss]:
             )
         )
     found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
+    found += decay_schedule_losses(spec, "the optimizer is the script's", "set weight decay in the script")
     if spec.training.router is not None:
         why = "Trainer adds the balancing loss of a model's own output_router_logits and router_aux_loss_coef alone"
         found.append(Loss(f"router {', '.join(spec.training.router.said)}", why, "scope micro_batch is set there"))
@@ -238,5 +247,6 @@ def distributed_losses(plan: Plan) -> list[Loss]:
     if parallelism.cp_layout is not CpLayout.ZIGZAG and parallelism.cp > 1:
         found.append(Loss(f"cp_layout {parallelism.cp_layout.value}", "there is no cp", "none"))
     found += rampup_losses(spec, "the batch is the script's", "see plan.json")
+    found += decay_schedule_losses(spec, "the optimizer is the script's", "see plan.json")
     found.append(Loss("batch, optimizer, precision and recomputation", "they are the script's", "see plan.json"))
     return found

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from parcompile.backends.artefacts import Loss, rampup_losses
+from parcompile.backends.artefacts import Loss, decay_schedule_losses, rampup_losses
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import OPTIMIZER_KEYS, Precision, Spec
@@ -67,6 +67,7 @@ def losses(plan: Plan) -> list[Loss]:
         if getattr(plan.spec.training, key)
     ]
     found += rampup_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
+    found += decay_schedule_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
     optimizer = plan.spec.training.optimizer
     if optimizer.no_weight_decay is not None and optimizer.weight_decay:
         why = (

@@ -14,7 +14,6 @@ from parcompile.backends.reading import Account, Draft, Importer, Outcome, Sourc
 from parcompile.backends.recipes import flattened
 from parcompile.backends.trainers import ADAPTER
 from parcompile.backends.trainers.read import read_model
-from parcompile.layout.shards import VECTORS
 from parcompile.text.python import Made
 from parcompile.text.typed import integer, number
 
@@ -94,7 +93,6 @@ _KNOWN = tuple(
 )
 """Of these a function that is not followed may set any: what a model's own has by default is one rank of each axis."""
 _SUMS = ("training", "gradient_accumulation_dtype")
-_DECAYS = tuple(f"scheduler.{name}" for name in ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"))
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "16": "fp16"}
 
 
@@ -121,14 +119,6 @@ def _read(source: Source, draft: Draft) -> None:
         draft.ask(("model",), f"the recipe builds it as {name}")
     read_model("model", source, draft)
     read_megatron(source, draft)
-    start, end, style = (source.value(name, ("training", "optimizer", "weight_decay")) for name in _DECAYS)
-    if style not in (None, "constant"):
-        source.lose(_DECAYS[2], "a spec decays weights at one rate", changes=True)
-    elif start is not None and start == end:
-        # OptimizerParamScheduler sets it, whatever the optimizer says.
-        draft.set(("training", "optimizer", "weight_decay"), number(end, _DECAYS[1]), said=True)
-        draft.leave_out_of_decay(VECTORS, said=True)
-        source.ignore("weight_decay", f"{_DECAYS[1]} takes its place")
     _precision(source, draft)
     settle(source)
 

@@ -25,6 +25,7 @@ from parcompile.text.typed import WrongValueError, integer, number
 from parcompile.user_files import shipped
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
+_DECAY: SpecPath = ("training", "optimizer", "weight_decay")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 _STEPS: SpecPath = ("training", "train_steps")
 _PRECISION: SpecPath = ("training", "precision")
@@ -125,7 +126,12 @@ def _length_losses(spec: Spec) -> Iterator[Loss]:
 
 def _write_optimizer(spec: Spec) -> Arguments:
     optimizer = spec.training.optimizer
-    found: Arguments = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    found: Arguments = {"lr": optimizer.lr}
+    if optimizer.start_weight_decay is None:
+        found["weight_decay"] = optimizer.weight_decay
+    else:
+        decays = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
+        found |= dict(zip(_DECAYS, decays, strict=True))
     if optimizer.type == "sgd":
         return {"optimizer": "sgd", **found, "sgd_momentum": optimizer.momentum}
     adam = {"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_eps": optimizer.eps}
@@ -147,6 +153,8 @@ def _write_optimizer(spec: Spec) -> Arguments:
     }
 
 
+_DECAYS = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
+"""Of a weight decay that changes."""
 _SCALES_OF_MUON = {"match_rms_adamw": ("spectral", 0.2), "original": ("shape_scaling", 1.0)}
 """--muon-scale-mode and --muon-extra-scale-factor (emerging_optimizers, `get_muon_scale_factor`)."""
 _PRECISIONS_OF_MUON = {"bf16": "medium", "fp32": "high"}
@@ -183,10 +191,44 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
         keys["muon_momentum"] = "momentum"
         _read_muon(source, draft)
     draft.carry_decay(source, "weight_decay", VECTORS)
+    _read_decays(source, draft)
     for name, key in keys.items():
         found = draft.carry(source, name, (*_OPTIMIZER, key), number)
         if name == "lr" and found is None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
+
+
+def _read_decays(source: Source, draft: Draft) -> None:
+    """A weight decay that goes from one value to another until the end of the run (core/optimizer_param_scheduler.py).
+
+    The scheduler sets it, whatever the optimizer says; that of Megatron-Bridge's recipes stays.
+    """
+    try:
+        start, end, style = (source.value(name, _DECAY) for name in _DECAYS)
+    except UndecidedError as error:
+        draft.leave_open(source, error, _DECAY)
+        return
+    if start is None and end is None and style in (None, "constant"):
+        return
+    why = None
+    if start is None or end is None:
+        why = f"Megatron-LM refuses {style} without start_weight_decay and end_weight_decay"
+    elif number(start, _DECAYS[0]) > number(end, _DECAYS[1]):
+        why = f"Megatron-LM refuses a weight decay that falls: {start:g} > {end:g}"
+    elif start != end and style in (None, "constant"):
+        why = f"Megatron-LM refuses the style constant from {start:g} to {end:g}"
+    elif start != end and (_ends_early(source) or steps(source, "train") is None):
+        why = "weight decay of a spec rises until the end of train_steps, which this file does not say"
+    if why is not None:
+        for name in _DECAYS:
+            source.lose(name, why, changes=True)
+        return
+    draft.set(_DECAY, number(end, _DECAYS[1]), said=True)
+    draft.leave_out_of_decay(VECTORS, said=True)
+    source.ignore("weight_decay", "end_weight_decay takes its place")
+    if start != end:
+        draft.set((*_OPTIMIZER, "start_weight_decay"), number(start, _DECAYS[0]), said=True)
+        draft.set((*_OPTIMIZER, "weight_decay_style"), style, said=True)
 
 
 def _read_muon(source: Source, draft: Draft) -> None:
@@ -439,7 +481,7 @@ ROWS: tuple[Row, ...] = (
     Bundle(("rampup_batch_size",), _write_ramp, _read_ramp),
     Bundle(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
     Bundle(
-        ("optimizer", "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),
+        ("optimizer", "lr", "weight_decay", *_DECAYS, "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),
         _write_optimizer,
         _read_optimizer,
         _optimizer_losses,

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends import launch
-from parcompile.backends.artefacts import Loss, header, memory_losses, rampup_losses, to_text
+from parcompile.backends.artefacts import Loss, decay_schedule_losses, header, memory_losses, rampup_losses, to_text
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
@@ -75,7 +75,11 @@ def _refused(plan: Plan, tool: str) -> list[Loss]:
     if (pp := plan.spec.parallelism.pp) > 1:
         found.append(Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True))
     why = f"trainers of {tool} take as many micro-batches in every step"
-    return found + rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
+    found += rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
+    if plan.spec.training.lr_scheduler is not None:
+        return found
+    why = f"trainers of {tool} bring a schedule of their own, and the plan's changes weight decay"
+    return found + decay_schedule_losses(plan.spec, why, "give the plan a training.lr_scheduler", fatal=True)
 
 
 def _unsaid(plan: Plan, why: str, instead: str) -> list[Loss]:
@@ -175,6 +179,7 @@ def llama_factory_losses(plan: Plan) -> list[Loss]:
     if training.router is not None:
         found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
     found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
+    found += decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
     return [*found, *memory_losses(spec, None), _DATA]
 
 

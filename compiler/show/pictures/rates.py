@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from parcompile.spec import learning_rate
+from parcompile.spec import learning_rate, weight_decay_of
 from parcompile.spec.values import LrScheduler, Training
 
 from . import SMALL, Line, Picture, Sketch, Subject, Text
@@ -72,12 +72,20 @@ def draw(subject: Subject, width: float) -> Picture:
     for step, anchor in ((1, "start"), (last, "end")):
         sketch.add(Text(place(step)[0], top + _HEIGHT + 18, f"step {step:,}", SMALL, "soft", anchor))
     sketch.y = top + _HEIGHT + _BELOW
-    described = "; ".join(f"step {step}: {rate}" for step, rate in rows(subject)[1:])
+    described = "; ".join(f"step {step}: {rate}" for step, rate, *_ in rows(subject)[1:])
     return sketch.picture("Learning rate", verdict(training), described)
 
 
 def verdict(training: Training) -> str:
-    """The schedule in one sentence."""
+    """The schedule in one sentence, and that of weight decay, where it changes, in another."""
+    said, optimizer = _verdict(training), training.optimizer
+    if optimizer.start_weight_decay is None:
+        return said
+    way = f"{optimizer.start_weight_decay:g} to {optimizer.weight_decay:g} ({optimizer.weight_decay_style})"
+    return f"{said}. Weight decay goes from {way}"
+
+
+def _verdict(training: Training) -> str:
     schedule, lr = training.lr_scheduler, training.optimizer.lr
     if schedule is None:
         return f"The rate is {lr:g} in every step"
@@ -95,12 +103,17 @@ def verdict(training: Training) -> str:
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- plain anyway
     """For a terminal: the rates of a few steps."""
-    head, *shown = rows(subject)
-    wide = max(len(step) for step, _ in (head, *shown))
-    return [f"{step:>{wide}}  {rate}" for step, rate in (head, *shown)]
+    shown = rows(subject)
+    wide, second = (max(len(row[column]) for row in shown) for column in (0, 1))
+    return ["  ".join([f"{row[0]:>{wide}}", f"{row[1]:<{second}}", *row[2:]]).rstrip() for row in shown]
 
 
 def rows(subject: Subject) -> list[tuple[str, ...]]:
-    """As a table: the rates of a few steps."""
+    """As a table: the rates of a few steps, and weight decay where it changes."""
     training = subject.plan.spec.training
-    return [("step", "rate"), *((f"{step:,}", f"{learning_rate(training, step):.6g}") for step in _steps(training, 6))]
+    found: list[tuple[str, ...]] = [("step", "rate")]
+    found += [(f"{step:,}", f"{learning_rate(training, step):.6g}") for step in _steps(training, 6)]
+    if training.optimizer.start_weight_decay is None:
+        return found
+    decays = [f"{weight_decay_of(training, step):.6g}" for step in _steps(training, 6)]
+    return [(*row, decay) for row, decay in zip(found, ["weight decay", *decays], strict=True)]

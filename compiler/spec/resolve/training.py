@@ -220,6 +220,8 @@ class TrainingValues(ParallelismValues):
         def own(key: str) -> Any:
             return self.get(*path, key) if self.given(*path, key) else OPTIMIZER_KEYS[kind].get(key)
 
+        start = float(self.get(*path, "start_weight_decay")) if self.given(*path, "start_weight_decay") else None
+        style = str(self.get(*path, "weight_decay_style")) if self.given(*path, "weight_decay_style") else "linear"
         return Optimizer(
             type=kind,
             lr=self.lr,
@@ -228,6 +230,8 @@ class TrainingValues(ParallelismValues):
             weight_decay=float(self.get(*path, "weight_decay")),
             **{key: own(key) for key in ("momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr")},
             no_weight_decay=self.get(*path, "no_weight_decay") if self.given(*path, "no_weight_decay") else None,
+            start_weight_decay=start,
+            weight_decay_style=None if start is None else style,
         )
 
     def training(self) -> Training:
