@@ -117,7 +117,8 @@ def unneeded(plan: Plan, stage: int) -> frozenset[str]:
     """What of a batch no rank of a pipeline stage looks at."""
     held, moe = Holding(plan, stage), plan.spec.model.shape.moe
     found: frozenset[str] = frozenset() if held.has_head else _LABELS
-    return found if held.has_embedding or (moe is not None and moe.hashed) else found | _TOKENS
+    looked_up = moe is not None and any(moe.looked_up(one.layers) for one in held.stages)
+    return found if held.has_embedding or looked_up else found | _TOKENS
 
 
 def _each(change: Callable[[str, Any], Any], given: Any, name: str = "") -> Any:

@@ -146,8 +146,13 @@ def test_tokens_go_to_stages_whose_routers_look_experts_up_by_them() -> None:
         ["input_ids", "labels", "shift_labels"],
         ["input_ids"],
     ]
-    hashed = family_plan("deepseek_v4", 2, {"pp": 2})
-    assert [sorted(unneeded(hashed, stage)) for stage in range(2)] == [["labels", "shift_labels"], []]
+    hashed = family_plan("deepseek_v4", 4, {"pp": 4})  # in the first and the third layer
+    assert [sorted(unneeded(hashed, stage)) for stage in range(4)] == [
+        ["labels", "shift_labels"],
+        ["input_ids", "labels", "shift_labels"],
+        ["labels", "shift_labels"],
+        ["input_ids"],
+    ]
 
 
 def test_the_error_of_the_rank_that_reads_reaches_all_of_its_copy() -> None:
