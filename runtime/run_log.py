@@ -123,7 +123,8 @@ class RunLog:
         file = self.file.with_name(SAMPLES)
         if not file.exists():
             return
-        whole = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+        lines = file.read_bytes().decode("utf-8", "replace").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("}\n")]
         kept = [line for line in whole if json.loads(line)["step"] <= first_step]
         write_file(file, "".join(kept))
 

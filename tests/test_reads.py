@@ -41,7 +41,7 @@ OWN = {
     "runtime/prove/ranks/cells.py": 1,
     "runtime/prove/ranks/server.py": 3,
     "runtime/prove/certificate.py": 2,
-    "runtime/run_log.py": 2,
+    "runtime/run_log.py": 4,
 }
 """How many such calls a file has. They read what is installed with the package, /proc, or pieces of a checkpoint or
 data to train on, or they write; text/reading.py asks what a file is before it opens it, and reads so many bytes of it.
