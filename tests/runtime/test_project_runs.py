@@ -71,7 +71,9 @@ def test_a_new_project_trains(tmp_path: Path, shell: Shell) -> None:
     assert [row["step"] for row in rows if "eval_perplexity/two" in row] == [8, 16, 20]
     assert rows[-1]["eval_loss"] < rows[7]["eval_loss"]
     texts = (project / "output" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [(row["step"], row["prompt"]) for row in map(json.loads, texts)] == [(step, "def main") for step in (8, 16, 20)]
+    assert [(row["step"], row["prompt"]) for row in map(json.loads, texts)] == [
+        (step, "def main") for step in (8, 16, 20)
+    ]
     assert "parcompile_lr " in (project / "output" / "run.prom").read_text(encoding="utf-8")
     assert (project / "output" / "run.json").is_file()
 

@@ -18,6 +18,7 @@ from parcompile.machines.attention_kernels import (
     Attention,
     choose_kernel,
 )
+from parcompile.runtime.transport.backend import is_first_on_host
 
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
 from .fused import CpuFlashKernel, CudaEfficientKernel, CudnnKernel
@@ -136,5 +137,6 @@ def has_bf16_products_alone() -> bool:
 
 @functools.lru_cache
 def _announce(message: str) -> None:
-    """Warn once for each message."""
-    warnings.warn(message, stacklevel=2)
+    """Warns once for each message, and of the ranks of a host one."""
+    if is_first_on_host(message):
+        warnings.warn(message, stacklevel=2)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from attention_cases import Case, errors, reference, relative_error
 from closeness import assert_within
+from ranks import run_ranks
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
@@ -247,6 +249,24 @@ def test_a_slower_kernel_is_announced_once_with_the_reason() -> None:
         for _ in range(3):
             assert select_kernel(query, value, softcap=30.0).name == "plain"
     assert len(seen) == 1
+
+
+def warnings_of_rank(_: int) -> int:
+    """How many warnings two attentions with one reason give."""
+    query, _, value, _ = _inputs(10)
+    _announce.cache_clear()
+    dist.init_process_group("gloo")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            select_kernel(query, value, softcap=30.0)
+    dist.destroy_process_group()
+    return sum("cpu-flash has no soft-capping" in str(one.message) for one in seen)
+
+
+@pytest.mark.ranks
+def test_one_rank_of_a_host_announces_a_slower_kernel() -> None:
+    assert sum(run_ranks(3, warnings_of_rank)) == 1
 
 
 def test_values_may_have_another_head_dim() -> None:
