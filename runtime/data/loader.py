@@ -84,10 +84,13 @@ class PlanLoader:
                 firsts = self._firsts(self.step + 1) if self.reads_ahead else range(0)
                 if reads and self.reads_ahead:
                     coming = thread.submit(self._read, firsts)
-                divisor = self._divisor(step)
-                for first, batch in zip(step.firsts, step.micro_batches, strict=True):
-                    yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
+                yield from self._parts(step)
                 self.step += 1
+
+    def _parts(self, step: StepOfSamples) -> Iterator[Batch]:
+        divisor = self._divisor(step)
+        for first, batch in zip(step.firsts, step.micro_batches, strict=True):
+            yield {**self._part(batch), "num_items_in_batch": divisor, FIRST_SAMPLE: first}
 
     def _firsts(self, step: int) -> range:
         """The numbers of the first sequences of this dp rank's micro-batches in a step.

@@ -163,6 +163,26 @@ def refused(rank: int, plan: Plan) -> dict[str, str]:
     return said
 
 
+def with_a_schedule(rank: int, plan: Plan) -> str:
+    from accelerate import Accelerator
+
+    from parcompile.runtime import RunError
+    from parcompile.runtime.trainer import parallelise
+
+    accelerator, model = parallelise(Accelerator, plan)(), initial_model(plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    with pytest.raises(RunError) as error:
+        accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+    return str(error.value)
+
+
+def test_a_schedule_is_refused_beside_weight_decay_that_the_plan_changes() -> None:
+    plan = make_plan(1, {}, training={"train_steps": 5, "optimizer": {"lr": 1e-3, "start_weight_decay": 0.01}})
+    assert "a learning-rate scheduler is given, and the plan's schedule changes weight decay" in str(
+        run_ranks(1, with_a_schedule, plan)
+    )
+
+
 def test_what_differs_from_the_plan_is_refused() -> None:
     (said,) = run_ranks(1, refused, make_plan(1, {}))
     parts = {
