@@ -80,6 +80,11 @@ def current() -> MicroBatch:
     return _here.current
 
 
+def in_call() -> bool:
+    """Whether a model is being called."""
+    return _here.current is not _NONE
+
+
 def padding_mask(device: torch.device) -> Tensor | None:
     """[B, S] of 0 where prompts of generation are padded on the left, for the tokens of this call; None without any."""
     borders, length = _here.current.documents, _here.current.sequence_length
@@ -123,7 +128,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     Not every model passes arguments that it does not know on to its attention.
     """
     kwargs = dict(kwargs)
-    named = (kwargs.get("input_ids"), kwargs.get("position_ids"), *args)
+    named = (*(kwargs.get(name) for name in ("input_ids", "inputs_embeds", "position_ids")), *args)
     tokens = next((one for one in named if isinstance(one, Tensor)), None)
     _here.current = MicroBatch(
         None if tokens is None else tokens.shape[0],

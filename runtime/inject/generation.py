@@ -1,4 +1,4 @@
-"""Calls of an injected model: forward, `generate`, and what people do to a model that it does not survive.
+"""`generate` of an injected Hugging Face model: the text that the whole model would give, between two training steps.
 
 Tensor-parallel ranks generate together, each with its heads: logits are gathered, and random numbers are drawn alike.
 Every cp rank has all weights: it generates alone, over whole sequences. Keys are kept from one token to the next.
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,113 +19,11 @@ from torch import Tensor, nn
 
 from parcompile.layout.groups import Axis
 from parcompile.runtime.collectives import gather_from_group
-from parcompile.runtime.data.inputs import ready_inputs
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS
 
-from .adapters import INJECTED_FIRST
-
-# What people do to a model of transformers that an injected one does not survive: each says what to do instead.
-
-_PATCHED = "parcompile_patched"
-
-
-def refuse_changes(model: nn.Module, mesh: Mesh) -> None:
-    """Lets copies, pickles, another vocabulary and new adapters of an injected model say what to do."""
-    if mesh.size("tp-pp") * mesh.size("cp") > 1 or mesh.parallel_group(Axis.EP) is not None:
-        _refuse_adapters()
-    model.__reduce_ex__ = _refuse_copy  # type: ignore[method-assign]
-    if hasattr(model, "resize_token_embeddings"):
-        model.resize_token_embeddings = functools.partial(_resize, model, mesh)  # type: ignore[assignment]
-
-
-def _refuse_copy(_: object) -> NoReturn:
-    raise RunError(
-        "an injected model cannot be copied or pickled: its layers hold the process groups of this run. Copy the whole "
-        "model before initialize (copy.deepcopy); for the weights of a run, save(engine, folder, step), and write them "
-        "with `parcompile checkpoint export DIR --hf OUT`"
-    )
-
-
-def _resize(
-    model: Any, mesh: Mesh, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *_: Any, **__: Any
-) -> nn.Module:
-    """`resize_token_embeddings` of transformers, as far as it changes nothing.
-
-    Raises:
-        RunError: it asks for another vocabulary.
-    """
-    size = mesh.plan.spec.model.shape.vocab_size
-    wanted = size if new_num_tokens is None else new_num_tokens
-    if pad_to_multiple_of is not None:
-        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
-    if wanted != size:
-        raise RunError(
-            f"resize_token_embeddings to {wanted} tokens: the plan has model.vocab_size {size}, whose rows are dealt "
-            "to the ranks. Resize the whole model before initialize, save it (save_pretrained), and compile a plan of "
-            f"its config.json, with vocab_size {wanted}",
-            everywhere=True,
-        )
-    found: nn.Module = model.get_input_embeddings()
-    return found
-
-
-def _refuse_adapters() -> None:
-    """Lets peft, where a program has imported it, say how adapters come to a model that is injected."""
-    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None or hasattr(peft.BaseTuner.inject_adapter, _PATCHED):
-        return
-    original = peft.BaseTuner.inject_adapter
-
-    @functools.wraps(original)
-    def inject_adapter(tuner: Any, model: Any, *args: Any, **options: Any) -> Any:
-        if getattr(model, "parcompile_mesh", None) is not None:
-            raise RunError(INJECTED_FIRST, everywhere=True)
-        return original(tuner, model, *args, **options)
-
-    setattr(inject_adapter, _PATCHED, True)
-    peft.BaseTuner.inject_adapter = inject_adapter
-
-
-# The one place where an injected model is called: what people give it becomes what its layers work on.
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def name_arguments(model: nn.Module) -> None:
-    """Lets every hook of a model find what it is called with by its name."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    names = [one.name for one in parameters if one.kind in kinds][1:]
-
-    def name(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
-
-    model.register_forward_pre_hook(name, with_kwargs=True)
-
-
-def take_inputs(model: nn.Module, mesh: Mesh, *, first: bool = False) -> None:
-    """Makes every call of a model ready for its layers; `first`: before the hooks that it has."""
-    labels = mesh.plan.spec.model.shape.head.labels
-
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        if labels and any(kwargs.get(name) is not None for name in ("labels", "shift_labels")):
-            raise RunError(
-                f"a classifier (num_labels {labels}) was called with labels: a plan has no loss of its own for them. "
-                "Compute the loss from its logits, as a trainer with its own compute_loss does (trl's RewardTrainer)",
-                everywhere=True,
-            )
-        if args and "input_ids" not in kwargs:
-            args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
-        return args, ready_inputs(kwargs, mesh)
-
-    model.register_forward_pre_hook(take, with_kwargs=True, prepend=first)
-
-
-# `generate` of an injected Hugging Face model: the text that the whole model would give, between two training steps.
-
-_PAST = ("past_key_values", "cache_params")
+PAST = ("past_key_values", "cache_params")
 """Under these names a model is called with what it kept of earlier calls."""
 
 
@@ -172,21 +68,21 @@ class _Decoding:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._group, self._vocabulary = mesh.parallel_group("tp"), mesh.plan.spec.model.shape.vocab_size
         self._sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
-        self._every, self._here, self._kept = False, False, 0
+        self._every, self._here = False, False
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave)
 
     @contextlib.contextmanager
     def all_calls(self) -> Iterator[None]:
         """Within it every call is a step of decoding."""
-        self._every = True
+        before, self._every = self._every, True  # a model may assist itself
         try:
             yield
         finally:
-            self._every = False
+            self._every = before
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        past = any(kwargs.get(name) is not None for name in _PAST)
+        past = any(kwargs.get(name) is not None for name in PAST)
         labelled = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
         if past and labelled:
             raise RunError(
@@ -201,12 +97,9 @@ class _Decoding:
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
             kwargs[DOCUMENTS] = _behind_padding(mask)
-        self._kept = 0
-        if self._sequence_parallel:
-            # The last token is on one rank only, and transformers would count positions by a rank's share of tokens.
-            self._kept, kwargs["logits_to_keep"] = kwargs.get("logits_to_keep") or 0, 0
-            if kwargs.get("position_ids") is None and kwargs.get("input_ids") is not None:
-                kwargs["position_ids"] = _positions(kwargs["input_ids"], kwargs.get("past_key_values"))
+        if self._sequence_parallel and kwargs.get("position_ids") is None and kwargs.get("input_ids") is not None:
+            # transformers would count positions by a rank's share of tokens.
+            kwargs["position_ids"] = _positions(kwargs["input_ids"], kwargs.get("past_key_values"))
         return args, kwargs
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
@@ -214,7 +107,7 @@ class _Decoding:
             return None
         logits = output.logits
         logits = logits if self._group is None else gather_from_group(logits, -1, self._group)
-        output.logits = logits[:, -self._kept :, : self._vocabulary]
+        output.logits = logits[..., : self._vocabulary]
         return output
 
 

@@ -28,8 +28,9 @@ from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from .adapters import Adapters
 from .agreement import check_agreement
 from .attention import use_ring_attention
+from .calls import answer_calls, look_up_whole, name_arguments, refuse_changes, take_inputs
 from .deferred_logits import defer_logits
-from .generation import let_generate, name_arguments, refuse_changes, take_inputs
+from .generation import let_generate
 from .heads import LastTokenHead, SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
 from .interface import put_on_interface
 from .masks import check_masks, masked_layers
@@ -45,7 +46,7 @@ from .mechanisms import (
     spread_norm,
 )
 from .positions import share_positions
-from .regions import Region, region_of
+from .regions import Region, recompute_by_call, region_of
 from .ring_place import RingPlace
 from .tiles import tile_mlps
 from .user_module import inject_user_module, prepare_user_module
@@ -81,6 +82,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
     refuse_changes(base, mesh)
     for one in (model, base):
         one.parcompile_mesh = mesh  # type: ignore[assignment]
+    recompute_by_call(base)
     let_save(model, mesh)
     return model
 
@@ -119,6 +121,7 @@ class _Injection:
             hold_stage(self.model, self.mesh.plan, self.mesh.index("pp"))
         name_arguments(self.model)
         let_generate(self.model, self.mesh)
+        answer_calls(self.model, self.model.get_submodule(self.family.base), self.mesh)
         take_inputs(self.model, self.mesh)
         use_ring_attention(self.model, RingPlace.of(self.mesh))
         change(self.placed, Phase.STAGE)
@@ -134,6 +137,8 @@ class _Injection:
     def _cut_ends(self) -> None:
         # Last, since the head is a linear like the others.
         cut_vocabulary(self.model, self.mesh, self.region)
+        if self.region is not None and self.region.sequence_parallel:
+            look_up_whole(self.model.get_input_embeddings(), self.region.group)  # type: ignore[operator]
         change(self.placed, Phase.CUT)
         if self.region is not None and not any(parameter.is_meta for parameter in self.model.parameters()):
             register_gradient_sums(self.model, self.mesh)

@@ -200,7 +200,7 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
     if kind != "full":
         return
-    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+    again = _AGAIN
     if plan.spec.training.activation_offloading:
         host = HostActivations()
         again = partial(host.checkpoint, context_fn=_contexts)
@@ -216,18 +216,42 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         return
     # transformers 5 warns of the older name.
     base: Any = without_peft(model)
+    recompute_by_call(base, again)
     names = ("_activation_checkpointing_enable", "gradient_checkpointing_enable")
-    switch_on: Any = next(getattr(base, name) for name in names if hasattr(base, name))
+    next(getattr(base, name) for name in names if hasattr(base, name))()
 
-    def enable(*_: Any, **__: Any) -> None:
-        switch_on({"use_reentrant": False})
-        for module in base.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = again
 
-    enable()
-    # Trl switches it off around a reference model, and on again with arguments of its own.
-    base.gradient_checkpointing_enable = enable
+def recompute_by_call(model: nn.Module, again: Callable[..., Any] | None = None) -> None:
+    """Lets layers that a caller has recomputed, by a method of transformers, work on the micro-batch of their forward.
+
+    Args:
+        model: of transformers; others stay as they are.
+        again: what recomputes, in the place of the method's own.
+    """
+    for module in model.modules():
+        if hasattr(module, _SWITCH):
+            setattr(module, _SWITCH, partial(_switch, getattr(type(module), _SWITCH), module, again or _AGAIN))
+
+
+_SWITCH = "_set_gradient_checkpointing"
+"""What all methods of transformers end in that switch recomputation on or off."""
+
+
+def _switch(
+    original: Callable[..., None],
+    module: nn.Module,
+    again: Callable[..., Any],
+    enable: bool = True,
+    gradient_checkpointing_func: Any = checkpoint,
+    **options: Any,
+) -> None:
+    if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
+        raise RunError(
+            "activation_checkpointing_enable(offload=True) on an injected model: leave offload out, and set "
+            "training.activation_offloading of the plan",
+            everywhere=True,
+        )
+    original(module, enable, again, **options)
 
 
 def _contexts(**moves: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -247,6 +271,9 @@ class _Both:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+_AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
 
 
 def _recompute_layers(module: nn.Module, path: str, again: Callable[..., Any]) -> None:

@@ -30,7 +30,7 @@ from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from .attention import RING
-from .generation import take_inputs
+from .calls import take_inputs
 from .heads import localise_heads, mark
 from .regions import Region, region_of
 from .ring_place import RingPlace
