@@ -50,7 +50,7 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     for module in model.modules():
         setattr(module, RING, place)
     config: Any = model.config
-    name = _CASTING if config.model_type in CASTS_MASKS else NAME
+    name = name_for(config)
     if model._can_set_attn_implementation():  # type: ignore[operator]
         model.set_attn_implementation(name)  # type: ignore[operator]
     else:  # a model whose attention `put_on_interface` has replaced
@@ -58,6 +58,11 @@ def use_ring_attention(model: nn.Module, place: RingPlace) -> None:
     rotate_by_document(model, place)
     take_temperatures(model)
     follow_calls(model)
+
+
+def name_for(config: Any) -> str:
+    """The name under which a model of this configuration finds the attention."""
+    return _CASTING if config.model_type in CASTS_MASKS else NAME
 
 
 class NoMask:

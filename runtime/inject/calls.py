@@ -1,8 +1,8 @@
 """What a caller may ask an injected model of transformers for beside its loss: answered whole, or refused by name.
 
 A rank's layers hold a share of each sequence (sequence parallelism) and attend by what a call says of documents and
-padding. What goes in or comes out another way than by tokens and logits is cut or put together here; docs/calls.md has
-the table.
+padding. What goes in or comes out another way than by tokens and logits is cut or put together here; the table is in
+docs/generating.md.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import ALONE, current
 
 from .adapters import INJECTED_FIRST
+from .attention import name_for
 from .generation import PAST
 
 # What people do to a model of transformers that an injected one does not survive: each says what to do instead.
@@ -53,7 +54,7 @@ def refuse_changes(model: nn.Module, mesh: Mesh) -> None:
     for name, why in _CLOSED.items():
         if hasattr(model, name):
             setattr(model, name, functools.partial(_refuse, f"{name}() on an injected model: {why}"))
-    for module in model.modules():
+    for module in model.modules() if mesh.plan.spec.model.shape.user_module is None else ():
         if hasattr(module, _SETTER):
             setattr(module, _SETTER, functools.partial(_keep_attention, model.config))
 
@@ -63,14 +64,10 @@ def _refuse(why: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _keep_attention(config: Any, attn_implementation: Any, *_: Any, **__: Any) -> None:
-    _check_attention(config._attn_implementation, attn_implementation)
-
-
-def _check_attention(kept: str, asked: Any) -> None:
-    if asked != kept:
+    if attn_implementation != (kept := name_for(config)):
         raise RunError(
-            f"attn_implementation {asked!r}: an injected model attends by {kept!r}, around the ring, whose kernels the "
-            f"plan chooses. Leave it as it is; for another attention {_WHOLE}",
+            f"attn_implementation {attn_implementation!r}: an injected model attends by {kept!r}, around the ring, "
+            f"whose kernels the plan chooses. Leave it as it is; for another attention {_WHOLE}",
             everywhere=True,
         )
 
@@ -198,7 +195,7 @@ class _Asked:
         self.mesh, self.config = mesh, model.config
         axes = mesh.plan.spec.parallelism
         self.group = mesh.parallel_group("tp") if axes.sequence_parallel else None
-        self.attention: str | None = None
+        self.balances = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
         self.as_tuple = False
 
     def take(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -207,19 +204,27 @@ class _Asked:
         Raises:
             RunError: something is asked for that no rank has.
         """
-        self.attention = self.attention or self.config._attn_implementation
-        _check_attention(self.attention, self.config._attn_implementation)
-        asked = kwargs.get("output_attentions")
-        if asked or (asked is None and getattr(self.config, "output_attentions", False)):
+        _keep_attention(self.config, self.config._attn_implementation)
+        if self._wants("output_attentions", kwargs):
             raise RunError(
                 "output_attentions: no kernel of an injected model keeps the weights of its attention. Set "
                 f"model.config.output_attentions to False and leave the argument out; for the weights {_WHOLE} "
                 "(OUT, attn_implementation='eager')",
                 everywhere=True,
             )
-        asked = kwargs.get("return_dict")
-        self.as_tuple = asked is False or (asked is None and not getattr(self.config, "return_dict", True))
+        if self.balances and self._wants("output_router_logits", kwargs):
+            raise RunError(
+                "output_router_logits in a call, or set after initialize: the balancing loss of the class knows "
+                "nothing of other ranks. Set output_router_logits in the configuration before initialize, or "
+                "training.router in the spec, and leave the argument out",
+                everywhere=True,
+            )
+        self.as_tuple = not self._wants("return_dict", kwargs)
         return {**kwargs, "return_dict": True} if self.as_tuple else kwargs
+
+    def _wants(self, name: str, kwargs: dict[str, Any]) -> bool:
+        asked = kwargs.get(name)
+        return bool(getattr(self.config, name, name == "return_dict") if asked is None else asked)
 
     def whole(self, output: Any) -> Any:
         """The output with hidden states of all tokens of this cp rank."""

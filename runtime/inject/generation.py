@@ -93,6 +93,7 @@ class _Decoding:
         self._here = self._every or past or (kwargs.get("use_cache") is True and not labelled)
         if not self._here:
             return None
+        _refuse_fixed(kwargs.get("past_key_values"))
         kwargs = {**kwargs, ALONE: True}
         mask = kwargs.pop("attention_mask", None)
         if mask is not None and not bool(mask.all()):
@@ -109,6 +110,18 @@ class _Decoding:
         logits = logits if self._group is None else gather_from_group(logits, -1, self._group)
         output.logits = logits[..., : self._vocabulary]
         return output
+
+
+def _refuse_fixed(past: Any) -> None:
+    """Of a cache of fixed length the keys that are not there yet would count as earlier ones."""
+    from transformers.cache_utils import StaticLayer
+
+    if any(isinstance(layer, StaticLayer) for layer in getattr(past, "layers", ())):
+        raise RunError(
+            "an injected model decodes with a cache that grows, not with one of fixed length: leave out "
+            "cache_implementation='static', and give a DynamicCache as past_key_values",
+            everywhere=True,
+        )
 
 
 def _positions(tokens: Tensor, past: Any) -> Tensor:
