@@ -31,8 +31,6 @@ from .generation import PAST
 # What people do to a model of transformers that an injected one does not survive: each says what to do instead.
 
 _PATCHED = "parcompile_patched"
-
-
 _SETTER = "set_attn_implementation"
 _WHOLE = "write the model with `parcompile checkpoint export DIR --hf OUT` and load it with from_pretrained"
 _CLOSED = {

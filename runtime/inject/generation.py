@@ -75,11 +75,11 @@ class _Decoding:
     @contextlib.contextmanager
     def all_calls(self) -> Iterator[None]:
         """Within it every call is a step of decoding."""
-        before, self._every = self._every, True  # a model may assist itself
+        self._every = True
         try:
             yield
         finally:
-            self._every = before
+            self._every = False
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         past = any(kwargs.get(name) is not None for name in PAST)

@@ -140,7 +140,7 @@ def hidden_by_config(asked: Asked) -> Any:
 def embedded(asked: Asked) -> Any:
     """Embeddings that a caller looks up by himself, and their gradient."""
     rows = asked.model.get_input_embeddings()(IDS).detach().requires_grad_()
-    output = asked(inputs_embeds=rows, labels=IDS)
+    output = asked(inputs_embeds=rows, labels=IDS, position_ids=torch.arange(16)[None])
     output.loss.backward()
     asked.model.zero_grad()
     return rows, output.loss, output.logits, asked.summed(rows.grad, rows.detach())
