@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     help="deepspeed, transformers, accelerate, megatron, torchtitan, parcompile, or the path of an adapter (.py).",
 )
 @click.option("--cells", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many to draw.")
-@click.option("--cell", "chosen", multiple=True, metavar="NAME=VALUE,…", help="This cell, instead of drawn ones.")
+@click.option("--cell", "chosen", multiple=True, metavar="TEXT", help="This cell, as it is printed, or NAME=VALUE,…")
 @click.option("--config", type=click.Path(path_type=Path), help="Run DeepSpeed with the other keys of this file.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Prove the layout of this plan, for a small model.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn.")
@@ -76,7 +76,7 @@ def command(
             say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "))
 
     try:
-        asked, again = [_cell(one) for one in chosen], None if certificate is None else _certificate(certificate)
+        again = None if certificate is None else _certificate(certificate)
         if config is not None and plan is not None:
             raise click.UsageError("--config is a DeepSpeed configuration and --plan a plan: give one of them")
         decided = None if config is None else _decided(config)
@@ -92,10 +92,10 @@ def command(
             if plan is not None and "plan" not in running.features:
                 raise click.ClickException("--plan is executed by --engine parcompile alone")
             shown = Certificate(name, running.versions, "", seed, (), running.features)
+            asked = [_cell(one, running.features, decided or {}) for one in chosen]
             if not asked:
                 asked = running.draw(cells, seed, ranks, decided and {"pp": 1, **decided})
                 asked = asked or [{}]  # none of these is supported: the simplest says why
-            asked = [{**one, **(decided or {})} for one in asked]
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:
         raise click.ClickException(str(error)) from None
@@ -119,10 +119,12 @@ def _verified(running: Engine, certificate: Certificate, file: str, ranks: int) 
     return 1 if differing else 0
 
 
-def _cell(text: str) -> dict[str, Any]:
-    """The features of `tp=2,clipping=0.5,tied=true`."""
-    found = {}
-    for part in filter(None, text.split(",")):
+def _cell(text: str, features: Mapping[str, tuple[Any, ...]], decided: Mapping[str, Any]) -> dict[str, Any]:
+    """The features of `qwen3 tp 2 clipping 0.5 tied`, or of `family=qwen3,tp=2,clipping=0.5,tied=true`."""
+    from parcompile.runtime.prove import cell_of
+
+    found = {} if "=" in text else cell_of(text, features, decided)
+    for part in filter(None, text.split(",") if "=" in text else ()):
         name, given, value = part.partition("=")
         if not given:
             raise click.BadParameter(f"{part!r} has no value: write NAME=VALUE", param_hint="--cell")
@@ -130,6 +132,9 @@ def _cell(text: str) -> dict[str, Any]:
             found[name.strip()] = parse_json(value)
         except ValueError:
             found[name.strip()] = value.strip()  # a word
+    for name, value in decided.items():
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"{name} {found[name]}: the file decides that it is {value}")
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from .certificate import Certificate, Proved, shown
 from .engine import Engine, EngineError
 from .given import Given, GivenError, given, of_plan
-from .ranks.cells import AXES, simplest, text_of, world_size
+from .ranks.cells import AXES, cell_of, simplest, text_of, world_size
 from .ranks.comparison import RED
 
 MOST_RANKS = 8
@@ -136,6 +136,7 @@ __all__ = [
     "Given",
     "GivenError",
     "Proved",
+    "cell_of",
     "given",
     "of_plan",
     "prove",

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -26,11 +27,20 @@ from launched import Ranks
 import parcompile
 import parcompile.runtime.prove
 from parcompile.cli import cli, main
+from parcompile.cli.prove import _cell
 from parcompile.lint.advisories import advisories
 from parcompile.plan import Plan
 from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenError, given, of_plan, prove, shrink, verify
 from parcompile.runtime.prove.ranks import server
-from parcompile.runtime.prove.ranks.cells import FEATURES, batch_size, draw, simplest, world_size
+from parcompile.runtime.prove.ranks.cells import (
+    FEATURES,
+    batch_size,
+    cell_of,
+    draw,
+    simplest,
+    text_of,
+    world_size,
+)
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
 from parcompile.schema import validate
 from parcompile.version import how_to_install
@@ -71,6 +81,40 @@ def test_drawn_cells_cover_pairs_and_are_the_same_each_time() -> None:
         assert not missing, (one, other)
     assert all(world_size(cell) <= 4 for cell in cells)
     assert batch_size({"dp": 2, "micro_batch": 3, "accumulation": 4}) == 24
+
+
+def test_a_cell_is_asked_for_as_it_is_printed() -> None:
+    own = {
+        "checkpointing": ("none", "full"),
+        "mistake": ("none", "ranks", "ranks weigh alike"),
+        "resume": (False, True),
+    }
+    features: dict[str, tuple[Any, ...]] = {**FEATURES, **own, "config": ("",), "plan": ("",)}
+    given = (
+        {},
+        {"config": "{}", "stage": 2, "tp": 2},
+        {"plan": json.dumps({"name": "my plan", "experts": True}), "tp": 8},
+    )
+    for decided in given:
+        for cell in draw(features, lambda _: None, 40, 3, 4):
+            whole = {**cell, **decided}
+            printed = text_of(whole, features)
+            assert {**simplest(features), **cell_of(printed, features, decided), **decided} == {
+                **whole,
+                "family": cell["family"] if "plan" not in decided else "llama",
+            }, printed
+    for printed, sentence in (
+        ("qwen4 dp 2", "'qwen4' is no word of a cell: write a family (llama, qwen3, mistral, mixtral, qwen3_moe) and"),
+        ("llama width 2", "features (dp, accumulation, micro_batch, masks, clipping, dtype, tied, packed, isolation, "),
+        ("llama dp 3 tied", "dp '3': the engine's adapter has 1, 2, 4"),
+        ("llama masks", "masks '': the engine's adapter has none, uneven, empty"),
+        ("llama dp 2 dp 4", "the cell has dp twice"),
+        ("llama dp 2 a configuration file", "the cell has a configuration file: name it by --config"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            cell_of(printed, features, {})
+    with pytest.raises(ValueError, match="stage 1: the file decides that it is 2"):
+        _cell("stage=1,tp=2", features, {"stage": 2})
 
 
 def result(*, loss: float = 2.0, norm: float | None = 1.0, weight: float = 1.0, **others: Any) -> dict[str, Any]:
@@ -516,7 +560,7 @@ def test_the_commands_of_the_page_run(
     monkeypatch.chdir(tmp_path)
     for line in lines:
         arguments, _, file = line.replace("--cells 20", "--cells 1 --no-shrink").partition(" > ")
-        found = command(*arguments.split())
+        found = command(*shlex.split(arguments))
         missing = [
             tool for tool in ("megatron", "torchtitan") if tool in line and importlib.util.find_spec(tool) is None
         ]
@@ -527,8 +571,8 @@ def test_the_commands_of_the_page_run(
         if file:
             Path(file).write_text(found.stdout)
         # The cell of transformers that is drawn resumes experts.
-        assert found.exit_code == (1 if "pp=2" in line or "transformers" in line else 0), found.output
-        if "pp=2" in line:
+        assert found.exit_code == (1 if "pp 2" in line or "transformers" in line else 0), found.output
+        if "pp 2" in line:
             assert "first wrong: the gradient of every parameter, step 1 on rank 0: it is 1." in found.output
             assert "a script of upstream alone shows it" in found.output
             (shown,) = Path("shown").glob("*.py")
@@ -590,6 +634,8 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
     assert said.exception is None or said.exit_code == 1
     assert "red          llama dp 2 masks uneven mistake no all-reduce" in said.output
     assert "fewest features: llama dp 2 mistake no all-reduce" in said.output
+    again = command("--engine", ADAPTER, "--no-shrink", "--cell", "llama dp 2 masks uneven mistake no all-reduce")
+    assert again.output.splitlines()[:2] == said.output.splitlines()[:2]
     files = {
         "deep.json": "[" * 100_000,
         "fp16.json": '{\n"fp16": {"enabled": true}}',
@@ -605,7 +651,9 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
         ([*own, "--cell", "dp=3"], "dp 3: the engine's adapter has 1, 2, 4"),
         ([*own, "--cell", "dp=4", "--ranks", "2"], "dp 4 takes 4 ranks, and at most 2 are started"),
         ([*own, "--cell", "seed=x"], "seed 'x' is no whole number from 0"),
-        ([*own, "--cell", "dp"], "'dp' has no value"),
+        ([*own, "--cell", "dp=2,tied"], "'tied' has no value"),
+        ([*own, "--cell", "llama seed -1"], "seed '-1' is no whole number from 0"),
+        ([*own, "--cell", "llama dp 3"], "dp '3': the engine's adapter has 1, 2, 4"),
         ([*own, "--cell", f"dp={'[' * 100_000}"], "the engine's adapter has 1, 2, 4"),
         ([*own, "--config", tmp_path / "empty.json"], "--config is read by --engine deepspeed alone"),
         ([*own, "--config", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),

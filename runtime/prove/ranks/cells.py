@@ -45,6 +45,7 @@ AUX_LOSS = {"aux_loss": (False, True)}
 RESUME = {"resume": (False, True)}
 """Of engines that save and load: the last step is that of new processes, which load what the first ones saved."""
 
+_FILE = "a configuration file"
 _CANDIDATES = 60
 """How many are drawn for each cell that is taken."""
 
@@ -97,16 +98,55 @@ def batch_size(cell: Cell) -> int:
 
 
 def text_of(cell: Cell, features: Mapping[str, tuple[Any, ...]]) -> str:
-    """What differs from the simplest values: `qwen3 dp 2 tp 2 clipping 0.5`."""
+    """What differs from the simplest values: `qwen3 dp 2 tp 2 clipping 0.5 seed 7`."""
+    first = {"seed": 0, **{name: values[0] for name, values in features.items()}}
     said = [str(planned(cell).get("name", cell.get("family", "a cell")))]
     for name, value in cell.items():
         if name == "config" and value:
-            said.append("a configuration file")
-        elif name == "plan":
-            continue
-        elif name not in ("family", "seed") and (name not in features or value != features[name][0]):
+            said.append(_FILE)
+        elif name not in ("family", "plan") and value != first.get(name):
             said.append(name if value is True else f"{name} {value}")
     return " ".join(said)
+
+
+def cell_of(text: str, features: Mapping[str, tuple[Any, ...]], given: Cell) -> dict[str, Any]:
+    """The features that `text_of` writes so; `given` are those of a plan or a configuration, of which it says the name.
+
+    Raises:
+        ValueError: a word is no feature, or no value of one.
+    """
+    phrases: dict[str, tuple[str, Any]] = {family: ("family", family) for family in features["family"]}
+    if given.get("config"):
+        phrases[_FILE] = ("config", given["config"])
+    if given.get("plan"):
+        phrases[planned(given)["name"]] = ("plan", given["plan"])
+    known = {**features, **{name: (*features.get(name, ()), value) for name, value in given.items()}}
+    known = {name: values for name, values in known.items() if name not in ("family", "config", "plan")}
+    for name, values in known.items():
+        for one in values:
+            phrases[name if one is True else f"{name} {one}"] = (name, one)
+    found, rest = dict[str, Any](), " ".join(text.split())
+    while rest:
+        word, _, further = rest.partition(" ")
+        value: Any = further.partition(" ")[0]
+        if begins := [one for one in phrases if f"{rest} ".startswith(f"{one} ")]:
+            said = max(begins, key=len)
+            word, value = phrases[said]
+        elif word == "seed":
+            said, value = f"seed {value}", int(value) if value.isdecimal() else value
+        elif word in known:
+            raise ValueError(f"{word} {value!r}: the engine's adapter has {', '.join(map(str, known[word]))}")
+        elif rest.startswith(_FILE):
+            raise ValueError("the cell has a configuration file: name it by --config")
+        else:
+            raise ValueError(
+                f"{word!r} is no word of a cell: write a family ({', '.join(features['family'])}) "
+                f"and features ({', '.join((*known, 'seed'))})"
+            )
+        if word in found:
+            raise ValueError(f"the cell has {word} twice")
+        found[word], rest = value, rest[len(said) :].strip()
+    return found
 
 
 def simplest(features: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
