@@ -387,9 +387,11 @@ def test_torchtitan_is_one_process(engines: Callable[[str], Engine]) -> None:
         {"dp": 4, "replicas": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5, "packed": True},
         {"family": "qwen3", "tp": 2, "sequence_parallel": True, "dp": 2, "tied": True, "resume": True},
         {"dp": 2, "dtype": "bf16", "checkpointing": "full"},
+        {"family": "qwen3_moe", "dp": 2, "ep": 2, "masks": "uneven", "clipping": 0.5, "resume": True},
+        {"family": "qwen3_moe", "tp": 2, "sequence_parallel": True, "ep": 2, "checkpointing": "full"},
     ]
     *right, logged = prove(engines("torchtitan"), [*cells, {"dp": 2, "spmd": "full_dtensor"}], shrinks=False).cells
-    assert [one.verdict for one in right] == [EQUAL] * 3, [dict(one.answer) for one in right]
+    assert [one.verdict for one in right] == [EQUAL] * 5, [dict(one.answer) for one in right]
     differences = logged.answer["differences"]
     assert (logged.verdict, differences["loss"], max(differences["norm"], differences["update"]) < 1e-5) == (
         RED,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -67,6 +68,7 @@ def install() -> None:
         )
 
     dist.new_group, dist.all_to_all_single = new_group, all_to_all_single
+    torch._dynamo.config.disable = True  # where triton is installed it asks these names for more than they know
     mode: Any = _OnCpu()
     mode.__enter__()
 

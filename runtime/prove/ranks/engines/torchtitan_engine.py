@@ -1,5 +1,5 @@
 # ruff: noqa: E402 -- names are replaced in front of the modules that copy them
-"""torchtitan's own Trainer on CPU ranks: FSDP2, replicas of its shards, tensor and sequence parallelism.
+"""torchtitan's own Trainer on CPU ranks: FSDP2, replicas of its shards, tensor, sequence and expert parallelism.
 
 Its pipelines call `step(arg_mbs=...)` of torch's schedules, which torch 2.13 has not; its context parallelism takes
 blocks of 128 tokens of flex attention, and cells have 32; its default `spmd_types` annotates parameters in a way that
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torchtitan.tools.utils
@@ -23,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from ..cells import FAMILIES, Cell
+from ..cells import FAMILIES, Cell, has_experts
 from ..reference import IGNORED, STEPS, Batch, batches, configuration, micro_batches, sequence_length
 
 CPU = SimpleNamespace(
@@ -46,6 +48,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import RMSNorm, attention, rope
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.trainer import Trainer
 
 
@@ -58,6 +61,15 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, scale: Any, enab
 attention.FlexAttention._compiled_flex_attn = _dense
 attention._compiled_create_block_mask = create_block_mask
 
+
+def _unrounded(self: Any, *given: Any, forward: Any = GroupedExperts.forward) -> Any:
+    """Experts in fp32: torchtitan casts to bf16, in which the last bits decide which of them a token goes to."""
+    with patch.object(Tensor, "bfloat16", lambda tensor: tensor):
+        return forward(self, *given)
+
+
+GroupedExperts.forward = _unrounded
+
 PACKAGES = ("torchtitan", "torch", "transformers")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     "family": tuple(name for name, family in FAMILIES.items() if "torchtitan" in family),
@@ -65,6 +77,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "replicas": (1, 2),
     "tp": (1, 2),
     "sequence_parallel": (False, True),
+    "ep": (1, 2),
     "checkpointing": ("none", "full"),
     "spmd": ("partial_dtensor", "full_dtensor"),
 }
@@ -77,6 +90,10 @@ def supports(cell: Cell) -> str | None:
         return "the replicas divide the data-parallel ranks"
     if cell["sequence_parallel"] and cell["tp"] == 1:
         return "sequence parallelism goes with tp"
+    if cell["ep"] > 1 and not has_experts(cell):
+        return "ep takes experts"
+    if cell["dp"] // cell["replicas"] * cell["tp"] % cell["ep"]:
+        return "ep spreads experts over the ranks of one replica"
     return None
 
 
@@ -85,6 +102,7 @@ def shims(cell: Cell) -> tuple[str, ...]:
     return (
         "torchtitan's device is the CPU, and its flex attention is scaled_dot_product_attention with the same mask",
         *(["FSDP2 reduces by sums, since gloo has no premultiplied ones"] if cell["dp"] > 1 else []),
+        *(["experts multiply in fp32, where torchtitan casts to bf16"] if has_experts(cell) else []),
     )
 
 
@@ -143,15 +161,18 @@ def _model_spec(cell: Cell) -> Any:
         dim=dim,
         n_heads=config.num_attention_heads,
         n_kv_heads=config.num_key_value_heads,
-        hidden_dim=config.intermediate_size,
         attn_backend="flex",
         rope=getattr(rope, names["rope"]).Config(
             dim=config.head_dim,
             max_seq_len=config.max_position_embeddings,
             theta=config.rope_parameters["rope_theta"],
         ),
-        **{name: getattr(config, name) for name in names["own"]},
+        **{name: getattr(config, key) for name, key in names["own"].items()},
+        **({"moe_comm_backend": "standard"} if has_experts(cell) else {}),
     )
+    for layer in layers:
+        if layer.moe is not None:
+            layer.moe.load_balance_coeff = None  # one process has no bias that moves with the load
     vocabulary, whole = config.vocab_size, spec.model
     spec.model = replace(
         whole,
@@ -200,13 +221,14 @@ class _Run:
                     data_parallel_shard_degree=cell["dp"] // cell["replicas"],
                     tensor_parallel_degree=cell["tp"],
                     enable_sequence_parallel=cell["sequence_parallel"],
+                    expert_parallel_degree=cell["ep"],
                 ),
                 checkpoint=CheckpointManager.Config(enable=cell["resume"], interval=1, last_save_model_only=False),
                 activation_checkpoint=FullAC.Config() if cell["checkpointing"] == "full" else None,
             )
         )
         self.names = self.spec.state_dict_adapter(self.spec.model, None)
-        weights = self.names.from_hf({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+        weights = self.names.from_hf({name: one.clone() for name, one in _apart(model.state_dict()).items()})
         (self.model,) = self.trainer.model_parts
         self.model.load_state_dict({name: _as(own, weights[name]) for name, own in self.model.state_dict().items()})
         for module in self.model.modules():
@@ -256,4 +278,31 @@ def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG
         name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
         for name, value in engine.model.state_dict().items()
     }
-    return dict(engine.names.to_hf(whole))
+    return _stacked(engine.names.to_hf(whole))
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of transformers by the names of its checkpoints, which have each expert by itself."""
+    found = dict[str, Tensor]()
+    for name, tensor in state.items():
+        layer, _, kind = name.rpartition(".")
+        for number, one in enumerate(tensor if layer.endswith(".mlp.experts") else ()):
+            parts = zip(("gate", "up"), one.chunk(2), strict=True) if kind == "gate_up_proj" else [("down", one)]
+            found |= {f"{layer}.{number}.{part}_proj.weight": value for part, value in parts}
+        if not layer.endswith(".mlp.experts"):
+            found[name] = tensor
+    return found
+
+
+def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `_apart` takes apart, together again; experts come in their order."""
+    found, experts = dict[str, Tensor](), dict[tuple[str, str], list[Tensor]]()
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"(.+\.mlp\.experts)\.\d+\.(\w+)_proj\.weight", name):
+            experts.setdefault((match[1], match[2]), []).append(tensor)
+        else:
+            found[name] = tensor
+    for layer in {layer for layer, _ in experts}:
+        gate, up, down = (torch.stack(experts[layer, kind]) for kind in ("gate", "up", "down"))
+        found |= {f"{layer}.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.down_proj": down}
+    return found
