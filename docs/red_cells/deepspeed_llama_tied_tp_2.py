@@ -1,4 +1,4 @@
-"""deepspeed 0.19.8 beside one process: llama tied tp 2.
+"""deepspeed 0.19.8 ends with an error: llama tied tp 2.
 
 AutoTP splits the embedding that the head shares, by vocabulary, and no loss is computed over such a part.
 

@@ -673,6 +673,26 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
         assert (wrong.exit_code, type(wrong.exception)) in ((1, SystemExit), (2, SystemExit))
 
 
+def test_the_page_of_engines_is_made_of_its_certificates() -> None:
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("engine_matrix", root / ".ci" / "engine_matrix.py")
+    assert spec is not None
+    assert spec.loader is not None
+    matrix = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    page = (root / "docs" / "engines.md").read_text(encoding="utf-8")
+    assert matrix.page(matrix.certificates()) == page
+    for file in (root / "docs" / "certificates").glob("*.json"):
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        assert validate(tree, "certificate").diagnostics == ()
+        assert tree["counts"]["red"] == sum(one["verdict"] == RED for one in tree["cells"])
+    scripts = {file.name: file.read_text(encoding="utf-8") for file in (root / "docs" / "red_cells").glob("*.py")}
+    assert set(re.findall(r"\(red_cells/(.+?)\)", page)) == set(scripts)
+    for name, text in scripts.items():
+        compile(text, name, "exec")
+        assert ("parcompile" in text, len(text.splitlines()) <= 100) == (False, True), name
+
+
 def test_without_torch_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "parcompile.runtime.prove", None)
     said = CliRunner().invoke(cli, ["prove", "--engine", "deepspeed"])
