@@ -86,7 +86,18 @@ def page(proved: Mapping[str, Certificate]) -> str:
     summary = [
         f"| {name} | {_versions(one)} | {' | '.join(map(str, one.counts.values()))} |" for name, one in proved.items()
     ]
-    return "\n".join([start, head, *summary, "", GLANCE, *_glance(proved), *_tables(proved, scripts)]).rstrip() + "\n"
+    text = "\n".join([start, head, *summary, "", GLANCE, *_glance(proved), *_tables(proved, scripts)]).rstrip() + "\n"
+    return text + _beside(text)
+
+
+def _beside(text: str) -> str:
+    """Scripts of cells that are not among those that were drawn, in the words of their first lines."""
+    lines = []
+    for file in sorted((DOCS / "red_cells").glob("*.py")):
+        if f"({file.parent.name}/{file.name})" not in text:
+            title, said, *_ = file.read_text(encoding="utf-8").removeprefix('"""').split("\n\n")
+            lines.append(f"- {title.removesuffix('.')}. {said} [script](red_cells/{file.name})")
+    return "\n".join(["", "## Found in other cells", "", *lines, ""]) if lines else ""
 
 
 def _versions(one: Certificate) -> str:

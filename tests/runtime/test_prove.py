@@ -390,7 +390,8 @@ def test_torchtitan_is_one_process(engines: Callable[[str], Engine]) -> None:
         {"family": "qwen3_moe", "dp": 2, "ep": 2, "masks": "uneven", "clipping": 0.5, "resume": True},
         {"family": "qwen3_moe", "tp": 2, "sequence_parallel": True, "ep": 2, "checkpointing": "full"},
     ]
-    *right, logged = prove(engines("torchtitan"), [*cells, {"dp": 2, "spmd": "full_dtensor"}], shrinks=False).cells
+    engine, full = engines("torchtitan"), {"dp": 2, "spmd": "full_dtensor"}
+    *right, logged = prove(engine, [*cells, full], shrinks=False).cells
     assert [one.verdict for one in right] == [EQUAL] * 5, [dict(one.answer) for one in right]
     differences = logged.answer["differences"]
     assert (logged.verdict, differences["loss"], max(differences["norm"], differences["update"]) < 1e-5) == (
@@ -398,6 +399,7 @@ def test_torchtitan_is_one_process(engines: Callable[[str], Engine]) -> None:
         pytest.approx(1.0),
         True,
     )
+    assert engine.explain({**simplest(engine.features), **full})["place"] == "the loss that is told of step 1"
 
 
 @pytest.mark.ranks

@@ -42,7 +42,7 @@ class Trace:
         self.steps: list[dict[str, Any]] = []
         self.collectives: list[str] = []
         self.fronts: list[int] = []
-        self._model = model
+        self._model, self._deep = model, 0
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -101,9 +101,13 @@ class Trace:
         norm = math.sqrt(sum(float(_whole(gradient).double().norm()) ** 2 for gradient in every))
         counted = max((float(state["step"]) for state in optimizer.state.values() if "step" in state), default=0.0)
         front = len(self.collectives)
+        if self._deep:  # an optimizer that steps others: theirs is the state
+            self.steps.pop()
+        self._deep += 1
         self.steps.append({"collectives": front, "norm": norm, "gradients": gradients, "counted": counted})
 
     def _after(self, optimizer: Any, *_: Any) -> None:
+        self._deep -= 1
         self.steps[-1]["after"] = self._named(optimizer, lambda parameter: parameter.detach())
 
     def _logged(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
