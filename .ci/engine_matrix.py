@@ -124,7 +124,8 @@ def _script(scripts: Any, name: str, cell: Proved) -> str | None:
     shows = ERROR if cell.verdict == "not runnable" else DIFFERS
     own = cell.smallest or cell.cell
     fitting = (file for few, file in scripts.get((name, shows), ()) if few.items() <= own.items())
-    return next(fitting, None) if cell.verdict in ("red", "not runnable") else None
+    stops = cell.verdict == "not runnable" and "Error" in cell.answer["why"]  # no time-out
+    return next(fitting, None) if stops or cell.verdict == "red" else None
 
 
 def _labels(one: Certificate, cell: Mapping[str, Any]) -> dict[str, str]:
