@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,18 +46,6 @@ def slice_size(shape: Sequence[int], dim: int, ranks: int) -> int:
 def peers(rank: int, ranks: int) -> list[int]:
     """The other ranks, the nearest first, so that no rank is everyone's first choice."""
     return [(rank - step) % ranks for step in range(1, ranks)]
-
-
-def is_first_on_host(message: str) -> bool:
-    """Whether no other rank of this host has asked so about a message before; waits for none of them."""
-    if not dist.is_initialized():
-        return True
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"parcompile/said/{restarts}/{socket.gethostname()}/{hashlib.sha256(message.encode()).hexdigest()[:16]}"
-    try:
-        return dist.distributed_c10d._get_default_store().add(key, 1) == 1
-    except RuntimeError:  # the store of torch's fake group keeps nothing; another one may be gone
-        return True
 
 
 # Collectives that travel as several messages: which message continues one that has begun.

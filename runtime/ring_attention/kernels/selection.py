@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import socket
 import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.machines.attention_kernels import (
@@ -18,7 +22,6 @@ from parcompile.machines.attention_kernels import (
     Attention,
     choose_kernel,
 )
-from parcompile.runtime.transport.backend import is_first_on_host
 
 from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
 from .fused import CpuFlashKernel, CudaEfficientKernel, CudnnKernel
@@ -138,5 +141,17 @@ def has_bf16_products_alone() -> bool:
 @functools.lru_cache
 def _announce(message: str) -> None:
     """Warns once for each message, and of the ranks of a host one."""
-    if is_first_on_host(message):
+    if _is_first_on_host(message):
         warnings.warn(message, stacklevel=2)
+
+
+def _is_first_on_host(message: str) -> bool:
+    """Whether no other rank of this host has asked so about a message before; waits for none of them."""
+    if not dist.is_initialized():
+        return True
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"parcompile/said/{restarts}/{socket.gethostname()}/{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    try:
+        return dist.distributed_c10d._get_default_store().add(key, 1) == 1
+    except RuntimeError:  # the store of torch's fake group keeps nothing; another one may be gone
+        return True
