@@ -1,4 +1,4 @@
-"""deepspeed 0.19.8 beside one process: llama dtype bf16.
+"""deepspeed 0.19.8 beside one process: llama dtype bf16 seed 7.
 
     torchrun --nproc_per_node 1 FILE              # exits with 1 where they differ
     torchrun --nproc_per_node 1 FILE --without    # without its dtype: equal
