@@ -72,8 +72,7 @@ def command(
         raise click.ClickException(f"{error}: {how_to_install('runtime,hf')}") from None
 
     def tell(number: int, one: Proved) -> None:
-        if form == "text":
-            say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "))
+        say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "), err=form != "text")
 
     try:
         again = None if certificate is None else _certificate(certificate)
@@ -95,6 +94,9 @@ def command(
             asked = [_cell(one, running.features, decided or {}) for one in chosen]
             if not asked:
                 asked = running.draw(cells, seed, ranks, decided and {"pp": 1, **decided})
+                if 0 < len(asked) < cells:
+                    said = f"{len(asked)} of {cells} cells: {name} supports nothing that was drawn for the others"
+                    say(said, err=True)
                 asked = asked or [{}]  # none of these is supported: the simplest says why
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:

@@ -574,6 +574,7 @@ def test_the_commands_of_the_page_run(
             continue
         if file:
             Path(file).write_text(found.stdout)
+            assert "   1  equal " in found.stderr  # each cell as it ends
         # The cell of transformers that is drawn resumes experts.
         assert found.exit_code == (1 if "pp 2" in line or "transformers" in line else 0), found.output
         if "pp 2" in line:
