@@ -63,9 +63,9 @@ browser:
 		command -v chromium > /dev/null || echo "no chromium: the report page is tested in CI only"; \
 	fi
 
-# Two workers, which take files in turn: the tests of a file share worlds of ranks. The slowest tests are listed.
+# Two workers, which take files and single tests in turn (tests/conftest.py). The slowest tests are listed.
 test: lint browser
-	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20
 
 # Says what is missing, and fails, where there is no GPU.
 gpu: install

@@ -92,7 +92,7 @@ def run(isa: str, threads: int, tests: list[str], words: str | None, workers: in
     """The exit code of pytest, and the folder of its records."""
     folder = RECORDS / f"{isa}-{threads}"
     shutil.rmtree(folder, ignore_errors=True)
-    spread = ["-n", str(workers), "--dist", "loadfile"]
+    spread = ["-n", str(workers), "--dist", "loadgroup"]
     command = [sys.executable, "-m", "pytest", "-q", *spread, "--margins", str(folder), *tests]
     print(f"== {isa}, OMP_NUM_THREADS {threads}", flush=True)
     done = subprocess.run([*command, *(["-k", words] if words else [])], cwd=ROOT, env=environment(isa, threads))

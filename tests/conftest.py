@@ -34,7 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests for a GPU say why they did not run."""
+    """Deals the tests of a file of `runtime/`, and those that start ranks, to one worker of pytest-xdist: they share.
+
+    The workers take such files in turn, and single tests of the compiler when none are left: neither waits long.
+    Tests for a GPU say why they did not run.
+    """
+    for item in items:
+        if item.get_closest_marker("ranks") or "runtime" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not of_gpu:
         return

@@ -18,6 +18,8 @@ import pytest
 
 from parcompile.cli import _COMMANDS
 
+pytestmark = pytest.mark.xdist_group("test_screens")  # all are made at once, in half a minute
+
 SCREENS = Path(__file__).parents[1] / "screens"
 SPEC = (SCREENS / "spec.json").read_text(encoding="utf-8")
 WRONG = SPEC.replace('"tp": 2', '"tp": 5').replace('"global_batch_size": 64', '"global_batch_sise": 64')
