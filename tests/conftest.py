@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deals the tests of a file of `runtime/`, and those that start ranks, to one worker of pytest-xdist: they share.
 
-    With pytest 9.2 the marks of pytest-xdist 3.8 have no effect: both workers take tests of a file, and share less.
+    pytest-xdist 3.8 reads these marks with pytest up to 9.1; with 9.2 both workers build what a file shares.
     Else the workers take such files in turn, and single tests of the compiler when none are left: neither waits long.
     Tests for a GPU say why they did not run.
     """
