@@ -170,6 +170,7 @@ _MIN, _START, _WARMUP, _TYPE, _DECAY, _SHAPE, _TOTAL = (
     (*_SCHEDULE, name)
     for name in ("min_lr", "warmup_start_lr", "warmup_steps", "type", "decay_steps", "decay_type", "total_steps")
 )
+_WARMUPS = (_WARMUP, *((*_SCHEDULE, f"warmup_{unit}") for unit in ("ratio", "samples", "tokens")))
 _LR = ("training", "optimizer", "lr")
 _STEPS = ("training", "train_steps")
 _FURTHER = ("deepspeed", "scheduler")
@@ -201,6 +202,14 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
 @rule("S006")
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
     """Fires when the end is missing of a rate that falls, or the warm-up is not over before it."""
+    warmup = next((path for path in _WARMUPS if spec.given(*path)), _WARMUP)
+    if warmup[-1] == "warmup_ratio" and spec.steps_of_schedule is None:
+        yield Finding(
+            "warmup_ratio is a share of all steps, but train_steps is not given",
+            warmup,
+            help="add train_steps under training, or total_steps or warmup_steps under lr_scheduler",
+        )
+        return
     schedule = spec.lr_scheduler
     if schedule is None:
         return
@@ -220,13 +229,14 @@ def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
         )
     elif steps is not None and schedule.warmup_steps >= steps:
         shorter = max(_LEAST_WARMUP, steps // 10)
+        given = "" if warmup == _WARMUP else f"{warmup[-1]} {spec.get(*warmup)}: "
         removal = Fix.removing(_SCHEDULE, Safety.CHANGES_NUMERICS)
         change = Fix.setting(_WARMUP, shorter, Safety.CHANGES_NUMERICS)
         yield Finding(
-            f"warmup_steps {schedule.warmup_steps} ≥ {said}: the warm-up does not end",
-            _WARMUP,
-            help=f"use less than {steps}",
-            fixes=(change, removal) if shorter < steps else (removal,),
+            f"{given}warmup_steps {schedule.warmup_steps} ≥ {said}: the warm-up does not end",
+            warmup,
+            help=f"use less than {steps} steps",
+            fixes=(change, removal) if shorter < steps and warmup == _WARMUP else (removal,),
             related=also(spec, end),
         )
 

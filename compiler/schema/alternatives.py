@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from parcompile.diagnostics import Related, closest
+from parcompile.diagnostics import Path, Related, closest
 
 from .keys import (
     choice,
@@ -80,6 +80,11 @@ def alternatives(violation: Violation, findings: Findings, view: SchemaView, fol
     """Says what is wrong under the alternative that was meant; `follow` says one violation."""
     path, value = violation.path, violation.instance
     if not violation.context:
+        starts = [view.resolved(schema).get("required", [""])[0] for schema in violation.limit]
+        given = [key for key in starts if isinstance(value, dict) and key in value]
+        if len(given) > 1:
+            _exclude(path, given, findings)
+            return
         message = f"{named(path)}: fits several alternatives that exclude each other"
         findings.say("K008", path, message, about(violation.schema))
         return
@@ -89,6 +94,10 @@ def alternatives(violation: Violation, findings: Findings, view: SchemaView, fol
     ]
     if all(one.keyword == "required" and one.depth == 0 for one in violation.context):
         starts = list(dict.fromkeys(key for one in branches for key in one.required if key not in value))
+        unknown = [key for key in value if key not in violation.schema.get("properties", {})]
+        if any(closest(key, starts) for key in unknown):
+            findings.unusable.add(path)  # a misspelt key, which is said as such
+            return
         findings.say("K002", path, f"{named(path)} needs one of the keys {listed(starts)}", "add one of them")
         return
     branch = _meant(branches, value, view)
@@ -190,14 +199,18 @@ def _excluded(
     return True
 
 
+def _exclude(path: Path, keys: Sequence[str], findings: Findings) -> None:
+    related = tuple(Related("and this", (*path, key)) for key in keys[:-1])
+    message = f"{' and '.join(quoted(key) for key in keys)} exclude each other"
+    findings.say("K008", (*path, keys[-1]), message, f"keep {listed(keys)}", at_key=True, related=related)
+
+
 def forbidden(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
     """`not`: keys that exclude each other, or a value that is ruled out."""
     path = violation.path
     keys = violation.limit.get("required", []) if isinstance(violation.limit, dict) else []
     if len(keys) > 1 and isinstance(violation.instance, dict):
-        related = tuple(Related("and this", (*path, key)) for key in keys[:-1])
-        message = f"{' and '.join(quoted(key) for key in keys)} exclude each other"
-        findings.say("K008", (*path, keys[-1]), message, f"keep {listed(keys)}", at_key=True, related=related)
+        _exclude(path, keys, findings)
         return
     if len(keys) == 1 and isinstance(violation.instance, dict):
         message = f"{quoted(keys[0])} may not stand here"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +168,58 @@ def test_a_plan_without_a_schedule_loses_nothing_and_keeps_its_rate() -> None:
     plan = plan_of(None, 0.0)
     assert {learning_rate(plan.spec.training, step) for step in range(1, 50)} == {HIGHEST}
     assert losses(plan) == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 0.99), st.integers(1, 400), st.booleans())
+def test_a_share_of_the_steps_is_the_warm_up_of_transformers(share: float, steps: int, has_total: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    section: dict[str, Any] = {"type": "cosine", "warmup_ratio": share, "total_steps": steps}
+    if not has_total:
+        del section["total_steps"]
+    expected = transformers.TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=share), steps)
+    planned, findings = warm_up(section, 1000 if has_total else steps)
+    assert planned == expected
+    assert ("S006" in findings) == (expected >= steps)
+
+
+@pytest.mark.parametrize(
+    ("section", "steps"),
+    [({"warmup_samples": 0}, 0), ({"warmup_samples": 9}, 3), ({"warmup_tokens": 96}, 3), ({"warmup_tokens": 97}, 4)],
+)
+def test_samples_and_tokens_of_a_warm_up_are_whole_steps(section: dict[str, Any], steps: int) -> None:
+    """A step of the plan has 4 sequences of 8 tokens."""
+    assert warm_up({"type": "linear", **section}, STEPS, global_batch_size=4, sequence_length=8) == (steps, [])
+
+
+@pytest.mark.parametrize(
+    ("section", "code", "message"),
+    [
+        ({}, "K002", "needs one of the keys"),
+        ({"warmup_steps": 3, "warmup_tokens": 3}, "K008", '"warmup_steps" and "warmup_tokens" exclude each other'),
+        ({"warmup_ratio": 1.0}, "K005", "too large"),
+        ({"warmup_ratoi": 0.1}, "K001", "unknown key"),
+        ({"warmup_samples": 100}, "S006", "warmup_samples 100: warmup_steps 25 ≥ train_steps 12"),
+    ],
+)
+def test_a_wrong_warm_up_is_said_once(section: dict[str, Any], code: str, message: str) -> None:
+    training = {"train_steps": STEPS, "global_batch_size": 4, "lr_scheduler": {"type": "constant", **section}}
+    checked = check_read(parse(json.dumps(spec_tree(1, 2, training=training)), "spec.json", "json"), Path())
+    errors = [one for one in checked.diagnostics if one.severity.value == "error"]
+    assert [one.code for one in errors] == [code]
+    assert message in errors[0].message
+
+
+def test_a_share_of_steps_that_nobody_counted_is_refused() -> None:
+    tree = spec_tree(1, 2, training={"lr_scheduler": {"type": "constant", "warmup_ratio": 0.1}})
+    checked = check_read(parse(json.dumps(tree), "spec.json", "json"), Path())
+    assert [one.code for one in checked.diagnostics if "train_steps is not given" in one.message] == ["S006"]
+
+
+def warm_up(section: dict[str, Any], steps: int, **batch: int) -> tuple[int, list[str]]:
+    training = {"train_steps": steps, "lr_scheduler": section, **batch}
+    checked = check_read(parse(json.dumps(spec_tree(1, 2, training=training)), "spec.json", "json"), Path())
+    assert checked.resolution is not None
+    schedule = checked.resolution.lr_scheduler
+    assert schedule is not None
+    return schedule.warmup_steps, [one.code for one in checked.diagnostics if one.severity.value == "error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from parcompile.units import format_milliseconds
 
 from .model import ModelValues
 from .parallelism import ParallelismValues
-from .reader import Unavailable
+from .reader import MISSING, Unavailable
 
 
 class TrainingValues(ParallelismValues):
@@ -185,13 +186,44 @@ class TrainingValues(ParallelismValues):
         falls = kind == "wsd" and self.given(*path, "decay_steps")
         return LrScheduler(
             type=kind,
-            warmup_steps=int(self.get(*path, "warmup_steps")),
+            warmup_steps=self._warmup_steps(path),
             min_lr=lowest,
             warmup_start_lr=float(self.get(*start)) if self.given(*start) else lowest,
             decay_steps=int(self.get(*path, "decay_steps")) if falls else None,
             decay_type=shape if falls else None,
             total_steps=int(self.get(*path, "total_steps")) if ends and self.given(*path, "total_steps") else None,
         )
+
+    @property
+    def steps_of_schedule(self) -> int | None:
+        """Steps of the whole schedule: total_steps, or else train_steps; None where neither is given."""
+        paths = (("training", "lr_scheduler", "total_steps"), ("training", "train_steps"))
+        return next((int(self.get(*path)) for path in paths if self.given(*path)), None)
+
+    def _warmup_steps(self, path: tuple[str, ...]) -> int:
+        """Whole steps of the warm-up, in whichever unit it is given.
+
+        Raises:
+            Unavailable: the warm-up or what it is a share of is missing or wrong, which other diagnostics say.
+        """
+        units = ("steps", "ratio", "samples", "tokens")
+        unit = next((unit for unit in units if self.lookup((*path, f"warmup_{unit}")) is not MISSING), None)
+        if unit is None:
+            raise Unavailable("warmup_steps")
+        given = self.get(*path, f"warmup_{unit}")
+        if unit == "steps":
+            return int(given)
+        if unit == "ratio":
+            end = self.steps_of_schedule
+            if end is None:
+                raise Unavailable("train_steps")
+            steps, how = math.ceil(given * end), f"warmup_ratio {given:g} · {end} steps"
+        else:
+            batch, how = self.global_batch_size, f"warmup_{unit} {given} / global_batch_size {self.global_batch_size}"
+            if unit == "tokens":
+                batch, how = batch * self.sequence_length, f"{how} / sequence_length {self.sequence_length}"
+            steps = -(-given // batch)
+        return int(self.record((*path, "warmup_steps"), steps, Origin.DERIVED, how))
 
     @property
     def router(self) -> Router | None:
