@@ -9,7 +9,7 @@ ones stay whole on one; a sample is then as many documents as the plan's `sequen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +25,7 @@ from parcompile.runtime.transport.backend import to_device
 
 from .batches import Batch, split_batch, stack, tensors_of, without_padding
 from .replica import Replica, StepOfSamples
+from .stream import Stream, can_begin_anew, check_length
 
 
 class PlanLoader:
@@ -39,20 +40,24 @@ class PlanLoader:
 
     Args:
         dataset: a sequence of samples, each a mapping of tensors, arrays or lists [S] (`input_ids`, `labels`) or token
-            ids [S] alone; without labels, token ids are their own. Rows of `datasets.Dataset`, in any format.
+            ids [S] alone; without labels, token ids are their own. Rows of `datasets.Dataset`, in any format. Or an
+            iterable of samples that begins anew with each `iter`, such as `datasets.IterableDataset`: see `Stream`.
         mesh: this rank's place.
         first_step: the step to begin with, after a resume.
     """
 
-    def __init__(self, dataset: Sequence[Any], mesh: Mesh, first_step: int = 0) -> None:
+    def __init__(self, dataset: Sequence[Any] | Iterable[Any], mesh: Mesh, first_step: int = 0) -> None:
+        samples: Any = dataset
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                f"a {type(dataset).__name__} is not read: samples are looked up by number, so that every layout and "
-                "every resumed run sees the same; give a sequence (a streamed data set: list(data.take(n)))"
-            )
-        if len(dataset) == 0:
+            if not can_begin_anew(dataset):
+                raise ValueError(
+                    f"a {type(dataset).__name__} is not read: a resumed run has to see the same samples again; give a "
+                    "sequence, or an iterable that begins anew with each iter(), such as datasets.IterableDataset"
+                )
+            samples = Stream(dataset)
+        if len(samples) == 0:
             raise ValueError("the data set is empty")
-        self._dataset = dataset
+        self._dataset: Sequence[Any] = samples
         self._mesh = mesh
         self.step = first_step
         self.reads_ahead = True
@@ -193,6 +198,7 @@ class PackedPlanLoader(PlanLoader):
         padding_id: int = 0,
         lengths: Sequence[int] | None = None,
     ) -> None:
+        check_length(documents, "PackedPlanLoader")
         spec = mesh.plan.spec
         room = spec.training.sequence_length
         if lengths is None:

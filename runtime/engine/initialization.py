@@ -8,7 +8,7 @@ rate, that of the cosine 0 in the first, and the cosine begins to fall one step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: Any = None,
     model_parameters: Any = None,
-    training_data: Sequence[Any] | None = None,
+    training_data: Sequence[Any] | Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     first_step: int = 0,
     self_check: bool | None = None,
@@ -198,7 +198,7 @@ def initialize(
         model_parameters: a function from the injected model to its parameters or parameter groups, such as
             `decay_groups`; default: all that require gradients, in one group. Injection replaces parameters: a list of
             those that the model had before would train nothing, and is refused.
-        training_data: samples for `PlanLoader`.
+        training_data: samples for `PlanLoader`: a sequence, or an iterable such as `datasets.IterableDataset`.
         lr_scheduler: as in `deepspeed.initialize`, in place of the plan's.
         first_step: the step at which the loader starts, after a resume; `load` sets it, with another batch size too.
         self_check: compare one forward and backward of the injected model with the original, and refuse to go on when

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from parcompile.layout.groups import Axis
 from parcompile.runtime.data import Batch, split_batch, stack
+from parcompile.runtime.data.stream import check_length
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
@@ -202,6 +203,7 @@ def _exponential(mean: float) -> float:
 
 def _loss_and_tokens(engine: Any, dataset: Sequence[Any], batches: int | None = None) -> tuple[float, float]:
     """The sum of the losses of predicted tokens, and how many they are."""
+    check_length(dataset, "evaluate")
     mesh, training = engine.mesh, engine.mesh.plan.spec.training
     micro, dp = training.eval_micro_batch_size, mesh.size("dp")
     count = len(dataset) if batches is None else min(len(dataset), batches * training.eval_global_batch_size)

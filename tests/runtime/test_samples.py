@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from torch import Tensor
 from training_runs import initial_model, make_plan
 
 from parcompile.plan import Plan
-from parcompile.runtime import PackedPlanLoader, PlanLoader
+from parcompile.runtime import PackedPlanLoader, PlanLoader, evaluate
 from parcompile.runtime.data.batches import tensors_of
+from parcompile.runtime.data.stream import Stream
 
 LENGTH = 16
 
@@ -95,6 +98,48 @@ def test_labels_of_a_sample_are_kept() -> None:
     assert isinstance(found["labels"], Tensor) and found["labels"].tolist() == [-100, 2]
 
 
-def test_a_stream_is_refused() -> None:
-    with pytest.raises(ValueError, match="a list_iterator is not read: samples are looked up by number"):
+def test_what_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(ValueError, match="a list_iterator is not read: a resumed run has to see the same samples"):
         PlanLoader(iter(rows()), None)  # type: ignore[arg-type]
+
+
+def test_shards_are_streamed_and_shuffled_anew_in_each_epoch(tmp_path: Path) -> None:
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    for shard in range(2):
+        table = pytest.importorskip("pyarrow").table({"input_ids": [[shard, row] for row in range(6)]})
+        parquet.write_table(table, tmp_path / f"{shard}.parquet")
+
+    def streamed() -> Stream:
+        files = [str(tmp_path / f"{shard}.parquet") for shard in range(2)]
+        found = datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=True, cache_dir=tmp_path / "cache"
+        )
+        return Stream(found.shuffle(seed=1, buffer_size=5))
+
+    whole, part = streamed(), streamed()
+    found = [tuple(whole[number]["input_ids"]) for number in range(24)]
+    first, second = found[:12], found[12:]
+    assert sorted(first) == sorted(second) == [(shard, row) for shard in range(2) for row in range(6)]
+    assert first != second
+    taken = range(1, 24, 3)
+    assert [tuple(part[number]["input_ids"]) for number in taken] == [found[number] for number in taken]
+    assert tuple(part[2]["input_ids"]) == found[2]  # behind what was read: it begins anew, with the first epoch
+
+
+@pytest.mark.parametrize("taker", ["PackedPlanLoader", "evaluate"])
+def test_a_stream_is_refused_where_its_length_is_asked_for(taker: str) -> None:
+    stream: Any = pytest.importorskip("datasets").IterableDataset.from_generator(rows)
+    with pytest.raises(ValueError, match=f"{taker} takes a sequence, and a IterableDataset has no length"):
+        if taker == "evaluate":
+            evaluate(None, stream)
+        else:
+            PackedPlanLoader(stream, None)  # type: ignore[arg-type]
+
+
+def test_a_stream_without_samples_is_refused_when_it_is_read() -> None:
+    class Empty:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    with pytest.raises(ValueError, match="the data set is empty"):
+        Stream(Empty())[0]
