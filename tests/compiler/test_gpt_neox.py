@@ -110,7 +110,39 @@ def test_a_key_that_gpt_neox_reads_itself_is_not_said_to_be_ignored() -> None:
         ('attention_config: ["mamba", "global"]', set()),
         ("warmup: 100", {"F206"}),
         ("warmup: 0.01", set()),
+        ('num_layers: 4\nattention_config: [[["global", "local"], 4]]', {"F207"}),
+        ('num_layers: 4\nattention_config: [[["global"], 2], [["local"], "all"]]', set()),
     ],
 )
 def test_names_and_warm_ups_that_gpt_neox_does_not_take(text: str, codes: set[str]) -> None:
     assert {one.code for one in found(f"pipe_parallel_size: 0\n{text}\n")} - {"F201"} == codes
+
+
+def test_a_fork_beside_the_file_says_which_keys_there_are(tmp_path: Path) -> None:
+    text = "pipe_parallel_size: 0\nmodel_parallel_size: 1\nnorm: fancynorm\nga_dataset: x\nattention_config: [halo]\n"
+    text += "gd_dataset: x\ncomet_experiment: 3\nnorm_place: pre\n"
+    own = tmp_path / "configs" / "one.yml"
+    own.parent.mkdir()
+    own.write_text(text, encoding="utf-8")
+
+    def said() -> set[tuple[str, str, bool]]:
+        return {(one.code, str(one.path[0]), one.is_error) for one in check_any(own).diagnostics if one.code != "F201"}
+
+    # Two keys that upstream has not may be a fork's: near or not, they are warnings.
+    strange = {("K001", name, False) for name in ("ga_dataset", "gd_dataset", "norm_place")}
+    assert said() == strange | {("K004", "norm", True), ("F205", "attention_config", True)}
+    classes = tmp_path / "megatron" / "neox_arguments"
+    classes.mkdir(parents=True)
+    (classes / "deepspeed_args.py").write_text("class One:\n    zero_optimization: dict = None\n", encoding="utf-8")
+    keys = """ATTENTION_TYPE_CHOICES = ["global", "halo"]
+class Two:
+    pipe_parallel_size: int = 0
+    model_parallel_size: int = 0
+    norm: Literal["fancynorm"] = "fancynorm"
+    ga_dataset: Optional[str] = None
+    attention_config: list = None
+    comet_experiment: Any = None
+    norm_place: Union[int, float] = 1
+"""
+    (classes / "neox_args.py").write_text(keys, encoding="utf-8")
+    assert said() == {("K001", "gd_dataset", True), ("K003", "norm_place", True)}

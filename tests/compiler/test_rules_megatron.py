@@ -246,6 +246,28 @@ def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Pa
     assert {one.severity.value for one in checked(text, tmp_path / "train.sh").diagnostics} == {"info"}
 
 
+def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    """Its parser stands beside the program, which the script finds by a path that begins with a command."""
+    package = tmp_path / "megatron"
+    folder = tmp_path / "examples" / "data" / "gpt" / "pretrain"
+    for one in (package / "inference" / "gpt", folder):
+        one.mkdir(parents=True)
+    words = "--num-attention-heads --micro-batch-size"
+    (package / "arguments.py").write_text(f"add('{words}')\ngroup.add_argument('--override-lr-scheduler')\n")
+    (package / "inference" / "gpt" / "more.py").write_text("add('--ammo-load')\n")
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    script = folder / "train.sh"
+    call = "python `pwd`/../../../../pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    for more, codes_ in (
+        ("--override-lr-scheduler", {("K001", "info")}),
+        ("--ammo-load", {("K001", "warning")}),
+        ("--zzz-load", {("K001", "error")}),
+        ("--train-iters 3 -pp 2", {("K001", "error")}),
+    ):
+        done = checked(f"{call} --micro-batch-size 1 {more}\n", script)
+        assert {(one.code, one.severity.value) for one in done.diagnostics if one.code == "K001"} == codes_, more
+
+
 def test_what_only_one_way_through_a_script_does_is_a_warning(tmp_path: Path) -> None:
     text = f"if [ $1 = fp16 ]; then HOW=--fp16; fi\ntorchrun pretrain_gpt.py {LAYOUT} $HOW --bf16\n"
     (found,) = [one for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "F121"]

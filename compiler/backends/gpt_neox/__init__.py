@@ -18,7 +18,7 @@ from typing import Any
 from parcompile.backends.reading import Account, Outcome, effect_of
 from parcompile.user_files import shipped
 
-ANY = "Any"
+ANY = "any"
 """The type of a field that takes everything."""
 
 

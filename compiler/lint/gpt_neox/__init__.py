@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.deepspeed.table import find
 from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, versions
+from parcompile.backends.gpt_neox.beside import Beside, beside
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
 from parcompile.diagnostics import Diagnostic, Path, Severity
@@ -18,6 +19,8 @@ from parcompile.lint.registry import Settings, check_settings
 from parcompile.schema.keys import choice, mismatch, unknown_key
 from parcompile.schema.values import Findings, named
 from parcompile.text import Document, Place
+
+from .rules import NeoxSettings
 
 _MADE_BY_GPT_NEOX = ("optimizer", "scheduler")
 """gpt-neox constructs these itself, from its own classes; DeepSpeed is handed what came of them."""
@@ -33,12 +36,12 @@ def check_file(document: Document) -> list[Diagnostic]:
     """The diagnostics of a gpt-neox file, each mistake once. Files are meant to be combined: nothing is missing."""
     if not isinstance(document.tree, dict):
         return []
-    own = whole(document)
-    rules = check_settings(Settings(own.document.tree, own.document.invalid), GPT_NEOX)
+    own, fork = whole(document), beside(document.file)
+    rules = check_settings(NeoxSettings(own.document.tree, own.document.invalid, fork), GPT_NEOX)
     found: dict[tuple[Any, ...], Diagnostic] = {}
     for one in (
         *_of_deepspeed(for_deepspeed(document)),
-        *map(own.in_file, _of_keys(own.document)),
+        *map(own.in_file, _of_keys(own.document, fork)),
         *(own.in_file(own.document.locate(one)) for one in rules),
     ):
         found.setdefault((one.code, one.path), one)
@@ -96,29 +99,39 @@ class _Places:
     places: tuple[tuple[str, ...], ...]
 
 
+_SEVERAL = 2
+"""From so many unknown keys on, a file may be one of a fork, which is not at hand."""
+
+
 @functools.cache
-def _current() -> _Places:
-    return _Places(GPT_NEOX, tuple((name,) for name, field in fields().items() if field.is_current))
+def _current() -> Mapping[str, Field]:
+    return {name: field for name, field in fields().items() if field.is_current}
 
 
-def _of_keys(document: Document) -> list[Diagnostic]:
+def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     """Everything of the kind in a file whose top-level keys are named as fields are."""
     tree = document.tree
     assert isinstance(tree, dict)
     found = Findings(tree, document.invalid)
-    current = [name for (name,) in _current().places]
+    current, past = (_current(), fields()) if fork is None else (fork.fields, fork.fields)
+    places = _Places(GPT_NEOX, tuple((name,) for name in current))
+    unguessed = Severity.WARNING if fork is None else Severity.ERROR
+    consequence = f": {'gpt-neox' if fork is None else 'the gpt-neox of this file'} refuses it"
+    strange = [name for name in tree if name not in past]
     for name, value in tree.items():
-        field = fields().get(name)
+        field = past.get(name)
         if field is None:
-            consequence = ": gpt-neox refuses it"
-            unknown_key((name,), current, tree, found, _current(), consequence=consequence, unguessed=Severity.WARNING)
+            unknown_key((name,), current, tree, found, places, consequence=consequence, unguessed=unguessed)
         elif not field.is_current:
             _gone(name, field, found)
         elif not (tree.get("autotuning") and (value == "auto" or name in TUNED)):
             _value((name,), value, field, found)
     for path, literal in _texts(tree, document.root, document.text, ()):
         _no_number(path, literal, found)
-    return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in found.diagnostics()]
+    said = found.diagnostics()
+    if fork is None and len(strange) >= _SEVERAL:
+        said = [replace(one, severity=Severity.WARNING) if one.path[0] in strange else one for one in said]
+    return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in said]
 
 
 def _gone(name: str, field: Field, found: Findings) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parcompile.backends.gpt_neox import fields
+from parcompile.backends.gpt_neox.beside import Beside
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
-from parcompile.diagnostics import Related, Severity, closest
+from parcompile.diagnostics import Path, Related, Severity, closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules import Finding
 from parcompile.user_files import shipped
+
+class NeoxSettings(Settings):
+    """The values of a gpt-neox configuration; `fork` is what the gpt-neox of the file takes, where it is at hand."""
+
+    def __init__(self, tree: object, invalid: frozenset[Path], fork: Beside | None = None) -> None:
+        super().__init__(tree, invalid)
+        self.fork = fork or Beside(fields(), ())
+
 
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
 
@@ -81,16 +90,18 @@ _ATTENTION: Sequence[str] = shipped(__package__, "attention.json")
 @file_rule("F205", GPT_NEOX)
 def names_are_known(settings: Settings) -> Iterator[Finding]:
     """Fires for an optimizer, and for each kind of attention."""
-    optimizers = [str(one) for one in fields()["optimizer_type"].choices]
+    fork = settings.fork if isinstance(settings, NeoxSettings) else NeoxSettings({}, frozenset()).fork
+    optimizers = [str(one) for one in fork.fields["optimizer_type"].choices] if "optimizer_type" in fork.fields else []
     kind = settings.get("optimizer", "type")
-    if isinstance(kind, str) and kind.lower() not in optimizers:
+    if isinstance(kind, str) and optimizers and kind.lower() not in optimizers:
         yield _unknown_name("optimizer", kind, optimizers, ("optimizer", "type"))
     config = settings.get("attention_config")
     for number, entry in enumerate(config if isinstance(config, list) else ()):
         own = entry[0] if isinstance(entry, list) and entry and isinstance(entry[0], list) else [entry]
         for name in own:
-            if isinstance(name, str) and name not in _ATTENTION:
-                yield _unknown_name("kind of attention", name, _ATTENTION, ("attention_config", number))
+            if isinstance(name, str) and name not in (fork.attention or _ATTENTION):
+                known = fork.attention or _ATTENTION
+                yield _unknown_name("kind of attention", name, known, ("attention_config", number))
 
 
 def _unknown_name(what: str, name: str, known: Sequence[str], path: tuple[str | int, ...]) -> Finding:
@@ -107,3 +118,23 @@ def warm_up_is_a_share(settings: Settings) -> Iterator[Finding]:
         times = f", here {share:g} × {steps:.0f} steps" if steps else ""
         better = f"{share / steps:g}" if steps and share < steps else "0.01"
         yield Finding(f"warmup {share:g} is a share of all steps{times}", ("warmup",), help=f"write {better}")
+
+
+@file_rule("F207", GPT_NEOX)
+def every_layer_has_an_attention(settings: Settings) -> Iterator[Finding]:
+    """Fires where both numbers are known."""
+    layers, config = settings.number("num_layers"), settings.get("attention_config")
+    if layers is None or not isinstance(config, list):
+        return
+    count = 0
+    for entry in config if any(not isinstance(one, str) for one in config) else [[config, 1]]:
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list) and type(entry[1]) is int):
+            return  # "all" fills what is left
+        count += len(entry[0]) * entry[1]
+    if count != layers:
+        yield Finding(
+            f"attention_config has kinds for {count} layers, num_layers is {layers:.0f}",
+            ("attention_config",),
+            help=f"write {layers:.0f} in all",
+            related=(Related(f"num_layers {layers:.0f} is set here", ("num_layers",)),),
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,31 @@ class _Program:
     """Every word of those files; none where no parser of a whole Megatron-LM is among them."""
     is_found: bool = False
     """Whether the file of the program is among them."""
+    folders: tuple[Path, ...] = ()
+    """Where the program and those files stand."""
+
+    def lacks(self, flag: str) -> bool:
+        """Whether it is certain that nothing adds an option: its name is no word of the parsers, nor text elsewhere."""
+        if not self.words or spelling(flag) in self.words:
+            return False
+        names = {flag, f"--{spelling(flag)}", f"--{spelling(flag).replace('_', '-')}"}
+        texts = [f"{quote}{name}".encode() for name in names for quote in "\"'"]
+        files = (file for folder in self.folders for file in folder.rglob("*.py"))
+        for file in islice(files, _SEARCHED):
+            with suppress(OSError):
+                content = read_bytes(file, LARGEST_SOURCED_BYTES)
+                if any(text in content for text in texts):
+                    return False
+        return True
 
     @classmethod
     def of(cls, call: Call) -> _Program:
         unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
         name = (call.program or "").rpartition("/")[2]
-        added, words, is_found = _parsers_of(call)
+        added, words, is_found, folders = _parsers_of(call)
         # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
         is_own = name in _OWN_PROGRAMS and len(unknown) < 2 and not any(spelling(one.flag) in added for one in unknown)
-        return cls(is_own, added, words, is_found)
+        return cls(is_own, added, words, is_found, folders)
 
 
 _OWN_PROGRAMS = frozenset(
@@ -142,19 +159,24 @@ _OWN_PROGRAMS = frozenset(
     )
 )
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
+_SHORT = re.compile(r"-[A-Za-z]")
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
 _WORD = re.compile(r"[A-Za-z][\w-]+")
-_FORKS = ("*megatron*/arg*.py", "*megatron*/training/arg*.py", "*megatron*/training/config/*.py")
+_UNSAID = re.compile(r"^.*(?:[`)}]|\$\w+)/")
+"""What of a path variables and commands decide that nobody here knows."""
+_FORKS = ("*megatron*/arg*.py", "*megatron*/*/arg*.py", "*megatron*/training/config/*.py")
 _FILES = 200
 """So many files are read: those that may hold the fork's parser, and those beside the program."""
+_SEARCHED = 4000
+"""So many are searched before an option is said to be nowhere: NVIDIA/Megatron-LM has about 1,000 in `megatron`."""
 _SEVERAL, _NAMED = 3, 8
 """From so many on, unknown options of another program are one warning, which names so many of them."""
 
 
-_NO_PARSER = frozenset[str](), frozenset[str](), False
+_NO_PARSER = frozenset[str](), frozenset[str](), False, ()
 
 
-def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool]:
+def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool, tuple[Path, ...]]:
     """What the program of a call, a file beside it, or a parser under it or beside the script adds; their words."""
     arguments = call.arguments
     if call.program is None or not call.program.endswith(".py") or call.source.file is None:
@@ -163,10 +185,11 @@ def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool]:
         return _NO_PARSER
     script = Path(call.source.file).absolute()
     folders = (script.parent, *script.parents[1:PARENTS], Path.cwd())
-    tail = call.program.rpartition("}/")[2].rpartition("$")[2]  # behind a variable that nobody here knows
-    program = next((folder / tail for folder in folders if (folder / tail).is_file()), None)
-    found, words, is_whole = set[str](), set[str](), False
-    beside = [folder.glob(name) for folder in list(script.parents)[:PARENTS] for name in _FORKS]
+    tail = _UNSAID.sub("", call.program)
+    program = next((Path(normpath(folder / tail)) for folder in folders if (folder / tail).is_file()), None)
+    found, words, is_whole, places = set[str](), set[str](), False, dict[Path, None]()
+    above = [*list(script.parents)[:PARENTS], *(program.parents[:PARENTS] if program else ())]
+    beside = [folder.glob(name) for folder in dict.fromkeys(above) for name in _FORKS]
     if program is not None:
         beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
     for file in islice((file for files in beside for file in sorted(files)), _FILES):
@@ -174,9 +197,11 @@ def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool]:
             text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
             found |= {spelling(flag) for flag in _ADDED.findall(text)}
             words |= {spelling(word) for word in _WORD.findall(text)}
-            is_whole |= file.name == "arguments.py" and "megatron" in (file.parent.name, file.parent.parent.name)
+            package = next((one for one in file.parents[:2] if one.name == "megatron"), None)
+            is_whole |= file.name == "arguments.py" and package is not None
+            places[package or file.parent] = None
     is_whole &= {"num_attention_heads", "micro_batch_size"} <= words
-    return frozenset(found), frozenset(words if is_whole else ()), program is not None
+    return frozenset(found), frozenset(words if is_whole else ()), program is not None, tuple(places)
 
 
 def _is_gone(arguments: Arguments, name: str) -> bool:
@@ -200,13 +225,17 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
     if problem.kind == "unknown":
         near = closest(problem.flag, parsers.flags)
         message = f"{_tool(parsers)} has no {problem.flag}"
-        if program.words and program.is_found and spelling(problem.flag) not in program.words:
+        if program.is_found and program.lacks(problem.flag):
             message = f"the parser of this program has no {problem.flag}"
             return Diagnostic("K001", Severity.ERROR, message, path, help=f"did you mean {near}?" if near else None)
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
-        help_ = f"did you mean {near}?" if near else "write it without the value, if a wrapper of yours does not add it"
+        help_ = f"did you mean {near}?" if near else "check how it is spelled, unless a wrapper of yours adds it"
         return Diagnostic("K001", error if near else Severity.WARNING, message, path, help=help_)
     assert problem.facts is not None
+    if problem.kind == "surplus" and _SHORT.match(problem.value):
+        severity = Severity.ERROR if program.is_found and program.lacks(problem.value) else error
+        help_ = "write options with two hyphens"
+        return Diagnostic("K001", severity, f"{_tool(parsers)} has no {problem.value}", path, help=help_)
     if not program.is_own and spelling(problem.flag) in program.options:
         return None  # the fork's parser decides what its values are
     if problem.kind == "type":
@@ -269,7 +298,7 @@ def _tool(parsers: Line) -> str:
 def _refused(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
     """Options that Megatron-LM once had, and of which the parser near the script knows not even the name."""
     for name in arguments.values if program.words else ():
-        if _is_gone(arguments, name) and name not in program.words:
+        if _is_gone(arguments, name) and program.lacks(name):
             flag, last = arguments.flags[name], max(arguments.versions_of(name))
             until = f"{_tool(arguments.line)} had it until {arguments.line.versions[last]}"
             message = f"the parser of this program has no {flag}: {until}"

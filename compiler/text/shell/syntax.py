@@ -232,7 +232,7 @@ class Cursor:
 
 MAX_LENGTH = 2**20
 """Characters of one value. Linux starts no program with a word of more than 2**17."""
-MAX_WORK = 200_000
+MAX_WORK = 500_000
 """Parts that are put together, and blocks of 16 characters in them: a second or so. Scripts take a few thousand."""
 MAX_MATCHED = 4096
 """Characters of a value that a pattern is taken off: trying every place takes the square of it."""

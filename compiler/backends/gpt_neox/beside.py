@@ -1,0 +1,85 @@
+"""The keys of the gpt-neox in whose folder a configuration lies: forks have keys and choices of their own.
+
+Its classes are read and not imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from parcompile.text import SourceError, SourceText
+from parcompile.text.python import parsed_python
+from parcompile.user_files import read_bytes
+
+from . import ANY, Field, versions
+
+_CLASSES = Path("megatron", "neox_arguments")
+_FILES = ("deepspeed_args.py", "neox_args.py")
+_PARENTS = 8
+"""So far up from a configuration."""
+_LARGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a fork takes: its fields by name, and its kinds of attention, none where they were not found."""
+
+    fields: Mapping[str, Field]
+    attention: tuple[str, ...]
+
+
+def beside(file: str) -> Beside | None:
+    """What the gpt-neox above a file takes; None where there is none."""
+    for folder in Path(file).absolute().parents[:_PARENTS]:
+        with suppress(OSError, SourceError):
+            texts = [read_bytes(folder / _CLASSES / name, _LARGEST_BYTES) for name in _FILES]
+            return _read(tuple(texts))
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _read(texts: tuple[bytes, ...]) -> Beside:
+    found, attention = dict[str, Field](), ()
+    for name, text in zip(_FILES, texts, strict=True):
+        tree = parsed_python(SourceText(name, text.decode("utf-8", errors="replace")))
+        for one in (inner for node in tree.body for inner in (node.body if isinstance(node, ast.ClassDef) else [node])):
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                types, choices = _described(one.annotation)
+                found[one.target.id] = Field(one.target.id, versions()[-1:], types, choices, None, handed_on=False)
+            elif isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ATTENTION_TYPE_CHOICES":
+                with suppress(ValueError, TypeError):
+                    attention = tuple(ast.literal_eval(one.value))
+    return Beside(found, attention)
+
+
+def _described(annotation: ast.expr) -> tuple[tuple[str, ...], tuple[object, ...]]:
+    """The types that an annotation names, or its choices."""
+    if not isinstance(annotation, ast.Subscript):
+        return _types(annotation), ()
+    kind = ast.unparse(annotation.value).rpartition(".")[2]
+    inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+    if kind == "Literal" and all(isinstance(one, ast.Constant) for one in inner):
+        return (), tuple(one.value for one in inner)  # type: ignore[attr-defined]
+    if kind in ("Union", "Optional"):
+        return tuple(name for one in inner for name in _types(one)), ()
+    return _types(annotation.value), ()
+
+
+_TYPES = frozenset({"int", "float", "str", "bool", "dict", "list"})
+
+
+def _types(annotation: ast.expr) -> tuple[str, ...]:
+    """Names of types as `validate_types` compares them; ANY for those that nothing is known of."""
+    if isinstance(annotation, ast.BinOp):
+        return (*_types(annotation.left), *_types(annotation.right))
+    if isinstance(annotation, ast.Constant) and annotation.value is None:
+        return ()
+    if isinstance(annotation, ast.Subscript):
+        return _types(annotation.value)
+    name = ast.unparse(annotation).rpartition(".")[2].lower()
+    return (name if name in _TYPES else ANY,)
