@@ -52,6 +52,9 @@ CASES = {
     "an old key": "zero_optimization: {stage: 1, cpu_offload: false}\n",
     "a wrong extra": "deepspeed_extra_args: {comms_logger: {enabled: true, verbos: true}}\n",
     "an extra": "deepspeed_extra_args: {comms_logger: {enabled: true, verbose: true}}\n",
+    "kinds of attention for fewer layers": 'num_layers: 4\nattention_config: [[["global"], 2]]\n',
+    "experts with ZeRO 2": "moe_num_experts: 4\nzero_optimization: {stage: 2}\n",
+    "experts with ZeRO 1": "moe_num_experts: 4\nzero_optimization: {stage: 1}\n",
     "a parameter of gpt-neox's own optimizer": "optimizer: {type: sm3, params: {lr: 0.001, momentum: 0.9}}\n",
 }
 

@@ -22,7 +22,7 @@ import packaging.version
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from upstream import stubs
 
-STUBS = ("deepspeed", "megatron.logging", "megatron.tokenizer", "flash_attn", "wandb", "best_download")
+STUBS = ("deepspeed", "megatron.logging", "megatron.tokenizer", "flash_attn", "wandb", "best_download", "shortuuid")
 REST = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -51,7 +51,7 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
         file.write_text(text, encoding="utf-8")
         try:
             given = {key.replace("-", "_"): value for key, value in yaml.safe_load(text).items()}
-            rest = {key: value for key, value in REST.items() if key not in given}
+            rest = {key: value for key, value in REST.items() if key not in given and hasattr(neox, key)}
             sizes = [given.get(key, 1) for key in ("pipe_parallel_size", "model_parallel_size")]
             world = 1
             for size in sizes:

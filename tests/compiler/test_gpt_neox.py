@@ -145,4 +145,23 @@ class Two:
     norm_place: Union[int, float] = 1
 """
     (classes / "neox_args.py").write_text(keys, encoding="utf-8")
+    (classes / "arguments.py").write_text("", encoding="utf-8")
     assert said() == {("K001", "gd_dataset", True), ("K003", "norm_place", True)}
+
+
+def test_a_fork_beside_the_file_says_what_it_validates(tmp_path: Path) -> None:
+    """As versions of 2024 do; the newest divides no heads of mamba, and takes experts in a pipeline."""
+    text = 'pipe_parallel_size: 1\nmoe_num_experts: 4\nhidden_size: 64\nnum_attention_heads: 12\n'
+    text += 'num_layers: 2\nattention_config: [[["mamba"], 2]]\n'
+    own = tmp_path / "one.yml"
+    own.write_text(text, encoding="utf-8")
+    assert {one.code for one in check_any(own).diagnostics} == {"F201"}
+    classes = tmp_path / "megatron" / "neox_arguments"
+    classes.mkdir(parents=True)
+    names = ("pipe_parallel_size", "moe_num_experts", "hidden_size", "num_attention_heads", "num_layers")
+    fields_ = "".join(f"    {name}: int = 0\n" for name in names)
+    (classes / "deepspeed_args.py").write_text("", encoding="utf-8")
+    (classes / "neox_args.py").write_text(f"class One:\n{fields_}    attention_config: list = None\n", encoding="utf-8")
+    checks = "if self.hidden_size % self.num_attention_heads != 0:\n# MoE not supported with pipeline parallelism\n"
+    (classes / "arguments.py").write_text(checks, encoding="utf-8")
+    assert {one.code for one in check_any(own).diagnostics} == {"F201", "F203", "F208"}

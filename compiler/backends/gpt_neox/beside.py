@@ -19,7 +19,7 @@ from parcompile.user_files import read_bytes
 from . import ANY, Field, versions
 
 _CLASSES = Path("megatron", "neox_arguments")
-_FILES = ("deepspeed_args.py", "neox_args.py")
+_FILES = ("deepspeed_args.py", "neox_args.py", "arguments.py")
 _PARENTS = 8
 """So far up from a configuration."""
 _LARGEST_BYTES = 1 << 20
@@ -27,10 +27,12 @@ _LARGEST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a fork takes: its fields by name, and its kinds of attention, none where they were not found."""
+    """What a fork takes: its fields by name, its kinds of attention, none where they were not found, and its checks."""
 
     fields: Mapping[str, Field]
     attention: tuple[str, ...]
+    checks: str = ""
+    """The text of the module that validates values."""
 
 
 def beside(file: str) -> Beside | None:
@@ -45,7 +47,7 @@ def beside(file: str) -> Beside | None:
 @functools.lru_cache(maxsize=8)
 def _read(texts: tuple[bytes, ...]) -> Beside:
     found, attention = dict[str, Field](), ()
-    for name, text in zip(_FILES, texts, strict=True):
+    for name, text in zip(_FILES[:-1], texts, strict=False):
         tree = parsed_python(SourceText(name, text.decode("utf-8", errors="replace")))
         for one in (inner for node in tree.body for inner in (node.body if isinstance(node, ast.ClassDef) else [node])):
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
@@ -54,7 +56,7 @@ def _read(texts: tuple[bytes, ...]) -> Beside:
             elif isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ATTENTION_TYPE_CHOICES":
                 with suppress(ValueError, TypeError):
                     attention = tuple(ast.literal_eval(one.value))
-    return Beside(found, attention)
+    return Beside(found, attention, texts[-1].decode("utf-8", errors="replace"))
 
 
 def _described(annotation: ast.expr) -> tuple[tuple[str, ...], tuple[object, ...]]:

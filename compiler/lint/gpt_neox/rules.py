@@ -20,6 +20,10 @@ class NeoxSettings(Settings):
         self.fork = fork or Beside(fields(), ())
 
 
+def _fork(settings: Settings) -> Beside:
+    return settings.fork if isinstance(settings, NeoxSettings) else NeoxSettings({}, frozenset()).fork
+
+
 _TP, _PP, _HEADS, _KV = "model_parallel_size", "pipe_parallel_size", "num_attention_heads", "num_kv_heads"
 
 
@@ -52,9 +56,10 @@ def a_pipeline_goes_with_stage_one(settings: Settings) -> Iterator[Finding]:
 def heads_are_divided(settings: Settings) -> Iterator[Finding]:
     """Fires for each pair of which one does not divide the other."""
     kinds = settings.get("attention_config")
-    if isinstance(kinds, list) and not {"mamba", "rwkv"}.isdisjoint(str(kinds).replace("'", " ").split()):
+    is_recurrent = isinstance(kinds, list) and not {"mamba", "rwkv"}.isdisjoint(str(kinds).replace("'", " ").split())
+    if is_recurrent and not _asks_all_for_whole_heads(settings):
         return
-    pairs = [(_HEADS, _TP), (_HEADS, _KV), ("hidden_size", _HEADS)]
+    pairs = [("hidden_size", _HEADS)] if is_recurrent else [(_HEADS, _TP), (_HEADS, _KV), ("hidden_size", _HEADS)]
     kv, heads = settings.number(_KV), settings.number(_HEADS)
     if kv is not None and heads is not None and kv < heads:
         pairs.append((_KV, _TP))
@@ -67,6 +72,12 @@ def heads_are_divided(settings: Settings) -> Iterator[Finding]:
                 help=f"write a multiple of {parts:.0f}, or another {part}",
                 related=(Related(f"{part} {parts:.0f} is set here", (part,)),),
             )
+
+
+def _asks_all_for_whole_heads(settings: Settings) -> bool:
+    """Whether the gpt-neox of the file divides hidden_size also where mamba has no heads, as before 2025."""
+    checks = _fork(settings).checks
+    return "num_attention_heads != 0" in checks and "num_attention_heads != 0 and not" not in checks
 
 
 @file_rule("F204", GPT_NEOX)
@@ -90,7 +101,7 @@ _ATTENTION: Sequence[str] = shipped(__package__, "attention.json")
 @file_rule("F205", GPT_NEOX)
 def names_are_known(settings: Settings) -> Iterator[Finding]:
     """Fires for an optimizer, and for each kind of attention."""
-    fork = settings.fork if isinstance(settings, NeoxSettings) else NeoxSettings({}, frozenset()).fork
+    fork = _fork(settings)
     optimizers = [str(one) for one in fork.fields["optimizer_type"].choices] if "optimizer_type" in fork.fields else []
     kind = settings.get("optimizer", "type")
     if isinstance(kind, str) and optimizers and kind.lower() not in optimizers:
@@ -138,3 +149,18 @@ def every_layer_has_an_attention(settings: Settings) -> Iterator[Finding]:
             help=f"write {layers:.0f} in all",
             related=(Related(f"num_layers {layers:.0f} is set here", ("num_layers",)),),
         )
+
+
+@file_rule("F208", GPT_NEOX)
+def experts_go_with_the_layout(settings: Settings) -> Iterator[Finding]:
+    """Fires for ZeRO 2 and 3 in the newest version, and for a pipeline where the gpt-neox of the file asks for none."""
+    experts, checks = settings.number("moe_num_experts"), _fork(settings).checks
+    if experts is None or experts <= 1:
+        return
+    here = (Related(f"moe_num_experts {experts:.0f} is set here", ("moe_num_experts",)),)
+    zero, stages = settings.number("zero_optimization", "stage"), settings.number(_PP)
+    if zero in (2, 3) and (not checks or zero == 3 or "zero stages 2 and 3" in checks):
+        path = ("zero_optimization", "stage")
+        yield Finding(f"experts with ZeRO stage {zero:.0f}", path, help="write stage 1", related=here)
+    if stages is not None and stages >= 1 and "MoE not supported with pipeline parallelism" in checks:
+        yield Finding(f"experts with {_PP} {stages:.0f}", (_PP,), help="write 0", related=here)

@@ -129,7 +129,7 @@ class _Program:
 
     def lacks(self, flag: str) -> bool:
         """Whether it is certain that nothing adds an option: its name is no word of the parsers, nor text elsewhere."""
-        if not self.words or spelling(flag) in self.words:
+        if not self.words or (not _SHORT.match(flag) and spelling(flag) in self.words):
             return False
         names = {flag, f"--{spelling(flag)}", f"--{spelling(flag).replace('_', '-')}"}
         texts = [f"{quote}{name}".encode() for name in names for quote in "\"'"]
