@@ -286,6 +286,11 @@ def test_what_a_script_sources_from_its_own_folder_is_read(tmp_path: Path) -> No
     assert not checked(text % 4, tmp_path / "train.sh").diagnostics
     assert codes(checked(text % 3, tmp_path / "train.sh")) == {"F109"}
     assert not checked((text % 3).replace("moe.sh", "lost.sh"), tmp_path / "train.sh").diagnostics
+    # All but one of its arguments may stand there.
+    (tmp_path / "models" / "moe.sh").write_text(f"MODEL_ARGS=({LAYOUT})\n")
+    text = "source ./models/moe.sh\ntorchrun train.py ${MODEL_ARGS[@]} --seq-length oops\n"
+    assert codes(checked(text, tmp_path / "train.sh")) == {"K003"}
+    assert checked("source ./lost.sh\ntorchrun train.py --seq-length oops\n", tmp_path / "train.sh").kind != MEGATRON
 
 
 def test_arguments_behind_an_unknown_option_are_still_open(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from .arguments import Arguments, Span, Unknown, Word, line, parsed, spelling
 MEGATRON_FORMAT = "megatron"
 
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][A-Za-z0-9_-]*)")
+_SOURCES = re.compile(r"^\s*(?:source|\.)\s", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_][\w.:-]*)")
 _MARKS = frozenset(
     {
@@ -89,8 +90,9 @@ class Call(Document):
 
 def is_shell_arguments(text: str) -> bool:
     """Whether a text that is neither JSON nor YAML passes Megatron-LM's arguments."""
-    # Megatron-LM writes its flags with hyphens; ms-swift has them with underscores.
-    return len(_MARKS & {spelling(match[1]) for match in _FLAG.finditer(text) if "_" not in match[1]}) >= 2
+    # Megatron-LM writes its flags with hyphens; ms-swift has them with underscores. Others may stand in a sourced file.
+    marks = _MARKS & {spelling(match[1]) for match in _FLAG.finditer(text) if "_" not in match[1]}
+    return len(marks) >= (1 if _SOURCES.search(text) else 2)
 
 
 def is_argument_tree(tree: object) -> bool:
