@@ -151,7 +151,7 @@ class Two:
 
 def test_a_fork_beside_the_file_says_what_it_validates(tmp_path: Path) -> None:
     """As versions of 2024 do; the newest divides no heads of mamba, and takes experts in a pipeline."""
-    text = 'pipe_parallel_size: 1\nmoe_num_experts: 4\nhidden_size: 64\nnum_attention_heads: 12\n'
+    text = "pipe_parallel_size: 1\nmoe_num_experts: 4\nhidden_size: 64\nnum_attention_heads: 12\n"
     text += 'num_layers: 2\nattention_config: [[["mamba"], 2]]\n'
     own = tmp_path / "one.yml"
     own.write_text(text, encoding="utf-8")

@@ -249,7 +249,7 @@ def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Pa
 def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_path: Path) -> None:
     """Its parser stands beside the program, which the script finds by a path that begins with a command."""
     package = tmp_path / "megatron"
-    folder = tmp_path / "examples" / "data" / "gpt" / "pretrain"
+    folder = tmp_path / "examples" / "data" / "gpt" / "pretrain" / "old" / "one"
     for one in (package / "inference" / "gpt", folder):
         one.mkdir(parents=True)
     words = "--num-attention-heads --micro-batch-size pp"
@@ -257,12 +257,13 @@ def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_
     (package / "inference" / "gpt" / "more.py").write_text("add('--ammo-load')\n")
     (tmp_path / "pretrain_gpt.py").write_text("")
     script = folder / "train.sh"
-    call = "python `pwd`/../../../../pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4"
+    call = "python `pwd`/../../../../../../pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4"
     for more, codes_ in (
         ("--override-lr-scheduler", {("K001", "info")}),
         ("--ammo-load", {("K001", "warning")}),
         ("--zzz-load", {("K001", "error")}),
         ("--train-iters 3 -pp 2", {("K001", "error")}),
+        ("--train-iters 3 --zero-stage 1.0", {("K001", "error")}),  # of Megatron-DeepSpeed, as the first one is
     ):
         done = checked(f"{call} --micro-batch-size 1 {more}\n", script)
         assert {(one.code, one.severity.value) for one in done.diagnostics if one.code == "K001"} == codes_, more

@@ -55,7 +55,7 @@ _BRIDGE = frozenset(
 _YAML_CFG = frozenset({"language_model", "model_parallel"})
 """Sections of a file for `--yaml-cfg` of Megatron-LM, which reads them and the values beside them as one run."""
 LARGEST_SOURCED_BYTES = 1 << 20
-PARENTS = 4
+PARENTS = 8
 """So far up from a script its program, and what it sources, are looked for."""
 OWN_PROGRAM = "pretrain_gpt.py"
 """What the recipes of Megatron-LM's functional tests call, or one like it."""

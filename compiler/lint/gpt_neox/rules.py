@@ -12,6 +12,7 @@ from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules import Finding
 from parcompile.user_files import shipped
 
+
 class NeoxSettings(Settings):
     """The values of a gpt-neox configuration; `fork` is what the gpt-neox of the file takes, where it is at hand."""
 

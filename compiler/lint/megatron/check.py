@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
-from parcompile.backends.megatron.arguments import Arguments, Line, Option, Problem, Span, Unknown, converted, spelling
+from parcompile.backends.megatron.arguments import (
+    NVIDIA,
+    Arguments,
+    Line,
+    Option,
+    Problem,
+    Span,
+    Unknown,
+    converted,
+    spelling,
+)
 from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM, PARENTS, Call, from_tree
 from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings
@@ -133,6 +143,7 @@ class _Program:
             return False
         names = {flag, f"--{spelling(flag)}", f"--{spelling(flag).replace('_', '-')}"}
         texts = [f"{quote}{name}".encode() for name in names for quote in "\"'"]
+        texts.append(f" {spelling(flag)}:".encode())  # the field of a dataclass of which a parser is made
         files = (file for folder in self.folders for file in folder.rglob("*.py"))
         for file in islice(files, _SEARCHED):
             with suppress(OSError):
@@ -181,15 +192,17 @@ def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool, tuple
     arguments = call.arguments
     if call.program is None or not call.program.endswith(".py") or call.source.file is None:
         return _NO_PARSER
-    if not arguments.problems and not any(_is_gone(arguments, name) for name in arguments.values):
+    if not arguments.problems and not any(_may_lack(arguments, name) for name in arguments.values):
         return _NO_PARSER
     script = Path(call.source.file).absolute()
     folders = (script.parent, *script.parents[1:PARENTS], Path.cwd())
     tail = _UNSAID.sub("", call.program)
     program = next((Path(normpath(folder / tail)) for folder in folders if (folder / tail).is_file()), None)
     found, words, is_whole, places = set[str](), set[str](), False, dict[Path, None]()
-    above = [*list(script.parents)[:PARENTS], *(program.parents[:PARENTS] if program else ())]
-    beside = [folder.glob(name) for folder in dict.fromkeys(above) for name in _FORKS]
+    above = list(script.parents)[:PARENTS]
+    if program is not None and program.parent in above:
+        above = above[: above.index(program.parent) + 1]  # what stands above the program is another project's
+    beside = [folder.glob(name) for folder in above for name in _FORKS]
     if program is not None:
         beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
     for file in islice((file for files in beside for file in sorted(files)), _FILES):
@@ -204,10 +217,10 @@ def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool, tuple
     return frozenset(found), frozenset(words if is_whole else ()), program is not None, tuple(places)
 
 
-def _is_gone(arguments: Arguments, name: str) -> bool:
-    """Whether the newest version of the parser has an option of its past no more."""
+def _may_lack(arguments: Arguments, name: str) -> bool:
+    """Whether the newest parser has an option of its past no more, or there are several: forks have forks."""
     versions = arguments.versions_of(name)
-    return bool(versions) and arguments.line.newest not in versions
+    return bool(versions) and (arguments.line.newest not in versions or arguments.project != NVIDIA)
 
 
 def _packages(folder: Path) -> list[Path]:
@@ -298,10 +311,12 @@ def _tool(parsers: Line) -> str:
 def _refused(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
     """Options that Megatron-LM once had, and of which the parser near the script knows not even the name."""
     for name in arguments.values if program.words else ():
-        if _is_gone(arguments, name) and program.lacks(name):
-            flag, last = arguments.flags[name], max(arguments.versions_of(name))
-            until = f"{_tool(arguments.line)} had it until {arguments.line.versions[last]}"
-            message = f"the parser of this program has no {flag}: {until}"
+        flag = arguments.flags[name]
+        if _may_lack(arguments, name) and program.lacks(flag):
+            last = max(arguments.versions_of(name))
+            until = f": {_tool(arguments.line)} had it until {arguments.line.versions[last]}"
+            is_gone = last < arguments.line.newest
+            message = f"the parser of this program has no {flag}{until if is_gone else ''}"
             severity = Severity.ERROR if program.is_found else Severity.WARNING
             yield Diagnostic("K001", severity, message, (name,), help=f"remove {flag}")
 
