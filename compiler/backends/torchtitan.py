@@ -565,6 +565,13 @@ def losses(plan: Plan) -> list[Loss]:
                 "pipeline stages", "torchtitan deals its layers to stages itself", "set its pipeline_parallel_* options"
             )
         )
+    if parallelism.num_virtual_stages_per_pipeline_rank > 2:
+        what = f"{_VIRTUAL} {parallelism.num_virtual_stages_per_pipeline_rank}"
+        layers = spec.model.shape.num_hidden_layers // (
+            parallelism.pp * parallelism.num_virtual_stages_per_pipeline_rank
+        )
+        instead = f"pipeline_parallel_layers_per_stage={layers}, with no layer less in the first and the last"
+        found.append(Loss(what, "its interleaved schedule has 2 stages on a rank, unless told otherwise", instead))
     if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
         found.append(
             Loss(

@@ -1,6 +1,7 @@
 """What is exported comes back: every target and drawn specs, up to what the target names as lost.
 
-A few specs in the suite; `python tests/compiler/test_round_trip.py 100` draws so many and prints a line for each file.
+A few specs in the suite; `python tests/compiler/test_round_trip.py 100` draws so many and prints a line for each file,
+with a further number others (a seed).
 A file does not say everything: what it has no word for is taken from the spec, and all that it says has to agree.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decoder_cases import compiled, specs
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from parcompile.backends.artefacts import effective_order
 from parcompile.backends.kinds import BUILT_IN
@@ -101,17 +102,18 @@ def others(tree: dict[str, Any], plan: Plan) -> Iterator[tuple[str, list[str]]]:
                 yield name, wrong + [one.option for one in result.of(Outcome.LOST) if one.changes]
 
 
-def drawn(count: int) -> Iterator[tuple[dict[str, Any], Plan]]:
+def drawn(count: int, number: int | None = None) -> Iterator[tuple[dict[str, Any], Plan]]:
     found: list[tuple[dict[str, Any], Plan]] = []
 
     @settings(
         max_examples=2 * count,
         deadline=None,
-        derandomize=True,
+        derandomize=number is None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+    @seed(number)
     @given(specs())
     def draw(tree: dict[str, Any]) -> None:
         plan = compiled(tree) if len(found) < count else None
@@ -137,7 +139,7 @@ def test_what_is_exported_comes_back_from_every_file() -> None:
 
 if __name__ == "__main__":
     tally: collections.Counter[str] = collections.Counter()
-    for tree, plan in drawn(int(sys.argv[1])):
+    for tree, plan in drawn(*map(int, sys.argv[1:3])):
         tally["specs"] += 1
         for name, wrong in others(tree, plan):
             tally[f"{name}: {'something does not come back' if wrong else 'the same'}"] += 1

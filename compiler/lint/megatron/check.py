@@ -141,9 +141,11 @@ class _Program:
         """Whether it is certain that nothing adds an option: its name is no word of the parsers, nor text elsewhere."""
         if not self.words or (not _SHORT.match(flag) and spelling(flag) in self.words):
             return False
-        names = {flag, f"--{spelling(flag)}", f"--{spelling(flag).replace('_', '-')}"}
-        texts = [f"{quote}{name}".encode() for name in names for quote in "\"'"]
-        texts.append(f" {spelling(flag)}:".encode())  # the field of a dataclass of which a parser is made
+        name = spelling(flag)
+        names = {flag} if _SHORT.match(flag) else {flag, f"--{name}", f"--{name.replace('_', '-')}"}
+        texts = [f"{quote}{one}".encode() for one in names for quote in "\"'"]
+        if not _SHORT.match(flag):
+            texts.append(f" {name}:".encode())  # the field of a dataclass of which a parser is made
         files = (file for folder in self.folders for file in folder.rglob("*.py"))
         for file in islice(files, _SEARCHED):
             with suppress(OSError):
