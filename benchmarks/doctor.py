@@ -106,7 +106,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
 
 
 def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> None:
-    """Plain DeepSpeed or FSDP2 without this project; Flight Recorder's dump is written when all is over."""
+    """Plain DeepSpeed, FSDP2 or torchtitan; Flight Recorder's dump is written when all is over."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     import deepspeed
     import torch
@@ -117,18 +117,25 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
 
     def dump() -> None:
         # A run of NCCL writes it at the time-out of a collective.
-        Path(folder, f"trace_{rank}").write_bytes(c10d._dump_fr_trace())
+        Path(folder, f"{rank}.new").write_bytes(c10d._dump_fr_trace())
+        Path(folder, f"{rank}.new").rename(Path(folder, f"trace_{rank}"))
 
     def watch() -> None:
         while not Path(folder, "over").exists():
             time.sleep(0.1)
         dump()
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    train = _with_fsdp(model) if fault["plain"] == "torch-fsdp" else _with_deepspeed(model, int(fault["plain"][-1]))
+    engine, _, kind = fault["plain"].partition("-")
+    if engine == "torchtitan":
+        train = _with_torchtitan(int(kind.removeprefix("tp")))
+    else:
+        train = _with_fsdp(model) if engine == "torch" else _with_deepspeed(model, int(kind))
     injected = Injected({}, folder, fault) if mine in (*PLACED, "dead") else None
+    has_finished = False
     with contextlib.suppress(RuntimeError, StopIteration):
         for step in range(1, STEPS + 1):
             if injected is not None:
@@ -137,10 +144,10 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
                 _tell(folder, {})
                 break
             train()
-    has_finished = step == STEPS
-    while not Path(folder, "over").exists():
-        time.sleep(0.1)
-    time.sleep(1)
+        else:
+            has_finished = True
+            Path(folder, f"whole-{rank}").touch()
+    watcher.join()
     os._exit(0 if has_finished else 3)
 
 
@@ -181,6 +188,20 @@ def _with_fsdp(model: Any) -> Callable[[], None]:
         torch.distributed.all_reduce(loss.detach())
 
     return train
+
+
+def _with_torchtitan(tp: int) -> Callable[[], None]:
+    """A step of torchtitan's own Trainer, in which the rest of the 4 ranks are FSDP2's."""
+    from parcompile.runtime.prove.ranks import cells, reference
+
+    reference.STEPS = STEPS
+    from parcompile.runtime.prove.ranks.engines import torchtitan_engine as titan
+
+    wanted = {"dp": 4 // tp, "tp": tp, "micro_batch": 2, "clipping": 0.5, "sequence_parallel": tp > 1}
+    features = {**cells.FEATURES, **titan.FEATURES, "family": ("qwen3",)}
+    cell = {name: values[0] for name, values in features.items()} | wanted | {"seed": 0, "resume": False}
+    run, batches = titan.build(reference.model_of(cell), cell), reference.batches(cell)
+    return lambda: (titan.step(run, next(batches), cell), None)[1]
 
 
 def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
@@ -375,14 +396,20 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
     end = time.monotonic() + PATIENCE
     while any(one.is_alive() for one in ranks) and time.monotonic() < end:
         time.sleep(0.1)
+        if all((folder / f"whole-{rank}").exists() for rank in range(4)):
+            break
         if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
             end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
-    if "plain" in fault:
-        time.sleep(1)
+    end = time.monotonic() + 10
+    while "plain" in fault and time.monotonic() < end:
+        time.sleep(0.5)  # ranks that are done end a moment after their dumps
+        if all((folder / f"trace_{rank}").exists() or not one.is_alive() for rank, one in enumerate(ranks)):
+            break
     for one in ranks:
-        if one.is_alive():
-            os.kill(one.pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            if one.is_alive():
+                os.kill(one.pid, signal.SIGUSR1)
     time.sleep(0.7 if any(one.is_alive() for one in ranks) else 0)
     for one in ranks:
         one.kill()
@@ -451,7 +478,8 @@ def faults(options: argparse.Namespace) -> None:
         layout, fault, folder = job
         folder.mkdir()
         is_whole = run_once(context, layout, fault, folder)
-        truth = json.loads((folder / "truth").read_text()) if (folder / "truth").exists() else {}
+        has_happened = (folder / "truth").exists()
+        truth = json.loads((folder / "truth").read_text()) if has_happened else {}
         verdict = judge(read_all(_left(folder) if not options.logs else [folder]))
         if is_whole and fault["class"] in PLACED:
             truth = {}  # messages of two groups may change places
@@ -459,15 +487,16 @@ def faults(options: argparse.Namespace) -> None:
         (folder / "case.json").write_text(
             json.dumps({"fault": fault, "truth": truth, "right": found}), encoding="utf-8"
         )
-        return fault["class"], found, verdict, {**fault, **truth}
+        return fault["class"], found, verdict, {**fault, **truth, "happened": has_happened}
 
     table: dict[str, list[bool]] = defaultdict(list)
     parts: dict[str, list[bool]] = defaultdict(list)
-    accused = 0
+    accused = unharmed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         for (_, _, folder), (kind, found, verdict, truth) in zip(jobs, pool.map(one, jobs), strict=True):
-            if kind in PLACED and "step" not in truth:
-                continue  # this layout sends no message that can have the fault, or it had no effect
+            if kind != "healthy" and (not truth["happened"] or (kind in PLACED and "step" not in truth)):
+                unharmed += 1
+                continue  # no message can have the fault, it had no effect, or the run ended before it
             if kind == "healthy":
                 accused += verdict.kind not in ("nothing", "unknown")
             else:
@@ -486,7 +515,7 @@ def faults(options: argparse.Namespace) -> None:
     every = [one for results in table.values() for one in results]
     print(f"| all | {len(every)} | {sum(every)} ({sum(every) / max(len(every), 1):.0%}) |")
     print(", ".join(f"{name} {sum(results)} of {len(results)}" for name, results in parts.items()))
-    print(f"healthy runs: {options.healthy}, accused: {accused}")
+    print(f"healthy runs: {options.healthy}, accused: {accused}; without their fault, and not counted: {unharmed}")
     if not options.keep:
         shutil.rmtree(root)
 

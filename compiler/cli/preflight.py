@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import say
 from parcompile.cli.options import positive_number, read_plan
@@ -21,6 +22,7 @@ from parcompile.doctor import judge, read_all
 from parcompile.version import how_to_install
 
 if TYPE_CHECKING:
+    from parcompile.runtime.preflight.findings import Report
     from parcompile.runtime.preflight.live import LiveReport
 
 
@@ -117,6 +119,18 @@ def command(
         raise click.UsageError("--checkpoints, --wait, --limit and --seconds need --live")
     loaded = read_plan(plan)[0]
     chosen = None if ranks is None else _numbers(ranks)
+    found = _preflight()(loaded, chosen, None if model is None else _builder(model))
+    say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
+    if not found.agrees:
+        context.exit(1)
+
+
+def _preflight() -> Callable[..., Report]:
+    """What builds ranks of a plan; what it refuses is told to the user.
+
+    Raises:
+        ClickException: what it needs is not installed.
+    """
     # torch warns that the fake group has no hooks, on every rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -125,13 +139,14 @@ def command(
         from parcompile.runtime.preflight import preflight
     except ImportError as error:
         raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
-    try:
-        found = preflight(loaded, chosen, None if model is None else _builder(model))
-    except RunError as error:
-        raise click.ClickException(str(error)) from None
-    say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
-    if not found.agrees:
-        context.exit(1)
+
+    def build(*given: Any) -> Report:
+        try:
+            return preflight(*given)
+        except RunError as error:
+            raise click.ClickException(str(error)) from None
+
+    return build
 
 
 def _builder(where: str) -> Callable[[], Any]:
@@ -170,9 +185,13 @@ def _numbers(text: str) -> list[int]:
 @click.command("doctor")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--plan", "plan", help="The plan or spec of the run: says how far memory and time are from it.")
+@click.option("--preflight", "counts", is_flag=True, help="Offer only changes that pass preflight; takes minutes.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict here too (HTML).")
 @click.pass_context
-def doctor_command(context: click.Context, /, paths: tuple[str, ...], plan: str | None, form: str) -> None:
+def doctor_command(
+    context: click.Context, /, paths: tuple[str, ...], plan: str | None, counts: bool, form: str, page: Path | None
+) -> None:
     """Say why a run hangs, died, is slow, or went wrong.
 
     PATHS are files and folders of any engine's run, in any state: records of the runtime, Flight Recorder dumps,
@@ -183,7 +202,16 @@ def doctor_command(context: click.Context, /, paths: tuple[str, ...], plan: str 
     if plan is None and given:
         plan = given[0]
     loaded = None if plan is None else read_plan(plan)[0]
-    verdict = judge(read_all(one for one in paths if Path(one).name != "plan.json"), loaded)
+    found = read_all(one for one in paths if Path(one).name != "plan.json")
+    passes = _preflight() if counts else None
+    verdict = judge(found, loaded, None if passes is None else lambda plan: passes(plan).agrees)
+    if page is not None:
+        from parcompile.show.page.doctor_page import doctor_page
+
+        try:
+            write_file(page, doctor_page(verdict, found))
+        except OSError as error:
+            raise click.ClickException(f"{page} cannot be written: {error.strerror}") from None
     say(to_text(verdict.to_json()) if form == "json" else verdict.text(), nl=form == "text")
     if verdict.kind != "nothing":
         context.exit(1)

@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,12 @@ from .reading import Evidence, Verdict, read_all, some
 from .records import Message, Rank
 
 if TYPE_CHECKING:
-    from parcompile.cost.estimate import Estimate
+    from parcompile.cost.changes import Change
+    from parcompile.cost.step import Timing
     from parcompile.plan import Plan
+
+Preflight = Callable[["Plan"], bool]
+"""Whether the sharded model of a plan is what the plan says."""
 
 FEWEST_STEPS, WARM_UP = 4, 2
 """Steps of which memory and time are judged, after the first ones."""
@@ -49,20 +53,23 @@ _BROKEN = (
 )
 
 
-def judge(found: Evidence, plan: Plan | None = None) -> Verdict:
-    """The verdict on what was read; of a plan, also how far the run is from it."""
+def judge(found: Evidence, plan: Plan | None = None, preflight: Preflight | None = None) -> Verdict:
+    """The verdict on what was read; of a plan, also how far the run is from it.
+
+    With `preflight`, changes that fit are those that pass it.
+    """
     hung = _hang(found)
     verdict = (
         _start(found)
         or _build(found, is_waiting=True)
         or (hung if hung and hung.cause in hang.DIVERGED else None)
         or _nonfinite(found)
-        or _out_of_memory(found, plan)
+        or _out_of_memory(found, plan, preflight)
         or hung
         or _error(found)
         or _build(found, is_waiting=False)
         or _growth(found)
-        or _spike(found)
+        or _spike(found, plan)
         or _slow(found, plan)
         or _nothing(found)
     )
@@ -145,7 +152,12 @@ def _nonfinite(found: Evidence) -> Verdict | None:
         return Verdict("wrong", "not finite", said, step=step, evidence=evidence, advice=[*advice, _RECORD[0]])
     first = min(places.values(), key=_order)
     ranks = tuple(sorted(rank for rank, one in places.items() if _order(one) == _order(first)))
-    said = f"step {first['step']}: the first value that is not finite leaves layer {first['layer']} {first['phase']}"
+    if "forward" in str(first["phase"]):
+        said = f"the first value that is not finite leaves layer {first['layer']} {first['phase']}"
+    else:
+        said = f"the gradient of layer {first['layer']}'s output is the first value that is not finite: what comes "
+        said += "after that layer made it, the head and the loss behind the last one"
+    said = f"step {first['step']}: {said}"
     return Verdict("wrong", "not finite", said, ranks, **_place(first), evidence=evidence, advice=advice)
 
 
@@ -159,7 +171,7 @@ def _order(place: Mapping[str, Any]) -> tuple[Any, ...]:
     return int(place.get("step") or 0), int(place.get("micro_batch") or 0), not forward, layer if forward else -layer
 
 
-def _out_of_memory(found: Evidence, plan: Plan | None) -> Verdict | None:
+def _out_of_memory(found: Evidence, plan: Plan | None, preflight: Preflight | None) -> Verdict | None:
     facts = _of(found, "device memory", "host memory")
     told = _events(found, "CUDA out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
     if not facts and not told:
@@ -175,18 +187,19 @@ def _out_of_memory(found: Evidence, plan: Plan | None) -> Verdict | None:
     evidence = [*map(str, facts[:3]), *_quoted(found, told)]
     advice = ["name the plan with --plan: then the largest part and the changes that fit are listed"]
     if plan is not None:
-        said, advice = _beside_plan(plan.estimate(), numbers, said)
+        said, advice = _beside_plan(plan, preflight, numbers, said)
     cause = "host memory" if facts and facts[0].kind == "host memory" else "device memory"
     return Verdict(
         "memory", cause, said, () if rank is None else (rank,), **_place(place), evidence=evidence, advice=advice
     )
 
 
-def _beside_plan(estimate: Estimate, numbers: Mapping[str, float], said: str) -> tuple[str, list[str]]:
+def _beside_plan(
+    plan: Plan, preflight: Preflight | None, numbers: Mapping[str, float], said: str
+) -> tuple[str, list[str]]:
     """How far the run is from its plan, and the changes that fit."""
-    from parcompile.cost.changes import changes_that_fit
-
-    peak, (low, high) = estimate.memory.peak, estimate.memory.interval_bytes
+    memory = plan.estimate().memory
+    peak, (low, high) = memory.peak, memory.interval_bytes
     said += (
         f"; the plan expects {format_bytes(peak.total_bytes)} ({format_bytes(low)} to {format_bytes(high)}), most of "
     )
@@ -194,18 +207,34 @@ def _beside_plan(estimate: Estimate, numbers: Mapping[str, float], said: str) ->
     if "total" in numbers:
         held = numbers["total"] - numbers.get("free", 0.0)
         said += f"; the device held {format_bytes(held)}, {held / peak.total_bytes - 1:+.0%}"
+    checked = "`parcompile preflight` checks it" if preflight is None else "it passes preflight"
     changes = [
         f"set {', '.join(f'{name} to {value}' for name, value in one.settings.items())}: peak "
-        f"{format_bytes(one.memory.peak.total_bytes)}, step {one.cost:+.0%}; `parcompile preflight` checks it"
-        for one in changes_that_fit(estimate.work)[:3]
+        f"{format_bytes(one.memory.peak.total_bytes)}, step {one.cost:+.0%}; {checked}"
+        for one in itertools.islice(_allowed(plan, preflight), 3)
     ]
     return said, changes or ["no change of the spec fits: use more nodes"]
 
 
+def _allowed(plan: Plan, preflight: Preflight | None) -> Iterator[Change]:
+    """The changes that fit and that the rules allow."""
+    from parcompile.api import compile as compiled
+    from parcompile.cost.changes import changes_that_fit
+    from parcompile.plan import written
+    from parcompile.searching.variant import changed, variant
+
+    tree = written(plan)
+    is_known = variant(tree, {}, Path(), executable=True).work is not None
+    for one in changes_that_fit(plan.estimate().work):
+        if is_known and variant(tree, one.settings, Path(), executable=True).work is None:
+            continue
+        if preflight is None or preflight(compiled(changed(tree, one.settings))):
+            yield one
+
+
 def _hang(found: Evidence) -> Verdict | None:
-    told = [replace(fact, place=one.source) for one in found.ranks.values() for fact in read_log(_text(one), "")]
     lost: dict[int, str] = {}
-    for fact in (*told, *found.facts):
+    for fact in (*_told(found), *found.facts):
         if fact.kind in ("dead", "stopped") and fact.rank is not None:
             one = found.ranks.get(fact.rank)
             if one is None or not (one.error or one.has_ended):
@@ -219,8 +248,10 @@ def _hang(found: Evidence) -> Verdict | None:
     )
 
 
-def _text(one: Rank) -> str:
-    return "\n".join(one.events)
+def _told(found: Evidence) -> list[Fact]:
+    """What ranks said when they ended."""
+    every = ((one.source, read_log("\n".join(one.events), "")) for one in found.ranks.values())
+    return [replace(fact, place=source) for source, facts in every for fact in facts]
 
 
 def _network(found: Evidence, lost: Mapping[int, str]) -> Verdict | None:
@@ -277,6 +308,7 @@ def _error(found: Evidence) -> Verdict | None:
         said = f"{some(ranks)} failed: {own[first]}"
         return Verdict("died", cause, said, tuple(ranks), **where, evidence=_quoted(found, own))
     facts = _of(found, "dead", "killed", "stopped", "time limit", "network", "data", "error", "lost", "exit")
+    facts = facts or [fact for fact in _told(found) if fact.kind in ("dead", "stopped")]
     if not facts:
         return None
     # What ranks and launchers say when another rank has ended comes after what that one said.
@@ -323,19 +355,33 @@ def _growth(found: Evidence) -> Verdict | None:
     return Verdict("memory", "growth", said, tuple(ranks), step=rows[0]["step"], evidence=evidence, advice=advice)
 
 
-def _spike(found: Evidence) -> Verdict | None:
-    """The first step whose loss or norm leaves what the steps before it show, and stays there."""
+def _spike(found: Evidence, plan: Plan | None) -> Verdict | None:
+    """The first step whose loss or norm leaves what the steps before it show, or the plan's model, and stays there."""
     for name in ("loss", "gradient_norm"):
         rows = [(int(row["step"]), row[name]) for row in found.metrics if name in row]
         values = [value for _, value in rows]
         for place, (middle, bound) in enumerate(usual(values[:-2]), WINDOW):
             step, value = rows[place]
             if min(values[place : place + 3]) > bound:
-                said = f"step {step}: {name.replace('_', ' ')} {value:.4g}; it was about {middle:.4g}, and stays higher"
-                advice = ["go on from a checkpoint before it, with a smaller learning rate or without that batch"]
-                evidence = [f"{found.metrics_file}: step {step}: {name} {value:.6g}"]
-                return Verdict("wrong", "left its interval", said, step=step, evidence=evidence, advice=advice)
+                said = f"it was about {middle:.4g}, and stays higher"
+                return _left(found, step, name, value, said)
+    if plan is None:
+        return None
+    rows = [(int(row["step"]), row["loss"]) for row in found.metrics if "loss" in row]
+    guess = math.log(plan.spec.model.shape.vocab_size)
+    high = max([guess + 1, *(value for _, value in rows[:1])])
+    for place, (step, value) in enumerate(rows[:-2]):
+        if min(one for _, one in rows[place : place + 3]) > high:
+            said = f"the plan's model has {guess:.4g} where it guesses among its tokens, and this run began with "
+            return _left(found, step, "loss", value, f"{said}{rows[0][1]:.4g}")
     return None
+
+
+def _left(found: Evidence, step: int, name: str, value: float, why: str) -> Verdict:
+    said = f"step {step}: {name.replace('_', ' ')} {value:.4g}; {why}"
+    advice = ["go on from a checkpoint before it, with a smaller learning rate or without that batch"]
+    evidence = [f"{found.metrics_file}: step {step}: {name} {value:.6g}"]
+    return Verdict("wrong", "left its interval", said, step=step, evidence=evidence, advice=advice)
 
 
 def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
@@ -355,21 +401,42 @@ def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
         evidence += [f"{found.ranks[rank].source}: the last of its groups to post, at most {at}"]
         return Verdict("slow", "straggler", said, (rank,), **at.where(), evidence=evidence, advice=advice)
     time = None if plan is None or plan.spec.other_machine() else plan.estimate().time
-    if time is not None and typical > time.interval_seconds[1]:
-        low, high = map(format_seconds, time.interval_seconds)
-        said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
-        planned = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
-        longest = max(phases, key=lambda name: phases[name], default=None)
-        return Verdict("slow", "longer than planned", said, phase=longest, evidence=[*evidence, f"planned: {planned}"])
     waiting = min(
         statistics.median(float(row.get("waiting_seconds") or 0.0) / max(row["seconds"], 1e-9) for row in each)
         for each in rows.values()
     )
+    evidence.append(f"every rank waits for messages in {waiting:.0%} of a step or more")
+    if time is not None:
+        exposed = sum(value for name, value in time.step.parts.items() if "exposed" in name or "exchange" in name)
+        evidence[-1] += f"; the plan says {exposed / time.step.seconds:.0%}"
+    if time is not None and typical > time.interval_seconds[1]:
+        low, high = map(format_seconds, time.interval_seconds)
+        said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
+        planned = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
+        expected = _expected(time, recomputes=plan.spec.training.activation_checkpointing == "full")
+        longest = max(phases, key=lambda name: phases[name] - expected.get(name, 0.0), default=None)
+        if longest is not None:
+            said += f"; most of the rest {longest}: {format_seconds(phases[longest])} instead of about "
+            said += format_seconds(expected.get(longest, 0.0))
+        return Verdict("slow", "longer than planned", said, phase=longest, evidence=[*evidence, f"planned: {planned}"])
     if waiting > EXPOSED:
         said = f"every rank waits for messages in {waiting:.0%} of a step or more: communication is exposed"
         advice = ["`parcompile search` finds layouts that send less"]
         return Verdict("slow", "exposed communication", said, evidence=evidence, advice=advice)
     return None
+
+
+def _expected(time: Timing, *, recomputes: bool) -> dict[str, float]:
+    """Seconds of each phase by the plan: a backward pass is two forward ones, and a third where it recomputes them."""
+    step = time.step
+    optimizer = step.optimizer + step.host
+    passes = step.seconds - optimizer - step.gradients
+    forward = passes / (4 if recomputes else 3)
+    return {
+        "in the forward pass": forward,
+        "in the backward pass": passes - forward + step.gradients,
+        "in the optimizer step": optimizer,
+    }
 
 
 def _phases(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:

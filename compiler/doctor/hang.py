@@ -12,6 +12,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import eq
 from typing import Any
 
@@ -24,6 +25,8 @@ AHEAD = 12
 """How far to look for a message that is missing or too early."""
 QUIET_SECONDS = 1.0
 """A message that was posted less long before the file was written is on its way."""
+BEHIND = 64
+"""How far back two places are compared."""
 UNDONE = ("open", "failed")
 STARTING = "starting"
 """What is sent before the first step is sent once."""
@@ -99,9 +102,6 @@ class Messages:
         self.members: dict[str, set[int]] = defaultdict(set)
         self.posted: dict[tuple[str, int], dict[int, Message]] = defaultdict(dict)
         self._last: Counter[Any] = Counter()
-        # Dumps of gloo do not say who is in a group: a rank without one is in those that all others use.
-        size = max((one.world_size for one in ranks.values()), default=0)
-        absent = set(range(max([*ranks, size]))) - set(ranks)
         for rank, one in ranks.items():
             for name, (_, members) in one.groups.items():
                 self.members[name].update(members)
@@ -111,9 +111,20 @@ class Messages:
                     self.posted[message.group, message.number][rank] = message
                 key = (message.group, rank, *self._ends(rank, message))
                 self._last[key] = max(self._last[key], message.number)
+        self._add_absent()
 
-        for known in self.members.values():
-            if known == set(ranks):
+    def _add_absent(self) -> None:
+        """Dumps of gloo do not say who is in a group: a rank without one is in those that all use or that lack one."""
+        sizes: Counter[str] = Counter()
+        for one in self.ranks.values():
+            sizes |= Counter(one.sizes)
+        lacking = {name: sizes[name] - len(known) for name, known in self.members.items() if sizes[name] > len(known)}
+        size = max((one.world_size for one in self.ranks.values()), default=0)
+        absent = set(range(max([*self.ranks, size]))) - set(self.ranks)
+        if lacking and not absent:
+            absent = {max(self.ranks) + 1}
+        for name, known in self.members.items():
+            if known == set(self.ranks) or lacking.get(name) == len(absent):
                 known |= absent
 
     def _ends(self, rank: int, message: Message) -> tuple[str, int] | tuple[()]:
@@ -185,7 +196,14 @@ def deviations(ranks: Mapping[int, Rank]) -> list[Deviation]:
                 continue
             known = followers[tuple(row[place - CONTEXT : place])]
             if len(known) > 1 and known[row[place]] == [(rank, place)]:
-                other, start = max((seen for item, seen in known.items() if item != row[place]), key=len)[0]
+                mine = row[max(place - BEHIND, 0) : place]
+                elsewhere = [one for item, seen in known.items() if item != row[place] for one in seen]
+                likest = max(elsewhere, key=lambda one: _alike(items[one[0]], one[1], mine))
+                # What follows on it is read where enough of it is known.
+                other, start = max(
+                    known[items[likest[0]][likest[1]]],
+                    key=lambda one: (one[1] + AHEAD <= len(items[one[0]]), _alike(items[one[0]], one[1], mine)),
+                )
                 due, last = items[other][start : start + AHEAD], ranks[other].messages[start - 1]
                 later = (ranks[other].messages[start].step or 0) - (last.step or 0)
                 before = ranks[rank].messages[place - 1].step
@@ -193,6 +211,12 @@ def deviations(ranks: Mapping[int, Rank]) -> list[Deviation]:
                 found.append(Deviation(rank, due, ranks[rank].messages[place : place + AHEAD], step))
                 break
     return sorted(found, key=lambda one: one.posted[0].seconds)
+
+
+def _alike(row: Sequence[Item], place: int, mine: Sequence[Item]) -> int:
+    """How many messages before that place are the same: the more, the surer that the next one is due here too."""
+    before = row[max(place - BEHIND, 0) : place]
+    return sum(1 for _ in takewhile(bool, map(eq, reversed(before), reversed(mine))))
 
 
 def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -> Verdict | None:
@@ -211,6 +235,8 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
     involved = {rank for one in waits for rank in (one.rank, *one.missing)} | set(first)
     is_stuck = bool(waits or lost) or any(one.error or one.seconds is None for one in ranks.values())
     strayed = [one for one in deviations(ranks) if one.rank in involved or one.rank in lost]
+    if strayed and (earlier := _outvoted(first, ranks)) and earlier.posted[0].seconds < strayed[0].posted[0].seconds:
+        strayed = [earlier]
     if strayed:
         found = _strayed(strayed[0], ranks, evidence)
         return found if is_stuck else replace(found, kind="wrong")
@@ -223,7 +249,13 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
         missing - {one.rank for one in waits}, key=lambda rank: (_is_busy(ranks, rank), rank)
     )
     if roots:
-        wait = next((one for one in waits if set(roots) & set(one.missing)), waits[0] if waits else None)
+        # Where a rank has gone on, it is not known that it waits for one that left nothing.
+        for_them = [one for one in waits if set(roots) & set(one.missing)] or waits
+        wait = min(
+            for_them,
+            key=lambda one: (one.message is not ranks[one.rank].messages[-1], one.message.seconds),
+            default=None,
+        )
         return _absent(roots, wait, ranks, lost, evidence, world_size)
     stuck = [one for one in waits if not one.missing]
     one = min(stuck or waits, key=lambda wait: wait.message.seconds)
@@ -264,6 +296,17 @@ def _strayed(one: Deviation, ranks: Mapping[int, Rank], evidence: list[str]) -> 
     return replace(_hang(cause, said, [one.rank], posted, [shown, *evidence], due), step=one.step)
 
 
+def _outvoted(posted: Mapping[int, Message], ranks: Mapping[int, Rank]) -> Deviation | None:
+    """The one rank that posted another message than all others of its group; None where there is none."""
+    counts = Counter((m.op, m.item) for m in posted.values())
+    if len(counts) != 2 or min(counts.values()) > 1 or len(posted) < 3:
+        return None
+    rank = next(rank for rank, m in posted.items() if counts[m.op, m.item] == 1)
+    other = next(one for one in posted if one != rank)
+    due, mine = (ranks[one].messages[ranks[one].messages.index(posted[one]) :][:AHEAD] for one in (other, rank))
+    return Deviation(rank, [m.item for m in due], mine, due[0].step)
+
+
 def _differing(
     posted: Mapping[int, Message], ranks: Mapping[int, Rank], evidence: list[str], *, is_stuck: bool
 ) -> Verdict:
@@ -295,7 +338,7 @@ def _absent(
         cause, said = ("stopped", f"{who} is stopped") if stopped else ("dead", f"{who} has died")
         evidence = [told, *evidence]
     elif one is None:
-        of = f" of {world_size}" if world_size else ""
+        of = f" of {world_size}" if world_size > blamed[0] else ""
         cause, said = "dead", f"{who}{of} has left nothing: its process is dead or stopped"
     elif one.has_ended:
         cause, said = "ended early", f"{who} has ended without an error while others go on: its data ended early"

@@ -56,9 +56,8 @@ class Verdict:
         tree = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {"format": 1, **tree}
 
-    def text(self) -> str:
-        """For a person."""
-        lines = [f"{KINDS[self.kind]} · {self.summary}", ""]
+    def places(self) -> dict[str, str]:
+        """Which rank, and where in its step; what is not known is left out."""
         where = {
             "rank": ", ".join(map(str, self.ranks[:8]))
             + (f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""),
@@ -69,7 +68,12 @@ class Verdict:
             "collective": self.collective,
             "cause": self.cause,
         }
-        lines += [f"{name:<13} {value}" for name, value in where.items() if value not in (None, "")]
+        return {name: str(value) for name, value in where.items() if value not in (None, "")}
+
+    def text(self) -> str:
+        """For a person."""
+        lines = [f"{KINDS[self.kind]} · {self.summary}", ""]
+        lines += [f"{name:<13} {value}" for name, value in self.places().items()]
         for title, said in (("evidence", self.evidence), ("what to do", self.advice)):
             lines += ["", title, *(f"  - {one}" for one in said)] if said else []
         unread = self.read.get("unreadable", {})
@@ -108,7 +112,8 @@ class Evidence:
     @property
     def world_size(self) -> int:
         """Ranks of the job; 0 where nothing says it."""
-        return max([one.world_size for one in self.ranks.values()] or [0])
+        size = max([one.world_size for one in self.ranks.values()] or [0])
+        return max(size, *(rank + 1 for rank in self.ranks)) if size else 0
 
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> Evidence:

@@ -102,6 +102,8 @@ class Rank:
     seconds: float | None = None
     """When it was written; None: only when it was stuck."""
     plan_hash: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of groups, as the sizes of their messages tell; 0: they do not."""
 
     @property
     def has_ended(self) -> bool:
@@ -253,7 +255,9 @@ def read_dump(content: bytes, source: str) -> Rank:
             for name, one in tree["pg_config"].items()
         }
         messages = [_dump_message(one, groups, done) for one in tree["entries"]]
-        size = max((_size(one) for one in tree["entries"]), default=0)
+        sizes: dict[str, int] = {}
+        for one, message in zip(tree["entries"], messages, strict=True):
+            sizes[message.group] = max(sizes.get(message.group, 0), _size(one))
     except DamagedError:
         raise
     except Exception as error:  # a damaged pickle raises whatever it likes
@@ -265,13 +269,14 @@ def read_dump(content: bytes, source: str) -> Rank:
     over = [
         replace(one, state="done") if one.peer is None and one.number <= last[one.group] else one for one in messages
     ]
-    return Rank(rank, source, size if rank < size else 0, groups, over)
+    size = max(sizes.values(), default=0)
+    return Rank(rank, source, size if rank < size else 0, groups, over, sizes=sizes)
 
 
 def _size(one: Mapping[str, Any]) -> int:
     """Ranks of the group of a message, which gloo's dumps do not list: what is gathered has a part of each."""
     sizes = one["input_sizes"], one["output_sizes"]
-    if op_of(one["profiling_name"]) not in ("all_gather", "reduce_scatter") or not all(sizes):
+    if op_of(one["profiling_name"]) not in ("all_gather", "reduce_scatter", "scatter") or not all(sizes):
         return 0
     less, more = sorted(sum(math.prod(map(int, shape)) for shape in each) for each in sizes)
     return more // less if less > 0 and more <= MOST_RANKS * less and more % less == 0 else 0
@@ -291,6 +296,8 @@ def _ranks(text: Any) -> tuple[int, ...]:
 def _dump_message(one: Mapping[str, Any], groups: Mapping[str, Any], done: Mapping[str, int]) -> Message:
     name, description = (str(part) for part in one["process_group"])
     op, number = op_of(one["profiling_name"]), int(one["collective_seq_id"])
+    if op == "all_reduce" and any(part["name"].startswith("reduce_scatter") for part in one.get("frames") or ()):
+        op = "reduce_scatter"  # gloo has none: it sums everything, and keeps a part
     sizes = one["output_sizes"] if op == "all_gather" else one["input_sizes"] or one["output_sizes"]
     shape = tuple(int(size) for size in sizes[0]) if sizes else None
     peer = None

@@ -23,6 +23,7 @@ from layout_cases import compile_tree, spec_tree
 from parcompile.cli import cli
 from parcompile.doctor import Verdict, judge, read_all
 from parcompile.doctor.records import FORMAT, HEAD_BYTES, MESSAGE, SLOT_BYTES, file_name
+from parcompile.plan import Plan
 from parcompile.schema import validate
 
 ROOT = Path(__file__).parents[2]
@@ -127,16 +128,24 @@ def test_a_running_job_is_not_accused(tmp_path: Path) -> None:
     assert judge(read_all([tmp_path])).kind == "nothing"
 
 
-def entry(number: int, op: str, size: int, line: int, *, retired: bool) -> dict[str, Any]:
-    frame = {"name": "step", "filename": "train.py", "line": line}
+def entry(
+    number: int, op: str, size: int, line: int, *, retired: bool, group: str = "0", function: str = "step"
+) -> dict[str, Any]:
+    frame = {"name": function, "filename": "train.py", "line": line}
     at = {
-        "process_group": ("0", "default_pg"),
+        "process_group": (group, "default_pg" if group == "0" else f"mesh_{group}"),
         "collective_seq_id": number,
         "p2p_seq_id": 0,
-        "time_created_ns": number * 10**9,
+        "time_created_ns": number * 10**9 + line,
     }
     sizes = {"input_sizes": [[size]], "output_sizes": [[size]], "input_dtypes": ["Float"], "state": "scheduled"}
     return {**at, **sizes, "frames": [frame], "profiling_name": f"nccl:{op}", "retired": retired, "is_p2p": False}
+
+
+def dump(folder: Path, rank: int, entries: list[dict[str, Any]], ranks: str | None = "[0, 1, 2, 3]") -> None:
+    config = {} if ranks is None else {"0": {"desc": "default_pg", "ranks": ranks}}
+    tree = {"version": "2.10", "pg_config": config, "entries": entries}
+    (folder / f"trace_{rank}").write_bytes(pickle.dumps(tree, 2))
 
 
 def dumped(folder: Path, skipping: int) -> None:
@@ -148,13 +157,7 @@ def dumped(folder: Path, skipping: int) -> None:
         ]
         if rank == skipping:
             del rows[7]
-        entries = [entry(number, *row, retired=number < 8) for number, row in enumerate(rows[:8], 1)]
-        tree = {
-            "version": "2.10",
-            "pg_config": {"0": {"desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
-            "entries": entries,
-        }
-        (folder / f"trace_{rank}").write_bytes(pickle.dumps(tree, 2))
+        dump(folder, rank, [entry(number, *row, retired=number < 8) for number, row in enumerate(rows[:8], 1)])
 
 
 def test_dumps_of_flight_recorder_name_the_rank_and_its_line(tmp_path: Path) -> None:
@@ -178,6 +181,47 @@ def test_dumps_of_flight_recorder_name_the_rank_and_its_line(tmp_path: Path) -> 
     assert read_all([tmp_path]).world_size == 4
 
 
+SUMS = [("all_reduce", 1, line) for line in (1, 1, 1, 1)]
+GATHERS = [("all_gather", 8, 2), ("all_gather", 9, 3)]
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "due"),
+    [
+        # What came before the sums tells that their number is reached.
+        ([*GATHERS, *SUMS] * 2 + GATHERS[:1], [*GATHERS, *SUMS] * 2 + GATHERS[1:], "train.py:2"),
+        # One sum more than in any step so far: the last ones are like those before, and all others have gone on.
+        (
+            [*SUMS, *GATHERS] * 2 + [*SUMS[:3], *GATHERS[:1]],
+            [*SUMS, *GATHERS] * 2 + [*SUMS, *GATHERS[1:]],
+            "train.py:2",
+        ),
+    ],
+)
+def test_the_collective_that_was_due_is_the_one_that_others_posted_there(
+    others: list[tuple[str, int, int]], own: list[tuple[str, int, int]], due: str, tmp_path: Path
+) -> None:
+    for rank in range(4):
+        rows = own if rank == 2 else others
+        dump(tmp_path, rank, [entry(number, *row, retired=number < len(others)) for number, row in enumerate(rows, 1)])
+    found = judge(read_all([tmp_path]))
+    assert found.ranks == (2,)
+    assert found.collective is not None
+    assert due in found.collective
+
+
+def test_a_rank_without_a_dump_is_in_the_group_that_lacks_one(tmp_path: Path) -> None:
+    gather = {"profiling_name": "gloo:all_gather", "input_sizes": [[4]], "output_sizes": [[8]]}
+    for rank, pair in ((0, "even"), (2, "even"), (1, "odd")):
+        first = entry(1, "broadcast", 8, 1, retired=True)
+        rest = [entry(2, "", 4, 2, retired=True, group=pair) | gather]
+        rest.append(entry(3, "all_reduce", 4, 3, retired=True, group=pair, function="reduce_scatter_single"))
+        dump(tmp_path, rank, [first, *rest], ranks=None)
+    found = judge(read_all([tmp_path]))
+    assert (found.cause, found.ranks, found.axis) == ("dead", (3,), "mesh_odd")
+    assert str(found.collective).startswith("reduce_scatter")  # gloo sums, and keeps a part
+
+
 def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -186,6 +230,16 @@ def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
     (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Evil()}, 2))
     assert "nothing of it was run" in read_all([tmp_path]).unreadable["trace_0"]
     assert not (tmp_path / "ran").exists()
+
+
+def test_ranks_that_all_ended_of_one_that_gave_no_sign_of_life_are_no_healthy_run(tmp_path: Path) -> None:
+    for rank in range(4):
+        write(tmp_path, rank, [(1, row) for row in STEP], open_last=False, events=(SILENT,))
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == ("died", "stopped", (0,))
+
+
+SILENT = "rank 0 on host a (process 7) has given no sign of life for 8 s; 8.5 s before, it was starting"
 
 
 def test_damaged_files_give_partial_answers_and_no_traceback(tmp_path: Path) -> None:
@@ -286,11 +340,79 @@ def test_the_summary_of_torchrun_names_the_rank(
     assert (found.kind, found.cause, found.ranks) == ("died", cause, ranks)
 
 
-@pytest.mark.parametrize(("accelerator", "cause"), [("cpu", "too little"), ("h100-sxm", "longer than planned")])
-def test_a_step_is_compared_with_the_plan_of_its_machine_only(accelerator: str, cause: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("accelerator", "cause", "phase"),
+    [("cpu", "too little", None), ("h100-sxm", "longer than planned", "between two passes")],
+)
+def test_a_step_is_compared_with_the_plan_of_its_machine_only(
+    accelerator: str, cause: str, phase: str | None, tmp_path: Path
+) -> None:
     plan = compile_tree(spec_tree(gpus_per_node=4, cluster={"accelerator": accelerator}), tmp_path)
-    record = SAMPLES / "slow" / "rank-00000.json"
-    assert judge(read_all([record]), plan).cause == cause
+    found = judge(read_all([SAMPLES / "slow" / "rank-00000.json"]), plan)
+    assert (found.cause, found.phase) == (cause, phase)
+    if phase is not None:
+        assert "most of the rest between two passes: 400 ms instead of about 0" in found.summary
+        assert "waits for messages in 28% of a step or more; the plan says 0%" in found.evidence[1]
+
+
+def test_changes_that_the_rules_or_preflight_refuse_are_not_offered(tmp_path: Path) -> None:
+    tree = {
+        "version": 1,
+        "name": "full",
+        "model": {"preset": "mixtral-8x7b"},
+        "cluster": {"nodes": 2, "gpus_per_node": 8, "accelerator": "h100-sxm"},
+        "parallelism": {"tp": 2, "pp": 2, "dp": "auto"},
+        "training": {"sequence_length": 8192, "global_batch_size": 64, "micro_batch_size": 2, "precision": "bf16"},
+        "zero": {"stage": 1},
+    }
+    plan = compile_tree(tree, tmp_path)
+    (tmp_path / "oom.log").write_text(
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+    read, asked = read_all([tmp_path / "oom.log"]), []
+    offered = judge(read, plan).advice
+    assert offered
+    assert not any("stage to 3" in one for one in offered)  # Z001: not beside stages of a pipeline
+
+    def second(plan: Plan) -> bool:
+        asked.append(plan)
+        return len(asked) == 2
+
+    (passed,) = judge(read, plan, second).advice
+    assert passed.startswith(offered[1].partition(";")[0])
+    assert passed.endswith("it passes preflight")
+    assert all(one.plan_hash != plan.plan_hash for one in asked)
+
+
+@pytest.mark.parametrize(("last", "step"), [(6.7, 4), (6.4, None)])
+def test_a_loss_above_that_of_a_guess_is_wrong(last: float, step: int | None, tmp_path: Path) -> None:
+    plan = compile_tree(spec_tree(), tmp_path)  # of 256 tokens: a guess has 5.5
+    losses = [5.6, 5.5, 5.4, last, last, last]
+    rows = [json.dumps({"step": number, "loss": loss}) for number, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    found = judge(read_all([tmp_path / "metrics.jsonl"]), plan)
+    assert found.step == step
+    assert found.kind == ("nothing" if step is None else "wrong")
+
+
+def test_a_gradient_that_is_not_finite_is_of_what_comes_after_the_layer(tmp_path: Path) -> None:
+    for file in (SAMPLES / "nan").iterdir():
+        tree = json.loads(file.read_text())
+        tree["nonfinite"] = tree["nonfinite"] and {**tree["nonfinite"], "phase": "in the backward pass", "layer": 3}
+        (tmp_path / file.name).write_text(json.dumps(tree))
+    assert "the gradient of layer 3's output is the first" in judge(read_all([tmp_path])).summary
+
+
+@pytest.mark.usefixtures("page_files")
+def test_the_page_says_what_the_terminal_does(tmp_path: Path) -> None:
+    found = CliRunner().invoke(cli, ["doctor", "skip", "--page", "why.html"])
+    html = (tmp_path / "why.html").read_text()
+    assert found.exit_code == 1
+    for said in ("all_reduce of 1 on dp", "skipped or swapped", "look at what this rank does", "rank-00002.json"):
+        assert said in html
+    assert (
+        "no/page.html cannot be written" in CliRunner().invoke(cli, ["doctor", "skip", "--page", "no/page.html"]).output
+    )
 
 
 @pytest.mark.usefixtures("page_files")
