@@ -409,7 +409,7 @@ def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
     if time is not None:
         exposed = sum(value for name, value in time.step.parts.items() if "exposed" in name or "exchange" in name)
         evidence[-1] += f"; the plan says {exposed / time.step.seconds:.0%}"
-    if time is not None and typical > time.interval_seconds[1]:
+    if plan is not None and time is not None and typical > time.interval_seconds[1]:
         low, high = map(format_seconds, time.interval_seconds)
         said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
         planned = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)

@@ -16,8 +16,8 @@ MOST_RANKS = 256
 def doctor_page(verdict: Verdict, found: Evidence) -> str:
     """The verdict as HTML."""
     parts = [section("verdict", "Verdict", table([("place", "value"), *verdict.places().items()], caption="Where"))]
-    for name, title, said in (("evidence", "Evidence", verdict.evidence), ("todo", "What to do", verdict.advice)):
-        parts.append(section(name, title, tag("ul", *(tag("li", *with_code(one)) for one in said))))
+    for name, title, lines in (("evidence", "Evidence", verdict.evidence), ("todo", "What to do", verdict.advice)):
+        parts.append(section(name, title, tag("ul", *(tag("li", *with_code(one)) for one in lines))))
     ranks = sorted(found.ranks.values(), key=lambda one: (one.rank not in verdict.ranks, one.rank))[:MOST_RANKS]
     rows = [("rank", "last message", "step", "state", "its end")]
     for one in ranks:
