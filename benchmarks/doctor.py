@@ -410,7 +410,13 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
         with contextlib.suppress(ProcessLookupError):
             if one.is_alive():
                 os.kill(one.pid, signal.SIGUSR1)
-    time.sleep(0.7 if any(one.is_alive() for one in ranks) else 0)
+    asked, end = time.time() - 1, time.monotonic() + 8
+    written = sum(one.is_alive() for one in ranks) - (fault["class"] == "stopped")
+    while "plain" not in fault and time.monotonic() < end:
+        files = (folder / "records").glob("*.json")
+        if sum(one.stat().st_mtime > asked for one in files) >= written:
+            break
+        time.sleep(0.1)
     for one in ranks:
         one.kill()
         one.join()
