@@ -39,6 +39,10 @@ STRAGGLER = 0.1
 """The share of a step for which all others wait for one rank."""
 EXPOSED = 0.6
 """The share of a step that a rank waits for messages."""
+HELD = 0.05
+"""The share of a GPU's memory that is held where a job runs on it."""
+LOOKS = 3
+"""Of nvidia-smi at each GPU: one alone may fall into a pause."""
 _RECORD = (
     "runs of a plan write records/ beside it: send SIGUSR1 to every rank, or wait for the time-out, and read them",
     "other engines: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE=DIR/trace_",
@@ -71,6 +75,7 @@ def judge(found: Evidence, plan: Plan | None = None, preflight: Preflight | None
         or _growth(found)
         or _spike(found, plan)
         or _slow(found, plan)
+        or _idle(found)
         or _nothing(found)
     )
     size = f" of {found.world_size}" if found.world_size else ""
@@ -176,9 +181,9 @@ def _out_of_memory(found: Evidence, plan: Plan | None, preflight: Preflight | No
     told = _events(found, "CUDA out of memory", "OutOfMemoryError", "MemoryError", "can't allocate memory")
     if not facts and not told:
         return None
-    rank = next(iter(told), facts[0].rank if facts else None)
+    rank = next(iter(told), next((one.rank for one in facts if one.rank is not None), None))
     facts += [fact for event in told.values() for fact in read_log(event, "records") if fact.kind == "device memory"]
-    numbers = next((one.numbers for one in facts if "total" in one.numbers), {})
+    numbers = max((one.numbers for one in facts), key=len, default={})
     place = dict(found.ranks[rank].place) if rank in found.ranks else {}
     if not place and numbers.get("phase", -1) >= 0:
         place["phase"] = f"in the {PHASES[int(numbers['phase'])]}"
@@ -186,9 +191,15 @@ def _out_of_memory(found: Evidence, plan: Plan | None, preflight: Preflight | No
     said = f"{who} ran out of memory{' ' + place['phase'] if place.get('phase') else ''}"
     evidence = [*map(str, facts[:3]), *_quoted(found, told)]
     advice = ["name the plan with --plan: then the largest part and the changes that fit are listed"]
-    if plan is not None:
-        said, advice = _beside_plan(plan, preflight, numbers, said)
     cause = "host memory" if facts and facts[0].kind == "host memory" else "device memory"
+    if cause == "host memory" and (plan is None or plan.spec.cluster.accelerator != "cpu"):
+        said += " of the host"
+        advice = ["let fewer workers of the data loader run, offload less, or ask the scheduler for more (--mem)"]
+    elif plan is not None:
+        said, advice = _beside_plan(plan, preflight, numbers, said)
+    evidence += [
+        f"the fullest GPU: {one}" for one in sorted(_of(found, "gpu"), key=lambda one: -one.numbers["used"])[:1]
+    ]
     return Verdict(
         "memory", cause, said, () if rank is None else (rank,), **_place(place), evidence=evidence, advice=advice
     )
@@ -437,6 +448,24 @@ def _expected(time: Timing, *, recomputes: bool) -> dict[str, float]:
         "in the backward pass": passes - forward + step.gradients,
         "in the optimizer step": optimizer,
     }
+
+
+def _idle(found: Evidence) -> Verdict | None:
+    """From nvidia-smi: a GPU that holds memory and is idle all the time, while the others work or wait for it."""
+    busy: dict[str, list[Fact]] = defaultdict(list)
+    for one in _of(found, "gpu"):
+        if one.numbers.get("index", -1) >= 0 and one.numbers["used"] > HELD * one.numbers["total"]:
+            busy[f"{one.place.rpartition(':')[0]}: GPU {one.numbers['index']:.0f}"].append(one)
+    idle = [name for name, each in busy.items() if max(one.numbers["busy"] for one in each) <= 5]
+    others = [each for name, each in busy.items() if name not in idle]
+    if not 0 < len(idle) < len(others) or min(map(len, busy.values())) < LOOKS:
+        return None
+    if min(one.numbers["busy"] for each in others for one in each) < 95:
+        return None
+    said = f"{', '.join(idle[:8])} does nothing, and the other {len(others)} work or wait in a collective"
+    evidence = [str(busy[name][-1]) for name in idle[:4]]
+    advice = [f"py-spy dump the process of {idle[0]}: it is outside of a collective, or waits for its data", *_RECORD]
+    return Verdict("hang", "idle GPU", said, evidence=evidence, advice=advice)
 
 
 def _phases(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:

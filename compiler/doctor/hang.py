@@ -142,7 +142,7 @@ class Messages:
         for rank, one in self.ranks.items():
             quiet = QUIET_SECONDS + 3 * typical_seconds(one)
             limit = float("inf") if one.seconds is None or one.error else one.seconds - quiet
-            mine = [] if one.has_ended else [m for m in one.messages if m.seconds <= limit]
+            mine = [] if one.has_ended or one.is_cut else [m for m in one.messages if m.seconds <= limit]
             every = [Wait(rank, m, tuple(sorted(self._missing(rank, m)))) for m in mine]
             # A dump of Flight Recorder counts what has failed as over: not what a member has never posted.
             waits = [w for w in every if w.message.state in UNDONE or (one.seconds is None and w.missing)]
@@ -158,12 +158,16 @@ class Messages:
     def _missing(self, rank: int, message: Message) -> Iterator[int]:
         if ends := self._ends(rank, message):
             way = "recv" if ends[0] == "send" else "send"
-            if self._last[message.group, ends[1], way, rank] < message.number:
+            if self._last[message.group, ends[1], way, rank] < message.number and not self._is_cut(ends[1]):
                 yield ends[1]
             return
         for member in self.members[message.group]:
-            if self._last[message.group, member] < message.number:
+            if self._last[message.group, member] < message.number and not self._is_cut(member):
                 yield member
+
+    def _is_cut(self, rank: int) -> bool:
+        """Whether nobody knows what a rank did last."""
+        return rank in self.ranks and self.ranks[rank].is_cut
 
     def disagreement(self) -> dict[int, Message]:
         """The first collective that members of its group have posted differently."""

@@ -97,6 +97,7 @@ _PATTERNS = (
     ("exit", r"^ +exitcode +: [1-9].*"),
     ("killed", r".*\[launch\.py:.* exits with return code = -(?!15$|2$)\d+$"),
     ("build", r"Using (?P<root>\S+) as PyTorch extensions root.*"),
+    ("host memory", r"(srun: error: .*\btask (?P<who>\d+): Out Of Memory.*)"),
     ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
     ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
     ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
@@ -129,32 +130,37 @@ _SIGNS = re.compile(
 _TORCHRUN = re.compile(r" +rank +: (\d+) \(local_rank: \d+\)$")
 """The line of torchrun's summary that says of which rank the next one is."""
 _RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
+_LABEL = re.compile(r"\[rank\d+\]:| *\d+: ")
+"""Whose line it is, as torchrun and `srun --label` write it before each."""
 _SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
 _SMI = re.compile(r"(\d+)MiB */ *(\d+)MiB *\| *(\d+)%")
-_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^(?:\[rank\d+\]:)? *File "(.+)", line (\d+),? in (\S+)')
+_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^(?:\[rank\d+\]:| *\d+:)? *File "(.+)", line (\d+),? in (\S+)')
 
 
 def read_log(text: str, source: str) -> list[Fact]:
     """What the lines say that a verdict can use."""
     found: list[Fact] = []
     counts: dict[str, int] = {}
-    frames: list[str] = []
+    frames: dict[str, list[str]] = {}
     whose = ""
     for number, line in enumerate(text.splitlines(), 1):
         line = line[:LINE]
+        speaker = line[: label.end()] if (label := _LABEL.match(line)) else ""
         if _FRAME.match(line):
-            frames = [*frames[-60:], line.strip()]
+            frames[speaker] = [*frames.get(speaker, ())[-60:], line.strip()]
             continue
         if not _SIGNS.search(line):
             continue
         if (row := _TORCHRUN.match(line)) is not None:
             whose = row[1]
             continue
-        for fact in _facts(line, f"{source}:{number}", frames, whose):
+        facts = list(_facts(line, f"{source}:{number}", frames.get(speaker, ()), whose))
+        for fact in facts:
             counts[fact.kind] = counts.get(fact.kind, 0) + 1
             if counts[fact.kind] <= MOST_FACTS:
                 found.append(fact)
-        frames = []
+        if facts or "Traceback (most recent" in line:
+            frames.pop(speaker, None)
     return found
 
 

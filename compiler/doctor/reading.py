@@ -115,6 +115,11 @@ class Evidence:
         size = max([one.world_size for one in self.ranks.values()] or [0])
         return max(size, *(rank + 1 for rank in self.ranks)) if size else 0
 
+    def note_cut(self, one: Rank, name: str) -> None:
+        """Tells of a file that ends too early."""
+        if one.is_cut:
+            self.unreadable[name] = f"it ends too early: its first {len(one.messages):,} messages were read"
+
 
 def read_all(paths: Iterable[str | os.PathLike[str]]) -> Evidence:
     """Files, and those of folders."""
@@ -166,6 +171,7 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
     if content[:1] == b"\x80" or (content[:1] == b"{" and b'"pg_config"' in content[:4096]):
         one = read_dump(content, name)
         found.ranks.setdefault(one.rank, one)
+        found.note_cut(one, name)
         return True
     text = content.decode("utf-8", errors="replace")
     if text.startswith('{"format"'):
@@ -174,6 +180,7 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
         # A process that was killed after its records were written goes on in the other file.
         if known is None or known.seconds is None or _last(one) > _last(known):
             found.ranks[one.rank] = one
+            found.note_cut(one, name)
     elif path.suffix == ".jsonl":
         found.metrics, found.metrics_file = read_metrics(text)[0] or found.metrics, name
     elif stack := read_stack(text):
@@ -181,7 +188,11 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
         if number is None:
             raise DamagedError("a stack, whose file's name does not say of which rank: write rank-N.txt")
         found.stacks[int(number[1])] = stack
-    elif "\0" in text[:1000] or (text.startswith("{") and path.suffix == ".json"):
+    elif (
+        "\0" in text[:1000]
+        or text[:1000].count("\ufffd") > len(text[:1000]) / 10
+        or (text.startswith("{") and path.suffix == ".json")
+    ):
         return False
     else:
         facts = read_gpu_table(text, name) or read_log(text, name)

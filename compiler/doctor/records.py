@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import json
 import math
 import pickle
@@ -104,6 +105,8 @@ class Rank:
     plan_hash: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Ranks of groups, as the sizes of their messages tell; 0: they do not."""
+    is_cut: bool = False
+    """Whether the file ends too early: what the rank did after its last message here is not known."""
 
     @property
     def has_ended(self) -> bool:
@@ -153,9 +156,9 @@ def read_records(text: str, source: str) -> Rank:
         DamagedError: nothing of it can be used.
     """
     try:
-        tree = json.loads(text)
+        tree, is_cut = json.loads(text), False
     except (ValueError, RecursionError):
-        tree = _salvaged(text)
+        tree, is_cut = _salvaged(text), True
     try:
         groups = {
             str(name): (str(one["axis"] or "world"), tuple(map(int, one["ranks"])))
@@ -171,6 +174,7 @@ def read_records(text: str, source: str) -> Rank:
             *(rank, source, size, groups, messages, steps, [str(one) for one in tree.get("events", [])]),
             *([str(one) for one in tree.get("stack", [])], dict(tree.get("place") or {}), tree.get("nonfinite")),
             *(float(tree["time"]), tree.get("plan")),
+            is_cut=is_cut,
         )
     except DamagedError:
         raise
@@ -237,6 +241,35 @@ class _Plain(pickle.Unpickler):
         raise DamagedError(f"it names {module}.{name}: a dump holds no such thing, and nothing of it was run")
 
 
+class _Parts(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """The same in Python, whose unfinished parts can be looked at."""
+
+    find_class = _Plain.find_class
+
+
+def _salvaged_dump(content: bytes) -> dict[str, Any]:
+    """The messages of a pickle that are whole.
+
+    Raises:
+        DamagedError: none is.
+    """
+    reader = _Parts(io.BytesIO(content))
+    try:
+        reader.load()
+    except DamagedError:
+        raise
+    except Exception:  # a damaged pickle raises whatever it likes
+        parts = [one for row in (*getattr(reader, "metastack", ()), getattr(reader, "stack", ())) for one in row]
+    else:
+        parts = []
+    rows = [row for one in parts for row in (one if isinstance(one, list) else [one])]
+    entries = [row for row in rows if isinstance(row, dict) and "collective_seq_id" in row]
+    if not entries:
+        raise DamagedError("no Flight Recorder dump: it ends before the first message")
+    config = next((after for one, after in itertools.pairwise(parts) if one == "pg_config"), {})
+    return {"entries": entries, "pg_config": config if isinstance(config, dict) else {}}
+
+
 def read_dump(content: bytes, source: str) -> Rank:
     """A dump, pickled or as JSON, whose file's name ends with its rank.
 
@@ -248,7 +281,11 @@ def read_dump(content: bytes, source: str) -> Rank:
         raise DamagedError("the name of a Flight Recorder dump ends with its rank")
     rank = int(number[1])
     try:
-        tree = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+        is_cut = False
+        try:
+            tree = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+        except (EOFError, pickle.UnpicklingError):
+            tree, is_cut = _salvaged_dump(content), True
         done = {str(pg): int(one["last_completed_collective"]) for pg, one in (tree.get("pg_status") or {}).items()}
         groups = {
             str(name): (_axis(str(name), one.get("desc")), _ranks(one.get("ranks")))
@@ -270,7 +307,7 @@ def read_dump(content: bytes, source: str) -> Rank:
         replace(one, state="done") if one.peer is None and one.number <= last[one.group] else one for one in messages
     ]
     size = max(sizes.values(), default=0)
-    return Rank(rank, source, size if rank < size else 0, groups, over, sizes=sizes)
+    return Rank(rank, source, size if rank < size else 0, groups, over, sizes=sizes, is_cut=is_cut)
 
 
 def _size(one: Mapping[str, Any]) -> int:

@@ -235,6 +235,23 @@ def test_a_rank_without_a_dump_is_in_the_group_that_lacks_one(tmp_path: Path) ->
     assert str(found.collective).startswith("reduce_scatter")  # gloo sums, and keeps a part
 
 
+def test_of_a_file_that_ends_too_early_its_messages_count_and_nothing_else(tmp_path: Path) -> None:
+    dumped(tmp_path, 2)
+    run = tmp_path / "run"
+    run.mkdir()
+    run_of([*STEP[:4], *STEP[5:]], 1, run)
+    for folder, name, culprit in ((tmp_path, "trace_3", 2), (run, file_name(3), 1)):
+        file = folder / name
+        file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+        read = read_all([one for one in folder.iterdir() if one.is_file()])
+        assert "ends too early" in read.unreadable[str(file)]
+        assert 0 < len(read.ranks[3].messages) < len(read.ranks[0].messages)
+        assert judge(read).ranks == (culprit,)
+        for other in set(read.ranks) - {0, 3}:  # ranks 0 and 3 alone: rank 3 may have posted everything
+            del read.ranks[other]
+        assert 3 not in judge(read).ranks
+
+
 def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -413,6 +430,34 @@ def test_a_loss_above_that_of_a_guess_is_wrong(last: float, step: int | None, tm
     found = judge(read_all([tmp_path / "metrics.jsonl"]), plan)
     assert found.step == step
     assert found.kind == ("nothing" if step is None else "wrong")
+
+
+@pytest.mark.parametrize(("times", "cause"), [(3, "idle GPU"), (1, "too little")])
+def test_a_gpu_that_is_idle_while_all_others_wait_for_it_is_named(times: int, cause: str, tmp_path: Path) -> None:
+    rows = [f"{index}, {0 if index == 2 else 100} %, 70000 MiB, 81559 MiB" for _ in range(times) for index in range(4)]
+    rows += ["4, 0 %, 400 MiB, 81559 MiB"] * times  # no job runs there
+    head = "index, utilization.gpu [%], memory.used [MiB], memory.total [MiB]"
+    (tmp_path / "smi.csv").write_text("\n".join([head, *rows]))
+    found = judge(read_all([tmp_path / "smi.csv"]))
+    assert found.cause == cause
+    assert ("GPU 2 does nothing" in found.summary) == (times == 3)
+
+
+def test_the_pass_in_which_memory_ran_out_is_read_from_a_labelled_traceback(tmp_path: Path) -> None:
+    (tmp_path / "job.out").write_text(
+        "5: Traceback (most recent call last):\n"
+        '5:   File "engine.py", line 7, in backward\n'
+        "5:     loss.backward()\n"
+        '4:   File "modeling_llama.py", line 9, in forward\n'
+        "5: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    found = judge(read_all([tmp_path / "job.out"]))
+    assert (found.kind, found.ranks, found.phase) == ("memory", (5,), "in the backward pass")
+    (tmp_path / "job.out").write_text(
+        "slurmstepd: error: Detected 1 oom_kill event\nsrun: error: n2: task 5: Out Of Memory"
+    )
+    found = judge(read_all([tmp_path / "job.out"]))
+    assert (found.kind, found.cause, found.ranks) == ("memory", "host memory", (5,))
 
 
 def test_a_gradient_that_is_not_finite_is_of_what_comes_after_the_layer(tmp_path: Path) -> None:
