@@ -342,6 +342,8 @@ def _absent(
     if (told := lost.get(blamed[0])) is not None:
         stopped = "no sign of life" in told or "answered nothing" in told
         cause, said = ("stopped", f"{who} is stopped") if stopped else ("dead", f"{who} has died")
+        if one is not None and "SIGTERM" in one.events:
+            cause, said = "dead", f"{who} was sent SIGTERM"
         evidence = [told, *evidence]
     elif one is None:
         of = f" of {world_size}" if world_size > blamed[0] else ""
@@ -355,7 +357,12 @@ def _absent(
         store = any("store" in line.lower() for line in one.stack[-3:])
         cause, said = ("store", f"{who} waits for the store") if store else ("busy", f"{who} is elsewhere")
         said += f": {at}" if at else ""
-    return _hang(cause, said, blamed, wait.message if wait else None, evidence)
+    found = _hang(cause, said, blamed, wait.message if wait else None, evidence)
+    if said.endswith("SIGTERM"):
+        return replace(
+            found, advice=["look who sends it: a scheduler at its limit, a launcher whose other rank failed"]
+        )
+    return found
 
 
 _COLLECTIVES = ("distributed_c10d.py", "torch/distributed/_functional_collectives.py", "deepspeed/comm/")

@@ -196,6 +196,7 @@ def test_dumps_of_flight_recorder_name_the_rank_and_its_line(tmp_path: Path) -> 
 
 SUMS = [("all_reduce", 1, line) for line in (1, 1, 1, 1)]
 GATHERS = [("all_gather", 8, 2), ("all_gather", 9, 3)]
+PARTS = [*SUMS[:3], GATHERS[0], *SUMS, GATHERS[1]]
 
 
 @pytest.mark.parametrize(
@@ -203,12 +204,8 @@ GATHERS = [("all_gather", 8, 2), ("all_gather", 9, 3)]
     [
         # What came before the sums tells that their number is reached.
         ([*GATHERS, *SUMS] * 2 + GATHERS[:1], [*GATHERS, *SUMS] * 2 + GATHERS[1:], "train.py:2"),
-        # One sum more than in any step so far: the last ones are like those before, and all others have gone on.
-        (
-            [*SUMS, *GATHERS] * 2 + [*SUMS[:3], *GATHERS[:1]],
-            [*SUMS, *GATHERS] * 2 + [*SUMS, *GATHERS[1:]],
-            "train.py:2",
-        ),
+        # A fourth sum is nothing new, but here all others gather, as this rank does one message too late elsewhere.
+        (PARTS * 2 + PARTS[:4], PARTS * 2 + [*SUMS, ("all_gather", 8, 9)], "train.py:2"),
     ],
 )
 def test_the_collective_that_was_due_is_the_one_that_others_posted_there(
@@ -260,6 +257,15 @@ def test_nothing_of_a_pickle_is_run(tmp_path: Path) -> None:
     (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Evil()}, 2))
     assert "nothing of it was run" in read_all([tmp_path]).unreadable["trace_0"]
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_rank_that_was_sent_sigterm_was_not_killed_by_the_system(tmp_path: Path) -> None:
+    run_of(STEP, 0, tmp_path)
+    write(tmp_path, 2, [(1, row) for row in STEP], events=("SIGTERM",), open_last=False)
+    (tmp_path / "0.err").write_text("rank 2 on host a (process 7) ended without a message (killed by the system?)")
+    found = judge(read_all([tmp_path]))
+    assert (found.cause, found.ranks, found.summary) == ("dead", (2,), "rank 2 was sent SIGTERM")
+    assert "who sends it" in found.advice[0]
 
 
 def test_ranks_that_all_ended_of_one_that_gave_no_sign_of_life_are_no_healthy_run(tmp_path: Path) -> None:
@@ -445,11 +451,11 @@ def test_a_gpu_that_is_idle_while_all_others_wait_for_it_is_named(times: int, ca
 
 def test_the_pass_in_which_memory_ran_out_is_read_from_a_labelled_traceback(tmp_path: Path) -> None:
     (tmp_path / "job.out").write_text(
-        "5: Traceback (most recent call last):\n"
-        '5:   File "engine.py", line 7, in backward\n'
-        "5:     loss.backward()\n"
-        '4:   File "modeling_llama.py", line 9, in forward\n'
-        "5: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+        "[rank5]: Traceback (most recent call last):\n"
+        '[rank5]:   File "engine.py", line 7, in backward\n'
+        "[rank5]:     loss.backward()\n"
+        '[rank4]:   File "modeling_llama.py", line 9, in forward\n'
+        "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     )
     found = judge(read_all([tmp_path / "job.out"]))
     assert (found.kind, found.ranks, found.phase) == ("memory", (5,), "in the backward pass")
