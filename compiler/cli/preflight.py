@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from parcompile.api import compile as compiled
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import say
@@ -203,8 +204,8 @@ def doctor_command(
         plan = given[0]
     loaded = None if plan is None else read_plan(plan)[0]
     found = read_all(one for one in paths if Path(one).name != "plan.json")
-    passes = _preflight() if counts else None
-    verdict = judge(found, loaded, None if passes is None else lambda plan: passes(plan).agrees)
+    build = _preflight() if counts else None
+    verdict = judge(found, loaded, None if build is None else lambda tree: build(compiled(tree)).agrees)
     if page is not None:
         from parcompile.show.page.doctor_page import doctor_page
 

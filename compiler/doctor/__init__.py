@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from parcompile.cost.step import Timing
     from parcompile.plan import Plan
 
-Preflight = Callable[["Plan"], bool]
-"""Whether the sharded model of a plan is what the plan says."""
+Preflight = Callable[[Mapping[str, Any]], bool]
+"""Whether the sharded model of a spec is what its plan says."""
 
 FEWEST_STEPS, WARM_UP = 4, 2
 """Steps of which memory and time are judged, after the first ones."""
@@ -229,7 +229,6 @@ def _beside_plan(
 
 def _allowed(plan: Plan, preflight: Preflight | None) -> Iterator[Change]:
     """The changes that fit and that the rules allow."""
-    from parcompile.api import compile as compiled
     from parcompile.cost.changes import changes_that_fit
     from parcompile.plan import written
     from parcompile.searching.variant import changed, variant
@@ -239,7 +238,7 @@ def _allowed(plan: Plan, preflight: Preflight | None) -> Iterator[Change]:
     for one in changes_that_fit(plan.estimate().work):
         if is_known and variant(tree, one.settings, Path(), executable=True).work is None:
             continue
-        if preflight is None or preflight(compiled(changed(tree, one.settings))):
+        if preflight is None or preflight(changed(tree, one.settings)):
             yield one
 
 

@@ -241,7 +241,7 @@ class _Plain(pickle.Unpickler):
         raise DamagedError(f"it names {module}.{name}: a dump holds no such thing, and nothing of it was run")
 
 
-class _Parts(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Parts(pickle._Unpickler):
     """The same in Python, whose unfinished parts can be looked at."""
 
     find_class = _Plain.find_class
@@ -266,7 +266,7 @@ def _salvaged_dump(content: bytes) -> dict[str, Any]:
     entries = [row for row in rows if isinstance(row, dict) and "collective_seq_id" in row]
     if not entries:
         raise DamagedError("no Flight Recorder dump: it ends before the first message")
-    config = next((after for one, after in itertools.pairwise(parts) if one == "pg_config"), {})
+    config: Any = next((after for one, after in itertools.pairwise(parts) if one == "pg_config"), {})
     return {"entries": entries, "pg_config": config if isinstance(config, dict) else {}}
 
 
