@@ -398,6 +398,15 @@ def test_a_step_is_compared_with_the_plan_of_its_machine_only(
         assert "waits for messages in 27% of a step or more; the plan says 0%" in found.evidence[1]
 
 
+@pytest.mark.parametrize(("share", "cause"), [(0.8, "exposed communication"), (0.65, "too little")])
+def test_communication_is_exposed_where_ranks_wait_most_of_a_step(share: float, cause: str, tmp_path: Path) -> None:
+    tree = json.loads((SAMPLES / "slow" / "rank-00000.json").read_text())
+    for row in tree["steps"]:
+        row["waiting_seconds"] = share * row["seconds"]
+    (tmp_path / file_name(0)).write_text(json.dumps(tree))
+    assert judge(read_all([tmp_path / file_name(0)])).cause == cause
+
+
 def test_changes_that_the_rules_or_preflight_refuse_are_not_offered(tmp_path: Path) -> None:
     tree = {
         "version": 1,
