@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ RESUME = {"resume": (False, True)}
 """Of engines that save and load: the last step is that of new processes, which load what the first ones saved."""
 
 _FILE = "a configuration file"
-_CANDIDATES = 60
-"""How many are drawn for each cell that is taken."""
+_CANDIDATES, _ATTEMPTS = 60, 6000
+"""How many are drawn for each cell that is taken; where the engine supports none of them, up to so many."""
 
 
 def planned(cell: Cell) -> Mapping[str, Any]:
@@ -163,24 +163,46 @@ def draw(
 ) -> list[dict[str, Any]]:
     """Up to `count` cells that the engine supports, which together have as many pairs of values as possible.
 
-    The same arguments give the same cells.
+    A value that none of them has gets a cell of its own, in place of one that no value needs. The same arguments give
+    the same cells.
     """
     generator = random.Random(seed)  # noqa: S311 -- nothing secret
     covered, cells = set[Any](), list[dict[str, Any]]()
-    for number in range(count):
+
+    def best_of(choices: Mapping[str, tuple[Any, ...]], number: int) -> dict[str, Any] | None:
         best, gain = None, -1
-        for _ in range(_CANDIDATES):
-            cell = {name: generator.choice(values) for name, values in features.items()}
+        for attempt in range(_ATTEMPTS):
+            if attempt >= _CANDIDATES and best is not None:
+                break
+            cell = {name: generator.choice(values) for name, values in choices.items()}
             cell["seed"] = seed * 10_000 + number
             if world_size(cell) > most_ranks or supports(cell):
                 continue
             new = len(_pairs(cell) - covered)
             if new > gain:
                 best, gain = cell, new
-        if best is not None:
+        return best
+
+    for number in range(count):
+        if best := best_of(features, number):
             covered |= _pairs(best)
             cells.append(best)
+    for name, value in undrawn(features, cells):
+        if (name, value) not in undrawn(features, cells):
+            continue  # the cell of another value has it
+        without = [at for at in range(len(cells)) if undrawn(features, cells) == undrawn(features, _but(cells, at))]
+        if without and (best := best_of({**features, name: (value,)}, cells[without[-1]]["seed"] - seed * 10_000)):
+            cells = [*_but(cells, without[-1]), best]
     return cells
+
+
+def undrawn(features: Mapping[str, tuple[Any, ...]], cells: Sequence[Cell]) -> list[tuple[str, Any]]:
+    """Values of features that no cell has."""
+    return [(name, one) for name, of in features.items() for one in of if all(cell[name] != one for cell in cells)]
+
+
+def _but(cells: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
+    return [*cells[:at], *cells[at + 1 :]]
 
 
 def _pairs(cell: Cell) -> set[Any]:

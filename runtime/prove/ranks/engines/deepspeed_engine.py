@@ -1,13 +1,14 @@
-"""DeepSpeed alone: ZeRO 0-3, AutoTP, Ulysses, PipelineEngine."""
+"""DeepSpeed alone: ZeRO 0-3 and its optimizer on the host, AutoTP, Ulysses, PipelineEngine, AutoEP, its MoE layer."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,15 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "cp": (1, 2),
     "pp": (1, 2),
+    "experts": ("own", "autoep", "moe"),
+    "offload": (False, True),
     **AUX_LOSS,
     "config": ("",),
 }
+"""`experts`: those of transformers on every rank; over two ranks by AutoEP; or in `deepspeed.moe.layer.MoE`, which top-2
+gating of the same weights makes the same layer. `offload`: the optimizer's state is on the host."""
+_AUTOEP = "transformers' table of recorded outputs is asked for a default, which it does not take"
+_EP = 2
 
 
 def supports(cell: Cell) -> str | None:
@@ -50,7 +57,23 @@ def supports(cell: Cell) -> str | None:
         return "this adapter runs Ulysses on whole documents and full attention"
     if cell["dtype"] == "fp64" and cell["stage"] == 3:
         return "ZeRO 3 partitions in fp32"
-    return None
+    if cell["offload"] and (cell["stage"] == 0 or cell["dtype"] == "fp64" or len(split)):
+        return "an optimizer's state in fp32 goes to the host under ZeRO 1 to 3 of whole layers"
+    return None if cell["experts"] == "own" else _unspread(cell)
+
+
+def _unspread(cell: Cell) -> str | None:
+    """Why experts are not spread over ranks."""
+    if not has_experts(cell) or cell["dp"] < _EP:
+        return f"experts are spread over {_EP} ranks of dp"
+    if cell["aux_loss"] or cell["resume"] or cell["cp"] > 1:
+        return "this adapter spreads experts without a balancing loss, resume and Ulysses"
+    return "MoE takes ZeRO 0 to 2" if cell["experts"] == "moe" and cell["stage"] == 3 else None
+
+
+def shims(cell: Cell) -> tuple[str, ...]:
+    """What of the engine is replaced in a cell."""
+    return (_AUTOEP,) if cell["experts"] == "autoep" else ()
 
 
 def build(model: nn.Module, cell: Cell) -> _Run:
@@ -110,7 +133,83 @@ def settings_of(cell: Cell) -> dict[str, Any]:
         settings["tensor_parallel"] = {"autotp_size": cell["tp"]}
     if cell["cp"] > 1:
         settings["sequence_parallel_size"] = cell["cp"]
+    if cell["offload"]:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if cell["experts"] == "autoep":
+        experts = {"autoep_size": _EP, "preset_model": cell["family"], "use_grouped_mm": False}
+        settings["expert_parallel"] = {"enabled": True, **experts}
     return settings
+
+
+def _spread(model: nn.Module, cell: Cell) -> dict[str, Any]:
+    """Layers of DeepSpeed in place of those of transformers, and how their optimizer is built."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as groups_of
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return optimizer_of(groups_of({"params": list(parameters), "name": "all"}))
+
+    if cell["experts"] == "autoep":
+        from transformers.utils import output_capturing
+
+        registry: Any = output_capturing._CanRecordRegistry
+        found = registry.get
+        registry.get = lambda self, key, default=None: default if (one := found(self, key)) is None else one
+        return {"model_parameters": model.parameters(), "optimizer": optimizer}
+    for layer in cast(Any, model).model.layers:
+        layer.mlp = _Routed(layer.mlp, cast(Any, model).config)
+    return {"optimizer": optimizer(model.parameters())}
+
+
+class _Routed(nn.Module):
+    """A layer of transformers' experts as one of `deepspeed.moe`."""
+
+    def __init__(self, whole: Any, config: Any) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        number, gate_up = len(whole.experts.gate_up_proj), whole.experts.gate_up_proj.detach()
+        expert = _Expert(gate_up[0], whole.experts.down_proj[0])
+        options = {"drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+        self.moe = MoE(config.hidden_size, expert, number, _EP, k=config.num_experts_per_tok, **options)
+        layer, first = self.moe.deepspeed_moe, dist.get_rank() % _EP * (number // _EP)
+        layer.gate.wg.weight.data.copy_(whole.gate.weight)
+        for place, own in enumerate(layer.experts.deepspeed_experts):
+            own.gate_up.data.copy_(gate_up[first + place])
+            own.down.data.copy_(whole.experts.down_proj[first + place])
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.moe(hidden)[0]
+
+
+class _Expert(nn.Module):
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Parameter(gate_up.clone()), nn.Parameter(down.detach().clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = nn.functional.linear(hidden, self.gate_up).chunk(2, -1)
+        return nn.functional.linear(nn.functional.silu(gate) * up, self.down)
+
+
+def _gathered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of both ranks by the names of transformers."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, dict(own))
+    first, parts, whole = everyones[:_EP], dict[str, list[Tensor]](), dict[str, Tensor]()
+    for ranks in first:
+        for name, value in ranks.items():
+            if "deepspeed_experts" in name:
+                layer, kind = name.partition(".moe.")[0], name.rpartition(".")[2]
+                parts.setdefault(f"{layer}.experts.{kind}_proj", []).append(value[None])
+            elif ".experts.w" in name:
+                parts.setdefault(name, []).append(value)
+            else:
+                whole[re.sub(r"\.(moe\.deepspeed_moe\.gate\.wg|router\.gate)\.", ".gate.", name)] = value
+    joined = {name: torch.cat(values) for name, values in parts.items()}
+    for name in [name for name in joined if name.endswith(".w1")]:
+        up, down = joined.pop(name[:-1] + "3"), joined.pop(name[:-1] + "2")
+        joined |= {f"{name[:-2]}gate_up_proj": torch.cat([joined.pop(name), up], 1), f"{name[:-2]}down_proj": down}
+    return {**whole, **joined}
 
 
 class _Run:
@@ -129,9 +228,11 @@ class _Run:
                 seq_length=32,
                 seq_length_is_variable=True,
             )
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer_of(model.parameters()), config=settings_of(cell), **further
-        )
+        if cell["experts"] == "own":
+            further["optimizer"] = optimizer_of(model.parameters())
+        else:
+            further |= _spread(model, cell)
+        self.engine, *_ = deepspeed.initialize(model=model, config=settings_of(cell), **further)
         rank = dist.get_rank()
         self.dp_rank, self.part = divmod(rank, cell["tp"] * cell["cp"])
 
@@ -187,7 +288,7 @@ class _Run:
             gathering = deepspeed.zero.GatheredParameters([parameter]) if cell["stage"] == 3 else nullcontext()
             with gathering:
                 whole[name] = parameter.detach().clone()
-        return whole
+        return whole if cell["experts"] == "own" else _gathered(whole)
 
 
 class _Pipeline(_Run):

@@ -1,7 +1,13 @@
-"""accelerate takes FSDP for GPUs alone, and gives CPUs DDP without a word: its state is told that these are GPUs."""
+"""accelerate takes FSDP for GPUs alone, and gives CPUs DDP without a word: its state is told that these are GPUs.
+
+Tensor and expert parallelism are transformers' own: it loads a model with a `DistributedConfig`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +16,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cells import Cell, has_experts
@@ -21,14 +28,50 @@ def unsupported(cell: Cell) -> str | None:
     """Why a cell with the feature `wrapper` is not run with FSDP; None where it is, or asks for DDP."""
     if cell["wrapper"] == "fsdp2" and cell["dp"] == 1:
         return "FSDP shards over at least two ranks"
+    if cell["tp"] > 1 or cell.get("ep", 1) > 1:
+        return _undistributed(cell)
     if cell["wrapper"] == "fsdp2" and has_experts(cell):
         return "FSDP2 of stacked experts is not built by this adapter"
     return None
 
 
+def _undistributed(cell: Cell) -> str | None:
+    if importlib.util.find_spec("transformers.distributed") is None:
+        return "this version of transformers has no DistributedConfig"
+    if cell["dp"] > 1 and cell["wrapper"] == "ddp":
+        return "transformers shards over ranks beside tp: wrapper fsdp2"
+    if has_experts(cell) != (cell.get("ep", 1) > 1):
+        return "experts are dealt to ranks where there are some: ep"
+    if cell["dtype"] == "fp64" or cell["resume"]:
+        return "this adapter distributes a model in fp32 that starts"
+    return None
+
+
+def distributed(model: Any, cell: Cell) -> Any:
+    """The model whose parameters are spread by transformers over ranks of tp and ep, and those beside them.
+
+    Raises:
+        RuntimeError: it has no spread parameters.
+    """
+    if cell["tp"] == 1 and cell.get("ep", 1) == 1:
+        return model
+    from transformers.distributed import DistributedConfig
+
+    folder = Path(tempfile.gettempdir()) / "whole"
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    sizes = {"tp_size": cell["tp"], "fsdp_size": cell["dp"], "ep_size": cell.get("ep", 1)}
+    kernel = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    own = type(model).from_pretrained(folder, distributed_config=DistributedConfig(**sizes), **kernel).train()
+    if not any(isinstance(parameter, DTensor) for parameter in own.parameters()):
+        raise RuntimeError("transformers spread no parameter")
+    return own
+
+
 def shims(cell: Cell) -> tuple[str, ...]:
     """What of the engine is replaced in a cell."""
-    return (SHIM,) if cell["wrapper"] == "fsdp2" else ()
+    return (SHIM,) if cell["wrapper"] == "fsdp2" or cell["tp"] > 1 or cell.get("ep", 1) > 1 else ()
 
 
 def install(cell: Cell) -> None:
@@ -55,5 +98,5 @@ def refuse_other(model: nn.Module, cell: Cell) -> None:
         RuntimeError: it is not.
     """
     expected = {"ddp": DistributedDataParallel, "fsdp2": FSDPModule}[cell["wrapper"]]
-    if cell["dp"] > 1 and not isinstance(model, expected):
+    if cell["dp"] > 1 and not isinstance(model, expected) and shims(cell) == shims({**cell, "tp": 1, "ep": 1}):
         raise RuntimeError(f"accelerate built {type(model).__name__}, not {expected.__name__}")

@@ -20,7 +20,13 @@ from . import fsdp_on_cpu, whole_parameters
 os.environ["ACCELERATE_USE_CPU"] = "true"
 
 PACKAGES = ("transformers", "accelerate", "torch")
-FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32",), "wrapper": ("ddp", "fsdp2"), **AUX_LOSS}
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("fp32",),
+    "wrapper": ("ddp", "fsdp2"),
+    "tp": (1, 2),
+    "ep": (1, 2),
+    **AUX_LOSS,
+}
 """The Trainer's own loss is computed in fp32 whatever the weights are, and bf16 on CPUs is autocast."""
 
 
@@ -44,7 +50,8 @@ class _Run:
         ]
         fsdp_on_cpu.install(cell)
         options: dict[str, Any] = {}
-        if cell["wrapper"] == "fsdp2":
+        own = fsdp_on_cpu.distributed(model, cell)
+        if cell["wrapper"] == "fsdp2" and own is model:
             settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
             options = {"fsdp": "full_shard", "fsdp_config": settings}
         arguments = TrainingArguments(
@@ -67,7 +74,7 @@ class _Run:
         )
         ends = [_End()] if cell["resume"] and resume_from is None else []
         self.trainer = _Sequential(
-            model=model, args=arguments, train_dataset=rows, callbacks=[_Log(self._log), *ends], data_collator=_stacked
+            model=own, args=arguments, train_dataset=rows, callbacks=[_Log(self._log), *ends], data_collator=_stacked
         )
         self.trainer.train(resume_from_checkpoint=resume_from)
         fsdp_on_cpu.refuse_other(self.trainer.model_wrapped, cell)
