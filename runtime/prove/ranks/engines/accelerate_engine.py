@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import Tensor, nn
 
 from ..cells import AUX_LOSS, Cell, batch_size
@@ -16,7 +16,7 @@ from ..reference import STEPS, Batch, balance, batches, counted, inputs, optimiz
 from . import fsdp_on_cpu, whole_parameters
 
 PACKAGES = ("accelerate", "transformers", "torch")
-FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2"), **AUX_LOSS}
+FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2"), "tp": (1, 2), **AUX_LOSS}
 """bf16 on CPUs is autocast, which rounds elsewhere than a copy of the weights does."""
 
 
@@ -34,7 +34,13 @@ class _Run:
         plugin = None
         if cell["wrapper"] == "fsdp2":
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=cell["accumulation"], fsdp_plugin=plugin)
+        further: dict[str, Any] = {}
+        if cell["tp"] > 1:
+            further["parallelism_config"] = ParallelismConfig(dp_shard_size=cell["dp"], tp_size=cell["tp"])
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=cell["accumulation"], fsdp_plugin=plugin, **further
+        )
+        model = fsdp_on_cpu.distributed(model, cell)
         rows = [
             {name: tensor[row] for name, tensor in batch.items()}
             for batch in batches(cell)
@@ -70,7 +76,7 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
             total += loss.detach()
     whole = engine.accelerator.reduce(total)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(whole), None if norm is None else float(norm)
+    return float(whole) / cell["tp"], None if norm is None else float(norm)
 
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001

@@ -40,8 +40,8 @@ def _undistributed(cell: Cell) -> str | None:
         return "this version of transformers has no DistributedConfig"
     if cell["dp"] > 1 and cell["wrapper"] == "ddp":
         return "transformers shards over ranks beside tp: wrapper fsdp2"
-    if has_experts(cell) != (cell.get("ep", 1) > 1):
-        return "experts are dealt to ranks where there are some: ep"
+    if cell.get("ep", 1) > 1 and (not has_experts(cell) or cell["dp"] * cell["tp"] == 1):
+        return "ep deals experts to ranks of dp and tp"
     if cell["dtype"] == "fp64" or cell["resume"]:
         return "this adapter distributes a model in fp32 that starts"
     return None
