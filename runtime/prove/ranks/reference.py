@@ -25,7 +25,7 @@ Batch = dict[str, Tensor]
 
 
 def configuration(cell: Cell) -> Any:
-    """Of a model of two layers, whose sizes every layout divides."""
+    """Of a model of two layers, or two for each `vpp`, whose sizes every layout divides."""
     import transformers
 
     if own := planned(cell):
@@ -35,7 +35,7 @@ def configuration(cell: Cell) -> Any:
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 2 * cell.get("vpp", 1),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

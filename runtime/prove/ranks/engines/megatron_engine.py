@@ -34,6 +34,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "tp": (1, 2),
     "sequence_parallel": (False, True),
     "pp": (1, 2),
+    "vpp": (1, 2),
     "ep": (1, 2),
     "distributed_optimizer": (False, True),
 }
@@ -47,6 +48,8 @@ def supports(cell: Cell) -> str | None:
         return "Megatron's windows take TransformerEngine"
     if cell["resume"] and cell["distributed_optimizer"]:
         return "Megatron-Core 0.16.1 cannot load shards of the state of torch's AdamW: KeyError: 'step'"
+    if cell["vpp"] > 1 and (cell["pp"] == 1 or cell["accumulation"] % cell["pp"]):
+        return "a stage takes turns between its chunks over as many micro-batches as there are stages"
     if cell["sequence_parallel"] and cell["tp"] == 1:
         return "sequence parallelism splits over ranks of tp"
     if cell["ep"] > 1 and not has_experts(cell):
@@ -77,7 +80,7 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
     """What `load` goes on from."""
-    states = {"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()}
+    states = {"model": [chunk.state_dict() for chunk in engine.chunks], "optimizer": engine.optimizer.state_dict()}
     torch.save(states, folder / f"{dist.get_rank()}.pt")
     if engine.sharded:
         engine.optimizer.save_parameter_state(str(folder / f"shards-{_shards()}.pt"))
@@ -87,7 +90,8 @@ def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
     """The run that was saved."""
     run = build(model, cell)
     states = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
-    run.model.load_state_dict(states["model"])
+    for chunk, state in zip(run.chunks, states["model"], strict=True):
+        chunk.load_state_dict(state)
     run.optimizer.load_state_dict(states["optimizer"])
     if run.sharded:
         with torch.no_grad():
@@ -128,6 +132,7 @@ class _Run:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=cell["tp"],
             pipeline_model_parallel_size=cell["pp"],
+            virtual_pipeline_model_parallel_size=cell["vpp"] if cell["vpp"] > 1 else None,
             expert_model_parallel_size=cell["ep"],
             expert_tensor_parallel_size=1,
         )
@@ -138,17 +143,18 @@ class _Run:
         self.low = cell["dtype"] == "bf16"
         dtype = torch.bfloat16 if self.low else torch.float32
         self.config = _config(model, cell, dtype)
-        own = _model(self.config, cast(Any, model).config, cell).to(dtype)
-        self.layers = cast(Any, model).config.num_hidden_layers // cell["pp"]
-        self.model: Any = own
+        own = [_model(self.config, cast(Any, model).config, cell, at).to(dtype) for at in range(cell["vpp"])]
+        self.layers = cast(Any, model).config.num_hidden_layers // cell["pp"] // cell["vpp"]
+        self.chunks: list[Any] = own
         whole = self.names.to_megatron(dict(model.named_parameters()))
         for name, dim, parameter in self.placed():
             parameter.data.copy_(_part(whole[name], name, dim, self.tp_rank, self.tp))
         self.sharded = sharded = cell["distributed_optimizer"]
         data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=self.low)
-        self.model = DistributedDataParallel(
-            self.config, data_parallel, Float16Module(self.config, own) if self.low else own
-        )
+        self.chunks = [
+            DistributedDataParallel(self.config, data_parallel, Float16Module(self.config, one) if self.low else one)
+            for one in own
+        ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -163,7 +169,7 @@ class _Run:
                 params_dtype=dtype,
                 bf16=self.low,
             ),
-            [self.model],
+            self.chunks,
         )
         for group in self.optimizer.param_groups:  # what a scheduler sets; one process decays all weights
             group["lr"], group["weight_decay"] = 1e-2, 0.01
@@ -172,22 +178,25 @@ class _Run:
 
     def placed(self) -> Iterator[tuple[str, int | None, nn.Parameter]]:
         """This rank's parameters: the name in the whole model, along which dimension tp splits it."""
-        first = parallel_state.get_pipeline_model_parallel_rank() * self.layers
+        stage, stages = parallel_state.get_pipeline_model_parallel_rank(), self.config.pipeline_model_parallel_size
         expert = parallel_state.get_expert_model_parallel_rank() * self.config.experts_of_rank
-        for name, parameter in self.model.named_parameters():
+        every = [(at, *item) for at, chunk in enumerate(self.chunks) for item in chunk.named_parameters()]
+        for at, name, parameter in every:
+            first = (at * stages + stage) * self.layers
             name = re.sub(r"^(module\.)+", "", name)
-            name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)
+            name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)  # noqa: B023
             name = re.sub(r"local_experts\.(\d+)\.", lambda match: f"local_experts.{int(match[1]) + expert}.", name)
             yield name, _dim(name), parameter
 
     def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
         micro = list(micro_batches(cell, batch, self.dp_rank))
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         shown = get_forward_backward_func()(
             forward_step_func=partial(_forward, cell),
-            data_iterator=iter(micro),
-            model=self.model,
+            data_iterator=[iter(micro) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(micro),
             seq_length=SEQUENCE,
             micro_batch_size=cell["micro_batch"],
@@ -241,6 +250,7 @@ def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
         tensor_model_parallel_size=cell["tp"],
         sequence_parallel=cell["sequence_parallel"],
         pipeline_model_parallel_size=cell["pp"],
+        virtual_pipeline_model_parallel_size=cell["vpp"] if cell["vpp"] > 1 else None,
         expert_model_parallel_size=cell["ep"],
         pipeline_dtype=dtype,
         params_dtype=dtype,
@@ -265,7 +275,8 @@ def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
     return config
 
 
-def _model(config: Any, model: Any, cell: Cell) -> nn.Module:
+def _model(config: Any, model: Any, cell: Cell, chunk: int) -> nn.Module:
+    place = {"ignore_virtual": False, "vp_stage": chunk} if cell["vpp"] > 1 else {}
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -277,8 +288,9 @@ def _model(config: Any, model: Any, cell: Cell) -> nn.Module:
         layer,
         VOCABULARY,
         model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=chunk if cell["vpp"] > 1 else None,
         share_embeddings_and_output_weights=cell["tied"],
         position_embedding_type="rope",
         rotary_base=model.rope_parameters["rope_theta"],
