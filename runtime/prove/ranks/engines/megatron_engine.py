@@ -251,6 +251,8 @@ def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
         sequence_parallel=cell["sequence_parallel"],
         pipeline_model_parallel_size=cell["pp"],
         virtual_pipeline_model_parallel_size=cell["vpp"] if cell["vpp"] > 1 else None,
+        overlap_p2p_comm=cell["vpp"] > 1,  # Megatron's rule for chunks on two stages, each of which is before the other
+        batch_p2p_comm=cell["vpp"] == 1,
         expert_model_parallel_size=cell["ep"],
         pipeline_dtype=dtype,
         params_dtype=dtype,
