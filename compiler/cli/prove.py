@@ -67,7 +67,7 @@ def command(
     """
     try:
         # Only here: the compiler itself works without torch.
-        from parcompile.runtime.prove import Certificate, Engine, EngineError, Proved, prove
+        from parcompile.runtime.prove import Certificate, Engine, EngineError, Proved, prove, undrawn
     except ImportError as error:
         raise click.ClickException(f"{error}: {how_to_install('runtime,hf')}") from None
 
@@ -97,6 +97,9 @@ def command(
                 if 0 < len(asked) < cells:
                     said = f"{len(asked)} of {cells} cells: {name} supports nothing that was drawn for the others"
                     say(said, err=True)
+                if asked and (never := undrawn({**running.features, **{name: (value,) for name, value in (decided or {}).items()}}, asked)):
+                    values = ", ".join(f"{feature} {value}" for feature, value in never)
+                    say(f"no cell has {values}: {cells} cells of {ranks} ranks leave no room", err=True)
                 asked = asked or [{}]  # none of these is supported: the simplest says why
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:

@@ -13,7 +13,7 @@ from typing import Any
 from .certificate import Certificate, Proved, shown
 from .engine import Engine, EngineError
 from .given import Given, GivenError, given, of_plan
-from .ranks.cells import AXES, cell_of, simplest, text_of, world_size
+from .ranks.cells import AXES, cell_of, simplest, text_of, undrawn, world_size
 from .ranks.comparison import RED
 
 MOST_RANKS = 8
@@ -141,5 +141,6 @@ __all__ = [
     "of_plan",
     "prove",
     "shrink",
+    "undrawn",
     "verify",
 ]

@@ -6,6 +6,7 @@ Everything that computes is a forked process: an engine that hangs, exits or lea
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import importlib.metadata
 import importlib.util
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -248,13 +250,13 @@ def _forked(
     Raises:
         SystemExit: the process that asked has ended, or ends this one.
     """
-    running, late, own = dict[int, int](), dict[int, int](), os.getpid()
+    running, late, own = dict[int, int](), dict[int, str](), os.getpid()
     try:
         for number, task in enumerate(tasks):
             (folder / f"error-{number}").unlink(missing_ok=True)
             pid = os.fork()
             if pid == 0:
-                _child(task, folder / f"error-{number}", own)
+                _child(task, folder / f"error-{number}", folder / f"stack-{number}", own)
             running[pid] = number
         held = beside()
         deadline, failed = time.monotonic() + timeout, {}
@@ -268,7 +270,7 @@ def _forked(
             if os.getppid() != _ASKING:
                 raise SystemExit("the process that asked has ended")
             time.sleep(0.02)
-        late = dict(running)
+        late = {number: _waits(pid, folder / f"stack-{number}") for pid, number in running.items() if not failed}
         del held
     finally:
         for pid in running:
@@ -278,7 +280,17 @@ def _forked(
             f"rank {rank}: {why}" for rank, why in sorted(failed.items()) if not any(sign in why for sign in _LOST)
         ]
         return (causes or [f"rank {rank}: {why}" for rank, why in sorted(failed.items())])[0]
-    return f"no answer from rank {min(late.values())} within {timeout:g} s" if late else None
+    waits = [f"rank {rank} is in {where}" for rank, where in sorted(late.items())]
+    return f"no answer within {timeout:g} s: {'; '.join(waits)}" if late else None
+
+
+def _waits(pid: int, stack: Path) -> str:
+    """What a rank's main thread does: its innermost call, and the line outside torch that led to it."""
+    os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    calls = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
+    outside = [f"{Path(file).name}:{line}" for file, line, _ in calls if "/torch/" not in file]
+    return f"{calls[0][2]}, called from {outside[0]}" if outside else "no line of Python"
 
 
 def _ended(pid: int) -> int:
@@ -309,8 +321,9 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-def _child(task: Callable[[], None], error: Path, parent: int) -> None:
+def _child(task: Callable[[], None], error: Path, stack: Path, parent: int) -> None:
     os.setsid()
+    faulthandler.register(signal.SIGUSR1, stack.open("w"), all_threads=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(parent)

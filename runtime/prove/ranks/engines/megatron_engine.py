@@ -24,12 +24,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..cells import Cell, has_experts, has_window
+from ..cells import FAMILIES, Cell, has_experts, has_window
 from ..reference import IGNORED, SEQUENCE, VOCABULARY, Batch, counted, micro_batches
 from . import cuda_names
 
 PACKAGES = ("megatron-core", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "family": tuple(name for name in FAMILIES if not has_window({"family": name})),  # windows take TransformerEngine
     "dtype": ("fp32", "bf16"),
     "tp": (1, 2),
     "sequence_parallel": (False, True),
@@ -44,8 +45,6 @@ _GEMM = "a name that routers look for is there without TransformerEngine"
 
 def supports(cell: Cell) -> str | None:
     """None where the engine has such a run, else why it has not."""
-    if has_window(cell):
-        return "Megatron's windows take TransformerEngine"
     if cell["resume"] and cell["distributed_optimizer"]:
         return "Megatron-Core 0.16.1 cannot load shards of the state of torch's AdamW: KeyError: 'step'"
     if cell["vpp"] > 1 and (cell["pp"] == 1 or cell["accumulation"] % cell["pp"]):

@@ -28,6 +28,7 @@ for _name in ("parcompile.api", "torch._inductor.compile_fx"):
 
 PACKAGES = ("parcompile", "deepspeed", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("fp32",),  # in which exported weights are compared
     "stage": (1, 0, 2),
     "tp": (1, 2),
     "cp": (1, 2),
@@ -46,10 +47,6 @@ def supports(cell: Cell) -> str | None:
         return "ep takes experts, and ranks of dp and cp that it divides"
     if cell["sequence_parallel"] and cell["tp"] == 1:
         return "sequence parallelism goes with tp"
-    if cell["dtype"] == "fp64":
-        return "a spec has no precision fp64"
-    if cell["dtype"] == "bf16":
-        return "exported weights are compared in fp32"
     if cell["plan"] or cell["stage"] == 2:
         return _refused(json.dumps({**cell, "masks": "none", "seed": 0, "resume": False, "packed": False}))
     return None
