@@ -2,24 +2,30 @@
 
     parcompile prove --engine NAME --cells 20 --timeout 400 --format json > docs/certificates/NAME.json
     python .ci/engine_matrix.py > docs/engines.md
+    python .ci/engine_matrix.py --interpreter NAME-VERSION --folder FOLDER
 
+`docs/certificates/NAME-VERSION.json` is of another version of an engine. The last command prints the interpreter that
+it ran in, and makes it where the folder has none. The picture of the page goes to `docs/pictures/engines/matrix.svg`.
 Scripts that certificates have are written to `docs/red_cells/`. A script there that somebody wrote by hand shows the
 cell that its first line names. The exit code is 1 when this runtime is red.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from parcompile.runtime.prove import Certificate, Proved
 from parcompile.runtime.prove.engine import BUILT_IN
 from parcompile.runtime.prove.ranks.cells import cell_of, text_of
+from parcompile.show.pictures import SMALL, Box, Picture, Sketch, Text
+from parcompile.show.pictures.svg import svg
 
 START = """# Engines beside one process
 
@@ -34,51 +40,75 @@ parcompile prove --verify docs/certificates/@FIRST@.json
 
 `python .ci/engine_matrix.py > docs/engines.md` makes this page of the certificates. `--engine NAME --cell "TEXT"` runs
 a cell of a table alone. Of a red cell the first wrong place is named; its script runs with `torchrun`, and imports
-upstream alone. It fails, and passes without the suspected feature (`--without`). A *shim* is what an adapter replaces
+upstream alone. It fails, and passes without the suspected feature (`--without`). Other versions of an engine run in
+interpreters that `.ci/engine_matrix.py --interpreter` makes. A *shim* is what an adapter replaces
 so that an engine runs on CPUs: a cell with one says less about GPUs.
 """
 GLANCE = """## At a glance
 
 Each number counts the cells with a feature that are equal, or differ by rounding. **Red** names the other features
 that the feature needs to be red: those that are left when nothing more can be turned off. A dash: no such cell was
-drawn, or the adapter has none.
+drawn, or the adapter has none. Red cells of other versions are not shrunk: their table has them.
+
+![Features of engines beside one process](pictures/engines/matrix.svg)
 """
 DOCS = Path(__file__).parents[1] / "docs"
+PICTURE = DOCS / "pictures" / "engines" / "matrix.svg"
 SIGN = {"equal": "equal", "rounding": "rounding", "red": "**red**", "not runnable": "not runnable"}
 APART = ("stage",)
 """Features whose numbers are no sizes: each has a row."""
 DIFFERS, ERROR = "beside one process", "ends with an error"
 """What the title of a script says that it shows."""
-CELLS = 20
+CELLS, FEWER = 20, 12
+"""Cells of an engine, and of another version of it, which are not shrunk."""
+HUGGING_FACE = ["transformers==4.57.6", "accelerate==1.10.1", "huggingface_hub==0.36.0", "tokenizers==0.22.1"]
+OTHERS = {
+    "deepspeed-0.19.3": ["deepspeed==0.19.3"],
+    "transformers-4.57.6": HUGGING_FACE,
+    "accelerate-1.10.1": HUGGING_FACE,
+    "megatron-0.15.3": ["megatron-core==0.15.3"],
+}
+"""Packages of the interpreters of other versions, in front of those of this one."""
 Shown = tuple[str, str]
 
 
 def main() -> int:
     """The page on standard output, scripts of certificates in their folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--interpreter", choices=OTHERS, help="prints that of another version")
+    parser.add_argument("--folder", type=Path, default=Path("build/interpreters"), help="has interpreters")
+    options = parser.parse_args()
+    if options.interpreter:
+        from historical_pairs import interpreter
+
+        print(interpreter(OTHERS[options.interpreter], options.folder))
+        return 0
     proved = certificates()
     for name, one in proved.items():
         for cell in reversed(one.cells):  # of cells that shrink to the same one the first
-            if script := cell.answer.get("script"):
+            if name in BUILT_IN and (script := cell.answer.get("script")):
                 text = text_of({**(cell.smallest or {}), "seed": 0}, one.features)
                 file = DOCS / "red_cells" / (f"{name} {text}".replace(" ", "_").replace(".", "_") + ".py")
                 file.write_text(script, encoding="utf-8")
+    PICTURE.write_text(svg(picture(proved)), encoding="utf-8")
     print(page(proved), end="")
     return int(proved["parcompile"].counts["red"] > 0)
 
 
 def certificates() -> dict[str, Certificate]:
-    """By the engine's name, in the order of the page."""
-    files = {name: DOCS / "certificates" / f"{name}.json" for name in BUILT_IN}
-    read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
-    return {name: Certificate.from_json(tree) for name, tree in read.items()}
+    """By the name of an engine, or with that of its version, in the order of the page."""
+    found = [file.stem for file in sorted((DOCS / "certificates").glob("*.json"))]
+    files = [stem for name in BUILT_IN for stem in (name, *(one for one in found if one.startswith(f"{name}-")))]
+    read = {stem: json.loads((DOCS / "certificates" / f"{stem}.json").read_text(encoding="utf-8")) for stem in files}
+    return {stem: Certificate.from_json(tree) for stem, tree in read.items()}
 
 
 def page(proved: Mapping[str, Certificate]) -> str:
     """The whole page."""
     scripts = _scripts(proved)
     commands = [
-        f"parcompile prove --engine {name} --cells {CELLS} --seed {one.seed} --timeout 400 --format json > "
-        f"docs/certificates/{name}.json"
+        f"parcompile prove --engine {one.engine} --cells {CELLS if name in BUILT_IN else FEWER} --seed {one.seed} "
+        f"--timeout 400 {_other(name)}--format json > docs/certificates/{name}.json"
         for name, one in proved.items()
     ]
     start = START.replace("@COMMANDS@", "\n".join(commands)).replace("@FIRST@", next(iter(proved)))
@@ -139,43 +169,81 @@ def _labels(one: Certificate, cell: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _glance(proved: Mapping[str, Certificate]) -> Iterator[str]:
-    right = {name: Counter[str]() for name in proved}
-    stops = {name: Counter[str]() for name in proved}
-    needs: dict[str, dict[str, set[str]]] = {name: {} for name in proved}
-    rows: dict[str, list[str]] = {}
-    for name, one in proved.items():
+@dataclass
+class Entry:
+    """What the cells with a feature say of an engine."""
+
+    right: int = 0
+    stops: int = 0
+    red: bool = False
+    needs: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        others = ", ".join(sorted(self.needs))
+        said = [str(self.right)] * (self.right > 0) + [f"**red**{f' with {others}' if others else ''}"] * self.red
+        return "; ".join([*said, *[f"{self.stops} not runnable"] * (self.stops > 0)]) or "–"
+
+
+def glance(proved: Mapping[str, Certificate]) -> dict[str, dict[str, Entry]]:
+    """By feature and engine."""
+    rows: dict[str, dict[str, Entry]] = {}
+    for one in proved.values():
+        first = {key: of[0] for key, of in one.features.items()}
         for feature, values in one.features.items():
-            rows.setdefault(feature, [])
             for value in values if feature == "family" else values[1:]:
-                label = _labels(one, {**{key: of[0] for key, of in one.features.items()}, feature: value})[feature]
-                if label not in rows[feature]:
-                    rows[feature].append(label)
+                rows.setdefault(_labels(one, {**first, feature: value})[feature], {name: Entry() for name in proved})
+    for name, one in proved.items():
         for cell in one.cells:
-            labels = set(_labels(one, cell.cell).values())
-            if cell.verdict in ("equal", "rounding"):
-                right[name].update(labels)
-            elif cell.verdict == "not runnable":
-                stops[name].update(labels)
-            if cell.smallest:
-                few = _labels(one, cell.smallest)
-                if few["family"] == one.features["family"][0]:
-                    few.pop("family")
-                for label in few.values():
-                    needs[name].setdefault(label, set()).update(set(few.values()) - {label})
+            for label in _labels(one, cell.cell).values():
+                entry = rows[label][name]
+                entry.right += cell.verdict in ("equal", "rounding")
+                entry.stops += cell.verdict == "not runnable"
+            few = _labels(one, cell.smallest or {**cell.cell}) if cell.verdict == "red" else {}
+            if few.get("family") == one.features["family"][0]:
+                few.pop("family")
+            for label in few.values() if cell.smallest else ():
+                rows[label][name].red = True
+                rows[label][name].needs |= set(few.values()) - {label}
+    return rows
+
+
+def _glance(proved: Mapping[str, Certificate]) -> Iterator[str]:
     yield f"| | {' | '.join(proved)} |\n|---|{'---|' * len(proved)}"
-    for label in (label for each in rows.values() for label in each):
-        cells = []
-        for name in proved:
-            said = [str(right[name][label])] if right[name][label] else []
-            if label in needs[name]:
-                others = ", ".join(sorted(needs[name][label]))
-                said.append(f"**red**{f' with {others}' if others else ''}")
-            if stops[name][label]:
-                said.append(f"{stops[name][label]} not runnable")
-            cells.append("; ".join(said) or "–")
-        yield f"| {label} | {' | '.join(cells)} |"
+    for label, entries in glance(proved).items():
+        yield f"| {label} | {' | '.join(map(str, entries.values()))} |"
     yield ""
+
+
+def picture(proved: Mapping[str, Certificate]) -> Picture:
+    """The same in colours and words."""
+    rows, left, wide, high = glance(proved), 150.0, 96.0, 22.0
+    sketch = Sketch(left + wide * len(proved))
+    for column, stem in enumerate(proved):
+        for line, text in enumerate(stem.split("-")):
+            sketch.add(Text(left + (column + 0.5) * wide, 14 + 15 * line, text, SMALL + 1, anchor="middle"))
+    sketch.y = 40
+    for label, entries in rows.items():
+        sketch.add(Text(0, sketch.y + 15, label, SMALL + 1))
+        for column, entry in enumerate(entries.values()):
+            role = "bad" if entry.red else "good" if entry.right else "warn" if entry.stops else "track"
+            words = [f"{entry.right} equal"] * (entry.right > 0) + ["red"] * entry.red
+            said = ", ".join(words) or ("stops" if entry.stops else "–")
+            ink = f"on:{role}"
+            sketch.add(Box(left + column * wide, sketch.y, wide - 2, high - 2, role, str(entry).replace("*", "")))
+            sketch.add(Text(left + (column + 0.5) * wide - 1, sketch.y + 14, said, SMALL, ink, anchor="middle"))
+        sketch.y += high
+    counts = "; ".join(
+        f"{name}: {', '.join(f'{n} {key}' for key, n in one.counts.items() if n)}" for name, one in proved.items()
+    )
+    return sketch.picture(
+        "Features of engines beside one process",
+        "How many drawn cells with a feature are equal or differ by rounding, and whether it is part of a red one.",
+        counts,
+    )
+
+
+def _other(stem: str) -> str:
+    return "" if stem in BUILT_IN else f'--no-shrink --python "$(python .ci/engine_matrix.py --interpreter {stem})" '
 
 
 def _tables(proved: Mapping[str, Certificate], scripts: Mapping[tuple[str, str], str]) -> Iterator[str]:
@@ -191,7 +259,7 @@ def _tables(proved: Mapping[str, Certificate], scripts: Mapping[tuple[str, str],
                 why += f"; first wrong: {first.get('place') or 'the last parameters'}: {first.get('said')}"
             if file := _script(scripts, name, cell):
                 why += f"; [script](red_cells/{file})"
-            elif cell.verdict == "red":
+            elif cell.verdict == "red" and name in BUILT_IN:
                 why += f"; no script of upstream alone shows it: {cell.answer.get('no_script', 'none is written')}"
             yield f"| {one.text_of(cell)} | {SIGN[cell.verdict]} | {numbers} | {why.replace('|', '/')} |"
         yield ""

@@ -97,7 +97,11 @@ def command(
                 if 0 < len(asked) < cells:
                     said = f"{len(asked)} of {cells} cells: {name} supports nothing that was drawn for the others"
                     say(said, err=True)
-                if asked and (never := undrawn({**running.features, **{name: (value,) for name, value in (decided or {}).items()}}, asked)):
+                if asked and (
+                    never := undrawn(
+                        {**running.features, **{name: (value,) for name, value in (decided or {}).items()}}, asked
+                    )
+                ):
                     values = ", ".join(f"{feature} {value}" for feature, value in never)
                     say(f"no cell has {values}: {cells} cells of {ranks} ranks leave no room", err=True)
                 asked = asked or [{}]  # none of these is supported: the simplest says why

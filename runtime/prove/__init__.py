@@ -43,16 +43,30 @@ def prove(
         EngineError: the engine's process ended.
     """
     whole = [completed(engine.features, cell, most_ranks) for cell in cells]
-    ended = []
+    ended, known = [], list[tuple[dict[str, Any], dict[str, Any]]]()
     for number, cell in enumerate(whole, 1):
         proved = Proved(cell, engine.run(cell))
         if proved.verdict == RED and shrinks:
-            smallest = shrink(engine, cell)
-            answer = {**proved.answer, "explanation": engine.explain(smallest), **shown(engine, smallest)}
-            proved = Proved(cell, answer, smallest)
+            smallest, says = _explained(engine, cell, known)
+            proved = Proved(cell, {**proved.answer, **says}, smallest)
         ended.append(proved)
         each(number, proved)
     return Certificate(engine.name, engine.versions, engine.code, seed, tuple(ended), engine.features)
+
+
+def _explained(
+    engine: Engine, cell: Mapping[str, Any], known: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fewest features of a red cell, and what they say; of cells that are `known` where they are red here too."""
+    for smallest, says in known:
+        more = {name for name, value in smallest.items() if value != engine.features.get(name, (value,))[0]}
+        here = all(cell[name] == smallest[name] for name in more)
+        if here and engine.run({**smallest, "seed": cell["seed"]})["verdict"] == RED:
+            return smallest, says
+    smallest = shrink(engine, cell)
+    says = {"explanation": engine.explain(smallest), **shown(engine, smallest)}
+    known.append((smallest, says))
+    return smallest, says
 
 
 def completed(

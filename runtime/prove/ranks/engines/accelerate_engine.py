@@ -16,7 +16,12 @@ from ..reference import STEPS, Batch, balance, batches, counted, inputs, optimiz
 from . import fsdp_on_cpu, whole_parameters
 
 PACKAGES = ("accelerate", "transformers", "torch")
-FEATURES: Mapping[str, tuple[Any, ...]] = {"dtype": ("fp32", "fp64"), "wrapper": ("ddp", "fsdp2"), "tp": (1, 2), **AUX_LOSS}
+FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "dtype": ("fp32", "fp64"),
+    "wrapper": ("ddp", "fsdp2"),
+    "tp": (1, 2),
+    **AUX_LOSS,
+}
 """bf16 on CPUs is autocast, which rounds elsewhere than a copy of the weights does."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -31,8 +32,8 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     **AUX_LOSS,
     "config": ("",),
 }
-"""`experts`: those of transformers on every rank; over two ranks by AutoEP; or in `deepspeed.moe.layer.MoE`, which top-2
-gating of the same weights makes the same layer. `offload`: the optimizer's state is on the host."""
+"""`experts`: those of transformers on every rank; over two ranks by AutoEP; or in `deepspeed.moe.layer.MoE`, which
+computes the same with top-2 gating, no token dropped and the same weights. `offload`: of the optimizer, to the host."""
 _AUTOEP = "transformers' table of recorded outputs is asked for a default, which it does not take"
 _EP = 2
 
@@ -66,6 +67,8 @@ def _unspread(cell: Cell) -> str | None:
     """Why experts are not spread over ranks."""
     if not has_experts(cell) or cell["dp"] < _EP:
         return f"experts are spread over {_EP} ranks of dp"
+    if cell["experts"] == "autoep" and importlib.util.find_spec("deepspeed.module_inject.auto_ep") is None:
+        return "this version of DeepSpeed has no AutoEP, and reads over its keys"
     if cell["aux_loss"] or cell["resume"] or cell["cp"] > 1:
         return "this adapter spreads experts without a balancing loss, resume and Ulysses"
     return "MoE takes ZeRO 0 to 2" if cell["experts"] == "moe" and cell["stage"] == 3 else None
