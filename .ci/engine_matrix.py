@@ -6,8 +6,8 @@
 
 `docs/certificates/NAME-VERSION.json` is of another version of an engine. The last command prints the interpreter that
 it ran in, and makes it where the folder has none. The picture of the page goes to `docs/pictures/engines/matrix.svg`.
-Scripts that certificates have are written to `docs/red_cells/`. A script there that somebody wrote by hand shows the
-cell that its first line names. The exit code is 1 when this runtime is red.
+Scripts that certificates have are written to `docs/red_cells/`, unless one there shows their cell: its first line names
+its cells. The exit code is 1 when this runtime is red.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ DIFFERS, ERROR = "beside one process", "ends with an error"
 CELLS, FEWER = 20, 12
 """Cells of an engine, and of another version of it, which are not shrunk."""
 HUGGING_FACE = ["transformers==4.57.6", "accelerate==1.10.1", "huggingface_hub==0.36.0", "tokenizers==0.22.1"]
+HUGGING_FACE.append("datasets==4.0.0")  # which the Trainer imports
 OTHERS = {
     "deepspeed-0.19.3": ["deepspeed==0.19.3"],
     "transformers-4.57.6": HUGGING_FACE,
@@ -86,7 +87,7 @@ def main() -> int:
     proved = certificates()
     for name, one in proved.items():
         for cell in reversed(one.cells):  # of cells that shrink to the same one the first
-            if name in BUILT_IN and (script := cell.answer.get("script")):
+            if name in BUILT_IN and (script := cell.answer.get("script")) and not _script(_scripts(proved), name, cell):
                 text = text_of({**(cell.smallest or {}), "seed": 0}, one.features)
                 file = DOCS / "red_cells" / (f"{name} {text}".replace(" ", "_").replace(".", "_") + ".py")
                 file.write_text(script, encoding="utf-8")
@@ -139,13 +140,12 @@ def _scripts(proved: Mapping[str, Certificate]) -> dict[Shown, list[tuple[Mappin
     found = dict[Shown, list[tuple[Mapping[str, Any], str]]]()
     for file in sorted((DOCS / "red_cells").glob("*.py")):
         title = file.read_text(encoding="utf-8").partition(".\n")[0]
-        engine, shows, text = re.fullmatch(r'"""(\w+) \S+ (.+): (.+)', title).groups()
+        engine, shows, texts = re.fullmatch(r'"""(\w+) \S+ (.+?): (.+)', title).groups()
         features = proved[engine].features
-        few = {
-            name: value for name, value in cell_of(text, features, {}).items() if value != features.get(name, [0])[0]
-        }
-        few.pop("seed", None)
-        found.setdefault((engine, shows), []).append((few, file.name))
+        for text in texts.split("; "):
+            cell = cell_of(text, features, {})
+            few = {name: value for name, value in cell.items() if name != "seed" and value != features[name][0]}
+            found.setdefault((engine, shows), []).append((few, file.name))
     return found
 
 
@@ -153,7 +153,8 @@ def _script(scripts: Any, name: str, cell: Proved) -> str | None:
     """The file that shows a cell: all features that it needs are the cell's."""
     shows = ERROR if cell.verdict == "not runnable" else DIFFERS
     own = cell.smallest or cell.cell
-    fitting = (file for few, file in scripts.get((name, shows), ()) if few.items() <= own.items())
+    through = [name, *(["transformers"] if name == "accelerate" else [])]  # whose models accelerate is given
+    fitting = (file for one in through for few, file in scripts.get((one, shows), ()) if few.items() <= own.items())
     stops = cell.verdict == "not runnable" and "Error" in cell.answer["why"]  # no time-out
     return next(fitting, None) if stops or cell.verdict == "red" else None
 

@@ -97,13 +97,10 @@ def command(
                 if 0 < len(asked) < cells:
                     said = f"{len(asked)} of {cells} cells: {name} supports nothing that was drawn for the others"
                     say(said, err=True)
-                if asked and (
-                    never := undrawn(
-                        {**running.features, **{name: (value,) for name, value in (decided or {}).items()}}, asked
-                    )
-                ):
-                    values = ", ".join(f"{feature} {value}" for feature, value in never)
-                    say(f"no cell has {values}: {cells} cells of {ranks} ranks leave no room", err=True)
+                drawn_of = {**running.features, **{feature: (one,) for feature, one in (decided or {}).items()}}
+                if asked and (never := undrawn(drawn_of, asked)):
+                    said = ", ".join(f"{feature} {value}" for feature, value in never)
+                    say(f"no cell has {said}: {len(asked)} cells of at most {ranks} ranks leave no room", err=True)
                 asked = asked or [{}]  # none of these is supported: the simplest says why
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     except (EngineError, ValueError) as error:

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +34,13 @@ from parcompile.runtime.prove import Certificate, Engine, EngineError, GivenErro
 from parcompile.runtime.prove.ranks import server
 from parcompile.runtime.prove.ranks.cells import (
     FEATURES,
+    Cell,
     batch_size,
     cell_of,
     draw,
     simplest,
     text_of,
+    undrawn,
     world_size,
 )
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
@@ -81,6 +83,21 @@ def test_drawn_cells_cover_pairs_and_are_the_same_each_time() -> None:
         assert not missing, (one, other)
     assert all(world_size(cell) <= 4 for cell in cells)
     assert batch_size({"dp": 2, "micro_batch": 3, "accumulation": 4}) == 24
+
+
+def test_a_value_that_few_cells_may_have_is_drawn_too() -> None:
+    features: dict[str, tuple[Any, ...]] = {**FEATURES, "tp": (1, 2), "cp": (1, 2), "pp": (1, 2), "never": (0, 1)}
+
+    def supports(cell: Cell) -> str | None:
+        split = [axis for axis in ("tp", "cp", "pp") if cell[axis] > 1]
+        plain = {"family": "llama", "packed": False, "dtype": "fp32", "tied": False, "dp": 1, "micro_batch": 2}
+        right = len(split) <= 1 and (not split or plain.items() <= cell.items()) and not cell["never"]
+        return None if right else "not built"
+
+    for seed in range(3):
+        cells = draw(features, supports, 14, seed, 4)
+        assert undrawn(features, cells) == [("never", 1)]
+        assert (len(cells), [supports(cell) for cell in cells]) == (14, [None] * 14)
 
 
 def test_a_cell_is_asked_for_as_it_is_printed() -> None:
@@ -194,6 +211,30 @@ def test_a_red_cell_shrinks_to_what_it_needs(plain: Engine) -> None:
     assert smallest == {**simplest(plain.features), "dp": 2, "mistake": "ranks weigh alike"}
 
 
+def test_features_that_an_earlier_cell_needed_are_tried_first() -> None:
+    tried = list[Any]()
+
+    class Counted:
+        name, versions, code = "counted", dict[str, str](), ""
+        features: Mapping[str, Any] = {**FEATURES, "mistake": (False, True)}
+
+        def run(self, cell: dict[str, Any]) -> dict[str, Any]:
+            tried.append(cell)
+            return {"verdict": RED if cell["mistake"] and cell["dp"] == 2 else EQUAL, "why": "", "differences": {}}
+
+        def explain(self, cell: dict[str, Any]) -> dict[str, Any]:
+            return {"place": "", "said": f"seed {cell['seed']}", "collectives": []}
+
+    engine: Any = Counted()
+    red = {"dp": 2, "mistake": True, "tied": True}
+    first, other, right = prove(engine, [{**red, "seed": 3}, {**red, "seed": 4, "masks": "uneven"}, {}]).cells
+    few = {**simplest(engine.features), "dp": 2, "mistake": True, "seed": 3}
+    assert (first.smallest, other.smallest, right.smallest) == (few, few, None)
+    assert other.answer["explanation"]["said"] == "seed 3"
+    assert tried[-2] == {**few, "seed": 4}
+    assert len(tried) < 12
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("cell", "place", "said"),
@@ -294,7 +335,9 @@ def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong(
     """What an advisory says of the installed version shows in its cell."""
     right = [
         {"stage": 2, "dp": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5},
-        {"stage": 1, "dp": 2, "dtype": "bf16", "clipping": 0.5},
+        {"stage": 1, "dp": 2, "dtype": "bf16", "clipping": 0.5, "offload": True},
+        {"stage": 1, "dp": 2, "cp": 2, "masks": "uneven"},
+        *({"family": "mixtral", "stage": 1, "dp": 2, "clipping": 0.5, "experts": way} for way in ("autoep", "moe")),
     ]
     engine = engines("deepspeed")
     known = [advisory for advisory in advisories() if advisory.tool == "deepspeed" and advisory.cell]
@@ -302,7 +345,7 @@ def test_deepspeed_is_right_where_it_is_and_red_where_it_is_known_to_be_wrong(
     shown = {name: cell for name, cell in shown.items() if cell and "script" not in cell}
     assert list(shown) == ["A020", "A022", "A023"]
     found = prove(engine, [*right, *shown.values()], shrinks=False)
-    assert [one.verdict for one in found.cells] == [EQUAL, EQUAL, RED, RED, RED], found.to_json()["cells"]
+    assert [one.verdict for one in found.cells] == [*[EQUAL] * 5, RED, RED, RED], found.to_json()["cells"]
 
 
 @pytest.mark.ranks
@@ -312,6 +355,16 @@ def test_fsdp_is_fsdp_and_says_what_is_replaced_on_cpus(name: str, engines: Call
     cell = {"dp": 2, "wrapper": "fsdp2", "accumulation": 2, "masks": "uneven", "clipping": 0.5}
     (found,) = prove(engines(name), [cell]).cells
     assert (found.verdict, len(found.answer.get("shims", ()))) == (EQUAL, 1), found.answer
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_transformers_spreads_models_over_ranks(name: str, engines: Callable[[str], Engine]) -> None:
+    """Its hook of q and k norms reduces again what earlier backward passes left."""
+    experts = {"family": "mixtral", "tp": 2, **({"ep": 2} if name == "transformers" else {})}
+    cells = [experts, {"family": "qwen3", "tp": 2, "accumulation": 2}]
+    found = prove(engines(name), cells, shrinks=False)
+    assert [one.verdict for one in found.cells] == [EQUAL, RED], found.to_json()["cells"]
 
 
 @pytest.mark.ranks
@@ -368,7 +421,8 @@ def test_megatron_is_one_process(engines: Callable[[str], Engine]) -> None:
             "tp": 2,
             "sequence_parallel": True,
             "pp": 2,
-            "accumulation": 2,
+            "vpp": 2,
+            "accumulation": 4,
             "tied": True,
             "masks": "uneven",
         },
