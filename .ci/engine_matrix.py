@@ -56,7 +56,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PICTURE = DOCS / "pictures" / "engines" / "matrix.svg"
 SIGN = {"equal": "equal", "rounding": "rounding", "red": "**red**", "not runnable": "not runnable"}
 APART = ("stage",)
-"""Features whose numbers are no sizes: each has a row."""
+"""Features whose numbers are no sizes: each has a row, the simplest too."""
 DIFFERS, ERROR = "beside one process", "ends with an error"
 """What the title of a script says that it shows."""
 CELLS, FEWER = 20, 12
@@ -127,7 +127,7 @@ def _beside(text: str) -> str:
     for file in sorted((DOCS / "red_cells").glob("*.py")):
         if f"({file.parent.name}/{file.name})" not in text:
             title, said, *_ = file.read_text(encoding="utf-8").removeprefix('"""').split("\n\n")
-            lines.append(f"- {title.removesuffix('.')}. {said} [script](red_cells/{file.name})")
+            lines.append(f"- {title.removesuffix('.')}. {' '.join(said.split())} [script](red_cells/{file.name})")
     return "\n".join(["", "## Found in other cells", "", *lines, ""]) if lines else ""
 
 
@@ -164,7 +164,7 @@ def _labels(one: Certificate, cell: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, values in one.features.items():
         value = cell[name]
-        if name == "family" or value != values[0]:
+        if name in ("family", *APART) or value != values[0]:
             number = isinstance(value, (bool, int, float)) and name not in APART
             found[name] = str(value) if name == "family" else name if number else f"{name} {value}"
     return found
@@ -191,18 +191,18 @@ def glance(proved: Mapping[str, Certificate]) -> dict[str, dict[str, Entry]]:
     for one in proved.values():
         first = {key: of[0] for key, of in one.features.items()}
         for feature, values in one.features.items():
-            for value in values if feature == "family" else values[1:]:
+            for value in values if feature in ("family", *APART) else values[1:]:
                 rows.setdefault(_labels(one, {**first, feature: value})[feature], {name: Entry() for name in proved})
     for name, one in proved.items():
+        first = {key: of[0] for key, of in one.features.items()}
         for cell in one.cells:
             for label in _labels(one, cell.cell).values():
                 entry = rows[label][name]
                 entry.right += cell.verdict in ("equal", "rounding")
                 entry.stops += cell.verdict == "not runnable"
-            few = _labels(one, cell.smallest or {**cell.cell}) if cell.verdict == "red" else {}
-            if few.get("family") == one.features["family"][0]:
-                few.pop("family")
-            for label in few.values() if cell.smallest else ():
+            few = _labels(one, cell.smallest) if cell.smallest else {}
+            few = {key: label for key, label in few.items() if cell.smallest[key] != first[key]}
+            for label in few.values():
                 rows[label][name].red = True
                 rows[label][name].needs |= set(few.values()) - {label}
     return rows

@@ -738,7 +738,10 @@ def test_the_page_of_engines_is_made_of_its_certificates() -> None:
     matrix = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(matrix)
     page = (root / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert matrix.page(matrix.certificates()) == page
+    proved = matrix.certificates()
+    assert matrix.page(proved) == page
+    assert matrix.svg(matrix.picture(proved)) == matrix.PICTURE.read_text(encoding="utf-8")
+    assert {one.engine for one in proved.values()} < set(proved)  # other versions too
     for file in (root / "docs" / "certificates").glob("*.json"):
         tree = json.loads(file.read_text(encoding="utf-8"))
         assert validate(tree, "certificate").diagnostics == ()
