@@ -1,4 +1,4 @@
-"""transformers 5.23.0 beside one process: mixtral resume; qwen3_moe resume; qwen3_moe accumulation 2 aux_loss.
+"""transformers 5.23.0 beside one process: mixtral resume; qwen3_moe resume; qwen3_moe accumulation 2 aux_loss; mixtral accumulation 4 aux_loss.
 
 `resume_from_checkpoint` leaves router and experts at their first values: the checkpoint has them under the names of the
 hub. The balancing loss of experts is divided neither by the accumulation steps nor by the ranks.
@@ -12,7 +12,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true", "CUDA_VISI
 import torch, transformers
 
 STEPS, FEATURES = 3, sys.argv[1:] or ["mixtral", "resume"]
-ACCUMULATION = 2 if "accumulation" in FEATURES else 1
+ACCUMULATION = int(FEATURES[FEATURES.index("accumulation") + 1]) if "accumulation" in FEATURES else 1
 CELL = {name: name in FEATURES and "--without" not in FEATURES for name in ("resume", "aux_loss")}
 CLASS, experts = {
     "mixtral": (transformers.MixtralConfig, dict(num_local_experts=4, sliding_window=None)),

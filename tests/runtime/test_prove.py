@@ -532,7 +532,7 @@ def test_ranks_that_raise_or_hang_or_exit_are_named(tmp_path: Path) -> None:
         found = prove(engine, [{"dp": 2, "ends": how} for how in ("raise", "hang", "exit")])
     assert [one.answer["why"] for one in found.cells] == [
         "rank 1: KeyError: 'no such layer'",
-        "no answer within 8 s: rank 1 is in build, called from adapter.py:6",
+        "no answer within 8 s: rank 1 is in build, called from adapter.py:7",
         "rank 1: exit code 7",
     ]
     assert not found.proves
