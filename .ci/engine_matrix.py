@@ -59,8 +59,6 @@ APART = ("stage",)
 """Features whose numbers are no sizes: each has a row, the simplest too."""
 DIFFERS, ERROR = "beside one process", "ends with an error"
 """What the title of a script says that it shows."""
-CELLS, FEWER = 20, 12
-"""Cells of an engine, and of another version of it, which are not shrunk."""
 HUGGING_FACE = ["transformers==4.57.6", "accelerate==1.10.1", "huggingface_hub==0.36.0", "tokenizers==0.22.1"]
 HUGGING_FACE.append("datasets==4.0.0")  # which the Trainer imports
 OTHERS = {
@@ -108,7 +106,7 @@ def page(proved: Mapping[str, Certificate]) -> str:
     """The whole page."""
     scripts = _scripts(proved)
     commands = [
-        f"parcompile prove --engine {one.engine} --cells {CELLS if name in BUILT_IN else FEWER} --seed {one.seed} "
+        f"parcompile prove --engine {one.engine} --cells {len(one.cells)} --seed {one.seed} "
         f"--timeout 400 {_other(name)}--format json > docs/certificates/{name}.json"
         for name, one in proved.items()
     ]
