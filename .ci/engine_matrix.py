@@ -62,9 +62,7 @@ DIFFERS, ERROR = "beside one process", "ends with an error"
 HUGGING_FACE = ["transformers==4.57.6", "accelerate==1.10.1", "huggingface_hub==0.36.0", "tokenizers==0.22.1"]
 HUGGING_FACE.append("datasets==4.0.0")  # which the Trainer imports
 OTHERS = {
-    "deepspeed-0.19.3": ["deepspeed==0.19.3"],
     "transformers-4.57.6": HUGGING_FACE,
-    "accelerate-1.10.1": HUGGING_FACE,
     "megatron-0.15.3": ["megatron-core==0.15.3"],
 }
 """Packages of the interpreters of other versions, in front of those of this one."""
