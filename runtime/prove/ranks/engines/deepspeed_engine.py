@@ -236,8 +236,23 @@ class _Run:
         else:
             further |= _spread(model, cell)
         self.engine, *_ = deepspeed.initialize(model=model, config=settings_of(cell), **further)
+        self._refuse_other(cell)
         rank = dist.get_rank()
         self.dp_rank, self.part = divmod(rank, cell["tp"] * cell["cp"])
+
+    def _refuse_other(self, cell: Cell) -> None:
+        """That DeepSpeed took what its file asks for.
+
+        Raises:
+            RuntimeError: it did not.
+        """
+        optimizer: Any = self.engine.optimizer
+        on_host = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+        layers = sum(type(layer).__name__ == "AutoEPMoELayer" for layer in self.engine.modules())
+        if cell["offload"] and not on_host:
+            raise RuntimeError(f"DeepSpeed keeps the state of {type(optimizer).__name__} on the accelerator")
+        if cell["experts"] == "autoep" and not layers:
+            raise RuntimeError("DeepSpeed built no layer of AutoEP")
 
     def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
         # The engine averages over data-parallel ranks and micro-batches; the loss is the mean over the batch's tokens.

@@ -6,6 +6,7 @@ Tensor and expert parallelism are transformers' own: it loads a model with a `Di
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ def unsupported(cell: Cell) -> str | None:
 def _undistributed(cell: Cell) -> str | None:
     if importlib.util.find_spec("transformers.distributed") is None:
         return "this version of transformers has no DistributedConfig"
+    from transformers.distributed import DistributedConfig
+
+    if "tp_size" not in inspect.signature(DistributedConfig).parameters:
+        return "this version of transformers has no DistributedConfig with tp_size"
     if cell["dp"] > 1 and cell["wrapper"] == "ddp":
         return "transformers shards over ranks beside tp: wrapper fsdp2"
     if cell.get("ep", 1) > 1 and (not has_experts(cell) or cell["dp"] * cell["tp"] == 1):
