@@ -253,7 +253,8 @@ def _tables(proved: Mapping[str, Certificate], scripts: Mapping[tuple[str, str],
             if cell.smallest is not None:
                 first = cell.answer["explanation"]
                 why += f"; with the fewest features: {text_of(cell.smallest, one.features)}"
-                why += f"; first wrong: {first.get('place') or 'the last parameters'}: {first.get('said')}"
+                if "said" in first:
+                    why += f"; first wrong: {first.get('place') or 'the last parameters'}: {first.get('said')}"
             if file := _script(scripts, name, cell):
                 why += f"; [script](red_cells/{file})"
             elif cell.verdict == "red" and name in BUILT_IN:

@@ -518,23 +518,27 @@ def test_ranks_that_raise_or_hang_or_exit_are_named(tmp_path: Path) -> None:
     adapter = tmp_path / "adapter.py"
     adapter.write_text(
         "import os, time\n"
-        'FEATURES = {"ends": ("raise", "hang", "exit")}\n'
+        "from parcompile.runtime.prove.ranks.cells import OtherEngineError\n"
+        'FEATURES = {"ends": ("raise", "hang", "exit", "other")}\n'
         "def supports(cell): return None\n"
         "def build(model, cell):\n"
         '    if os.environ["RANK"] == "1":\n'
         '        if cell["ends"] == "raise": raise KeyError("no such layer")\n'
         '        if cell["ends"] == "hang": time.sleep(600)\n'
+        '        if cell["ends"] == "other": raise OtherEngineError("DDP in place of FSDP")\n'
         "        os._exit(7)\n"
         "def step(engine, batch, cell): return 1.0, 1.0\n"
         "def full_parameters(engine, cell): return {}\n"
     )
     with Engine(str(adapter), timeout=8) as engine:
-        found = prove(engine, [{"dp": 2, "ends": how} for how in ("raise", "hang", "exit")])
+        found = prove(engine, [{"dp": 2, "ends": how} for how in ("raise", "hang", "exit", "other")])
     assert [one.answer["why"] for one in found.cells] == [
         "rank 1: KeyError: 'no such layer'",
-        "no answer within 8 s: rank 1 is in build, called from adapter.py:7",
+        "no answer within 8 s: rank 1 is in build, called from adapter.py:8",
         "rank 1: exit code 7",
+        "rank 1: OtherEngineError: DDP in place of FSDP",
     ]
+    assert [one.verdict for one in found.cells] == ["not runnable"] * 3 + ["red"]
     assert not found.proves
 
 

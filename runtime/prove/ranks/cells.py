@@ -50,6 +50,10 @@ _CANDIDATES, _ATTEMPTS = 60, 6000
 """How many are drawn for each cell that is taken; where the engine supports none of them, up to so many."""
 
 
+class OtherEngineError(RuntimeError):
+    """The engine built something else than the cell asks for: such a run proves nothing, and is red."""
+
+
 def planned(cell: Cell) -> Mapping[str, Any]:
     """What somebody's own plan gives a cell (`given.of_plan`); empty where there is none."""
     settings: Mapping[str, Any] = json.loads(cell.get("plan") or "{}")

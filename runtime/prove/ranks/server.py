@@ -32,7 +32,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from .cells import FEATURES, RESUME, Cell, draw, unsupported, world_size
+from .cells import FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, world_size
 from .comparison import CANNOT, RED, judge
 from .reference import STEPS, batches, families, import_models, model_of, reference
 from .tracing import Trace, explain
@@ -119,7 +119,8 @@ def run_cell(adapter: ModuleType, cell: Cell, timeout: float, explains: bool = F
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
     try:
         if why := _runs(adapter, cell, folder, timeout, explains):
-            return {"verdict": CANNOT, "why": why, "failed": True}
+            dead = f"{OtherEngineError.__name__}: " in why
+            return {"verdict": RED if dead else CANNOT, "why": why, "failed": True}
         if cell.get("isolation") and not explains:
             (folder / _PERTURBED).mkdir()
             if why := _runs(adapter, {**cell, "perturbed": True}, folder / _PERTURBED, timeout, watched=False):

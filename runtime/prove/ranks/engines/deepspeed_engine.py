@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import AUX_LOSS, Cell, has_experts, has_window
+from ..cells import AUX_LOSS, Cell, OtherEngineError, has_experts, has_window
 from ..reference import Batch, balance, counted, inputs, micro_batches, optimizer_of, token_sum
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -244,15 +244,15 @@ class _Run:
         """That DeepSpeed took what its file asks for.
 
         Raises:
-            RuntimeError: it did not.
+            OtherEngineError: it did not.
         """
         optimizer: Any = self.engine.optimizer
         on_host = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
         layers = sum(type(layer).__name__ == "AutoEPMoELayer" for layer in self.engine.modules())
         if cell["offload"] and not on_host:
-            raise RuntimeError(f"DeepSpeed keeps the state of {type(optimizer).__name__} on the accelerator")
+            raise OtherEngineError(f"DeepSpeed keeps the state of {type(optimizer).__name__} on the accelerator")
         if cell["experts"] == "autoep" and not layers:
-            raise RuntimeError("DeepSpeed built no layer of AutoEP")
+            raise OtherEngineError("DeepSpeed built no layer of AutoEP")
 
     def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
         # The engine averages over data-parallel ranks and micro-batches; the loss is the mean over the batch's tokens.

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cells import Cell, has_experts
+from ..cells import Cell, OtherEngineError, has_experts
 
 SHIM = "accelerate's state says MULTI_GPU where it is MULTI_CPU, and its device is cpu"
 
@@ -56,7 +56,7 @@ def distributed(model: Any, cell: Cell) -> Any:
     """The model whose parameters are spread by transformers over ranks of tp and ep, and those beside them.
 
     Raises:
-        RuntimeError: it has no spread parameters.
+        OtherEngineError: it has no spread parameters.
     """
     if cell["tp"] == 1 and cell.get("ep", 1) == 1:
         return model
@@ -70,7 +70,7 @@ def distributed(model: Any, cell: Cell) -> Any:
     kernel = {"attn_implementation": "sdpa", "dtype": torch.float32}
     own = type(model).from_pretrained(folder, distributed_config=DistributedConfig(**sizes), **kernel).train()
     if not any(isinstance(parameter, DTensor) for parameter in own.parameters()):
-        raise RuntimeError("transformers spread no parameter")
+        raise OtherEngineError("transformers spread no parameter")
     return own
 
 
@@ -100,8 +100,8 @@ def refuse_other(model: nn.Module, cell: Cell) -> None:
     """That what accelerate built is what the cell asks for.
 
     Raises:
-        RuntimeError: it is not.
+        OtherEngineError: it is not.
     """
     expected = {"ddp": DistributedDataParallel, "fsdp2": FSDPModule}[cell["wrapper"]]
     if cell["dp"] > 1 and not isinstance(model, expected) and shims(cell) == shims({**cell, "tp": 1, "ep": 1}):
-        raise RuntimeError(f"accelerate built {type(model).__name__}, not {expected.__name__}")
+        raise OtherEngineError(f"accelerate built {type(model).__name__}, not {expected.__name__}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..cells import AUX_LOSS, Cell
+from ..cells import AUX_LOSS, Cell, OtherEngineError
 from ..reference import STEPS, Batch, batches, optimizer_of
 from . import fsdp_on_cpu, whole_parameters
 
@@ -79,7 +79,7 @@ class _Run:
         self.trainer.train(resume_from_checkpoint=resume_from)
         fsdp_on_cpu.refuse_other(self.trainer.model_wrapped, cell)
         if arguments.world_size != dist.get_world_size() if dist.is_initialized() else cell["dp"] != 1:
-            raise RuntimeError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
+            raise OtherEngineError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
         self._steps = iter(self._log)
 
     def next_step(self) -> tuple[float, float | None]:
