@@ -39,7 +39,7 @@ OWN = {
     "runtime/profiling/recorder.py": 1,
     "runtime/prove/engine.py": 2,
     "runtime/prove/ranks/cells.py": 1,
-    "runtime/prove/ranks/server.py": 3,
+    "runtime/prove/ranks/server.py": 5,
     "runtime/prove/certificate.py": 2,
     "runtime/run_log.py": 4,
 }

@@ -57,10 +57,10 @@ def a_pipeline_goes_with_stage_one(settings: Settings) -> Iterator[Finding]:
 def heads_are_divided(settings: Settings) -> Iterator[Finding]:
     """Fires for each pair of which one does not divide the other."""
     kinds = settings.get("attention_config")
-    is_recurrent = isinstance(kinds, list) and not {"mamba", "rwkv"}.isdisjoint(str(kinds).replace("'", " ").split())
-    if is_recurrent and not _asks_all_for_whole_heads(settings):
+    lacks_heads = isinstance(kinds, list) and not {"mamba", "rwkv"}.isdisjoint(str(kinds).replace("'", " ").split())
+    if lacks_heads and not _asks_all_for_whole_heads(settings):
         return
-    pairs = [("hidden_size", _HEADS)] if is_recurrent else [(_HEADS, _TP), (_HEADS, _KV), ("hidden_size", _HEADS)]
+    pairs = [("hidden_size", _HEADS)] if lacks_heads else [(_HEADS, _TP), (_HEADS, _KV), ("hidden_size", _HEADS)]
     kv, heads = settings.number(_KV), settings.number(_HEADS)
     if kv is not None and heads is not None and kv < heads:
         pairs.append((_KV, _TP))
