@@ -616,25 +616,17 @@ def test_the_commands_of_the_page_run(
     root = Path(__file__).parents[2]
     page = (root / "docs" / "prove.md").read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in re.findall(r"^parcompile prove (.*)$", page, re.MULTILINE)]
-    assert len(lines) == 11
+    assert len(lines) == 6
     (tmp_path / "examples").symlink_to(root / "examples")
     parcompile.compile(str(root / "examples" / "byte_llama.json"), str(tmp_path / "plan"))
     monkeypatch.chdir(tmp_path)
     for line in lines:
         arguments, _, file = line.replace("--cells 20", "--cells 1 --no-shrink").partition(" > ")
         found = command(*shlex.split(arguments))
-        missing = [
-            tool for tool in ("megatron", "torchtitan") if tool in line and importlib.util.find_spec(tool) is None
-        ]
-        if missing:
-            assert found.exit_code
-            assert f"No module named '{missing[0]}'" in found.output
-            continue
         if file:
             Path(file).write_text(found.stdout)
             assert "   1  equal " in found.stderr  # each cell as it ends
-        # The cell of transformers that is drawn resumes experts.
-        assert found.exit_code == (1 if "pp 2" in line or "transformers" in line else 0), found.output
+        assert found.exit_code == (1 if "pp 2" in line else 0), found.output
         if "pp 2" in line:
             assert "first wrong: the gradient of every parameter, step 1 on rank 0: it is 1." in found.output
             assert "a script of upstream alone shows it" in found.output
