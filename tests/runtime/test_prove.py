@@ -44,6 +44,7 @@ from parcompile.runtime.prove.ranks.cells import (
     world_size,
 )
 from parcompile.runtime.prove.ranks.comparison import CANNOT, EQUAL, RED, ROUNDING, judge
+from parcompile.runtime.prove.ranks.reference import reference
 from parcompile.schema import validate
 from parcompile.version import how_to_install
 
@@ -161,6 +162,15 @@ def test_a_difference_is_rounding_where_other_last_bits_do_as_much(
 ) -> None:
     answer = judge("fp32", found, result(), lambda: [result(loss=2 * (1 + moved), weight=1 + moved)])
     assert (answer["verdict"], answer.get("why")) == (verdict, why)
+
+
+def test_rounding_in_bf16_is_that_of_the_copy_that_computes() -> None:
+    """The weights that are stepped start as they are: a nudge of theirs is lost in the copy of the first step."""
+    cell = {**simplest(FEATURES), "family": "llama", "dtype": "bf16", "seed": 0}
+    plain, moved = reference(cell), reference(cell, 1)
+    assert all(torch.equal(one, moved["start"][name]) for name, one in plain["start"].items())
+    for name in ("loss", "norm"):
+        assert 1e-6 < abs(moved[name][0] / plain[name][0] - 1) < 1e-2
 
 
 def test_weights_that_are_stored_in_bf16_are_judged_together() -> None:

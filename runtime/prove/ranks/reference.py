@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from .tracing import Trace
 STEPS, SEQUENCE, VOCABULARY = 3, 32, 128
 IGNORED = -100
 AUX_COEFFICIENT = 0.1
-LAST_BIT = 1e-7
-"""By how much the weights of a nudged reference differ, relative."""
+LAST_BIT: Mapping[str, float] = {"fp32": 1e-7, "fp64": 1e-7, "bf16": 2**-8}
+"""By how much the weights with which a nudged reference computes differ, relative."""
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 """Of the weights that are stepped; bf16 computes with a copy of them."""
@@ -77,7 +77,7 @@ def import_models() -> None:
 
 
 def model_of(cell: Cell, nudge: int | None = None) -> nn.Module:
-    """The drawn model; `nudge`: a seed by which each weight moves by `LAST_BIT`, up or down."""
+    """The drawn model; `nudge`: a seed by which each weight moves by `LAST_BIT`, up or down: in bf16 the copy's do."""
     import transformers
 
     torch.manual_seed(cell["seed"])
@@ -91,12 +91,18 @@ def model_of(cell: Cell, nudge: int | None = None) -> nn.Module:
     if cell["dtype"] == "bf16":  # engines round the weights that they are given, and step from these
         model = model.to(torch.bfloat16)
     model = model.to(DTYPES[cell["dtype"]])
-    if nudge is not None:
-        generator = torch.Generator().manual_seed(nudge)
-        for parameter in model.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.data *= 1 + LAST_BIT * signs
+    if cell["dtype"] != "bf16":
+        _nudge(model, cell, nudge)
     return model.train()
+
+
+def _nudge(model: nn.Module, cell: Cell, seed: int | None) -> None:
+    if seed is None:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        parameter.data *= 1 + LAST_BIT[cell["dtype"]] * signs
 
 
 def batches(cell: Cell) -> Iterator[Batch]:
@@ -180,9 +186,12 @@ def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> di
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses, norms, trace = [], [], Trace(model) if watched else None
     for step, batch in enumerate(batches(cell)):
-        total, computing = 0.0, model_of(cell).to(torch.bfloat16) if low else model
+        total, computing = 0.0, model
         if low:
+            computing = model_of(cell)
             computing.load_state_dict(model.state_dict())
+            _nudge(computing, cell, nudge)
+            computing = computing.to(torch.bfloat16)
         if trace is not None and (low or step == 0):
             trace.watch(computing)
         pieces = _pieces(cell, batch, watched)
