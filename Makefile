@@ -63,7 +63,7 @@ browser:
 		command -v chromium > /dev/null || echo "no chromium: the report page is tested in CI only"; \
 	fi
 
-# Two workers, which take files and single tests in turn (tests/conftest.py). The slowest tests are listed.
+# Two workers, which take tests in turn (tests/conftest.py). The slowest tests are listed.
 test: lint browser
 	$(RANKS) $(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20
 

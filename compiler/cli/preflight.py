@@ -202,6 +202,8 @@ def doctor_command(
     given = [one for one in paths if Path(one).name == "plan.json" or Path(one, "plan.json").is_file()]
     if plan is None and given:
         plan = given[0]
+    if counts and plan is None:
+        raise click.UsageError("--preflight checks changes of a plan: name it with --plan")
     loaded = None if plan is None else read_plan(plan)[0]
     found = read_all(one for one in paths if Path(one).name != "plan.json")
     build = _preflight() if counts else None

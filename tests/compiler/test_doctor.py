@@ -492,6 +492,10 @@ def test_the_page_says_what_the_terminal_does(tmp_path: Path) -> None:
     for said in ("all_reduce of 1 on dp", "skipped or swapped", "look at what this rank does", "rank-00002.json"):
         assert said in html
     assert (
+        "--preflight checks changes of a plan: name it with --plan"
+        in CliRunner().invoke(cli, ["doctor", "skip", "--preflight"]).output
+    )
+    assert (
         "no/page.html cannot be written" in CliRunner().invoke(cli, ["doctor", "skip", "--page", "no/page.html"]).output
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from parcompile.doctor import Verdict
 from parcompile.doctor.reading import KINDS, Evidence
-from parcompile.show.pictures import WIDE, Picture
 
 from .render import framed
 from .sections import joined, section, table, tag, with_code
@@ -37,6 +36,6 @@ def doctor_page(verdict: Verdict, found: Evidence) -> str:
         summary=verdict.summary,
         links=[("verdict", "Verdict"), ("evidence", "Evidence"), ("todo", "What to do"), ("ranks", "Ranks")],
         main=joined(parts),
-        drawn=[Picture("", "", "", WIDE, 1, ())],
+        drawn=(),
         version="doctor",
     )

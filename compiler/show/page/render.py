@@ -115,7 +115,7 @@ def framed(
         drawn: the pictures in them, for their colours.
         version: what stands behind the version of this package.
     """
-    fills, strokes = (set().union(*sets) for sets in zip(*((one.fills, one.strokes) for one in drawn), strict=True))
+    fills, strokes = set().union(*(one.fills for one in drawn)), set().union(*(one.strokes for one in drawn))
     colours = {
         scheme: variables + rules(fills, strokes, dark=scheme == "dark")
         for scheme, variables in (("light", _variables(LIGHT)), ("dark", _variables(DARK)))
