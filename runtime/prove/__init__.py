@@ -7,7 +7,7 @@ Many cells of one engine, and the fewest features of those that are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .certificate import Certificate, Proved, shown
@@ -102,20 +102,16 @@ def completed(
 
 def shrink(engine: Engine, cell: Mapping[str, Any]) -> dict[str, Any]:
     """A red cell as few of whose features as possible are not the simplest: each is tried until none can go."""
-    smallest, goes_on = dict(cell), True
-    while goes_on:
-        goes_on = False
-        for candidate in _simpler(engine.features, smallest):
-            if engine.run(candidate)["verdict"] == RED:
-                smallest, goes_on = candidate, True
-                break
+    smallest = dict(cell)
+    while red := next((one for one in _simpler(engine.features, smallest) if engine.run(one)["verdict"] == RED), None):
+        smallest = red
     return smallest
 
 
-def _simpler(features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _simpler(features: Mapping[str, tuple[Any, ...]], cell: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Cells with one feature at its simplest; those of fewer ranks first, since they are fastest."""
     changed = [{**cell, name: values[0]} for name, values in features.items() if cell[name] != values[0]]
-    yield from sorted(changed, key=world_size)
+    return sorted(changed, key=world_size)
 
 
 def verify(engine: Engine, certificate: Certificate, most_ranks: int = MOST_RANKS) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .engine import Engine
-from .ranks.cells import FAMILIES, text_of, world_size
+from .ranks.cells import FAMILIES, text_of, without_folders, world_size
 from .ranks.comparison import CANNOT, RED, VERDICTS
 
 VERSION = 1
@@ -217,7 +217,8 @@ def _confirmed(engine: Engine, cell: Mapping[str, Any]) -> str:
             last = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
             about = f"without {suspect(cell, engine.features)} " if further else ""
             if not last:
-                raise NoScriptError(f"{about}it stops: {done.stderr.decode(errors='replace').strip()[-200:]}")
+                said = without_folders(done.stderr.decode(errors="replace"))
+                raise NoScriptError(f"{about}it stops: {said.strip()[-200:]}")
             if (verdict := json.loads(last[-1])["verdict"]) != code:
                 raise NoScriptError(f"{about}it is {verdict!r}, where {code!r} was expected")
     return text

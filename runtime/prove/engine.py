@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,9 +72,6 @@ class Engine:
         except EngineError:
             self.close()
             raise
-        if "error" in first:
-            self.close()
-            raise EngineError(f"{name} cannot run in {python}: {first['error']}")
         self.code = _code_hash(Path(name) if name.endswith(".py") else None)
         self.versions: Mapping[str, str] = first["versions"]
         self.features = {feature: tuple(values) for feature, values in first["features"].items()}
@@ -115,11 +113,9 @@ class Engine:
     def _ask(self, task: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         stream: IO[bytes] | None = self._process.stdin
         assert stream is not None
-        try:
+        with suppress(BrokenPipeError):  # the answer of a process that ended is empty
             stream.write(json.dumps(task).encode() + b"\n")
             stream.flush()
-        except BrokenPipeError:
-            raise EngineError(f"the process of {self.name} ended: {self._last_line()}") from None
         return self._answer(seconds)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
@@ -131,7 +127,10 @@ class Engine:
         if not line:
             self._process.wait()
             raise EngineError(f"the process of {self.name} ended: {self._last_line()}")
-        return dict(json.loads(line))
+        answer = dict[str, Any](json.loads(line))
+        if "error" in answer:
+            raise EngineError(f"{self.name} cannot run in {self.python}: {answer['error']}")
+        return answer
 
     def _last_line(self) -> str:
         self._said.seek(0)

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,29 +72,33 @@ def has_window(cell: Cell) -> bool:
     return FAMILIES[cell["family"]]["keys"].get("sliding_window") is not None
 
 
+def refusal(*reasons: tuple[bool, str]) -> str | None:
+    """The first of the reasons that holds; None where none does."""
+    return next((why for holds, why in reasons if holds), None)
+
+
 def unsupported(cell: Cell) -> str | None:
     """Why one plain process cannot run a cell; None where it can."""
-    if has_experts(cell) and cell["dtype"] == "fp64":
-        return "transformers multiplies stacked experts in 16 and 32 bits"
-    if has_experts(cell) and cell["dtype"] == "bf16":
-        return "in bf16 the last bits decide which expert a token goes to"
-    if why := unbalanced(cell):
-        return why
-    if cell.get("isolation") and (not cell["packed"] or cell.get("aux_loss")):
-        return "documents are told apart where they are packed, and a balancing loss sees all of them"
-    if cell["masks"] == "empty" and batch_size(cell) == 1:
-        return "the only sample has no label that counts"
-    return None
+    experts, dtype, isolated = has_experts(cell), cell["dtype"], cell.get("isolation", False)
+    return refusal(
+        (experts and dtype == "fp64", "transformers multiplies stacked experts in 16 and 32 bits"),
+        (experts and dtype == "bf16", "in bf16 the last bits decide which expert a token goes to"),
+        (not experts and cell.get("aux_loss", False), "a balancing loss takes experts"),
+        (isolated and not cell["packed"], "documents are told apart where they are packed"),
+        (isolated and cell.get("aux_loss", False), "a balancing loss sees all documents"),
+        (cell["masks"] == "empty" and batch_size(cell) == 1, "the only sample has no label that counts"),
+    )
+
+
+def without_folders(text: str) -> str:
+    """Files of packages by their place in them, others by their names: what a message says on every machine."""
+    text = re.sub(r"/\S*/(?:site|dist)-packages/", "", text)
+    return re.sub(r"(?<![\w.:/])(?:/[\w.+=@~-]+){2,}/?", lambda match: Path(match[0]).name, text)
 
 
 def world_size(cell: Cell) -> int:
     """How many ranks a cell takes."""
     return math.prod(int(cell.get(axis, 1)) for axis in AXES)
-
-
-def unbalanced(cell: Cell) -> str | None:
-    """Why an engine cannot train a cell's balancing loss of experts; None where it can, or the cell has none."""
-    return "a balancing loss takes experts" if cell.get("aux_loss") and not has_experts(cell) else None
 
 
 def batch_size(cell: Cell) -> int:

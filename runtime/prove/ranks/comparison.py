@@ -35,19 +35,16 @@ def judge(dtype: str, engine: Result, expected: Result, noises: Callable[[], lis
     """
     if why := _dead(engine):
         return {"verdict": RED, "why": why}
-    missing = [name for name in expected["params"] if name not in engine["params"]]
-    shapes = [
-        name
-        for name, tensor in engine["params"].items()
-        if name in expected["params"] and tensor.shape != expected["params"][name].shape
-    ]
-    if missing or shapes:
-        what = f"lacks {missing[0]}" if missing else f"has another shape of {shapes[0]}"
-        return {"verdict": RED, "why": f"the engine {what}, of {len(missing) + len(shapes)} such parameters"}
-    if wild := [name for name in expected["params"] if not bool(engine["params"][name].isfinite().all())]:
-        return {"verdict": RED, "why": f"{wild[0]} has numbers that are not finite, of {len(wild)} such parameters"}
+    found, right = engine["params"], expected["params"]
+    for fault, holds in (
+        ("lacks", lambda name: name not in found),
+        ("has another shape of", lambda name: found[name].shape != right[name].shape),
+        ("has numbers that are not finite in", lambda name: not bool(found[name].isfinite().all())),
+    ):
+        if wrong := [name for name in right if holds(name)]:
+            return {"verdict": RED, "why": f"the engine {fault} {wrong[0]}, one of {len(wrong)} such parameters"}
     differences = dict(_differences(engine, expected))
-    times = max(1.0, sum(tensor.numel() for tensor in expected["params"].values()) / _EXACT)
+    times = max(1.0, sum(tensor.numel() for tensor in right.values()) / _EXACT)
     limits = {name: times * LIMITS[dtype][name == "update"] for name in ("loss", "norm", "update")}
     answer: dict[str, Any] = {"verdict": EQUAL}
     off = [name for name, (value, _) in differences.items() if not value <= limits[name]]

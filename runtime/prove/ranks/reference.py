@@ -18,6 +18,9 @@ AUX_COEFFICIENT = 0.1
 LAST_BIT: Mapping[str, float] = {"fp32": 1e-7, "fp64": 1e-7, "bf16": 2**-8}
 """By how much the weights with which a nudged reference computes differ, relative."""
 
+ADAMW: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.01}
+"""The eps is large: with a small one a gradient that is wrong by a factor is the same update."""
+
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 """Of the weights that are stepped; bf16 computes with a copy of them."""
 
@@ -138,6 +141,15 @@ def counted(batch: Batch) -> int:
     return max(1, int((batch["labels"][:, 1:] != IGNORED).sum()))
 
 
+def rows(cell: Cell) -> list[Batch]:
+    """The samples of all steps, in order, without positions where none are packed."""
+    return [
+        {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
+        for batch in batches(cell)
+        for row in range(batch_size(cell))
+    ]
+
+
 def micro_batches(cell: Cell, batch: Batch, dp_rank: int) -> Iterator[Batch]:
     """What a data-parallel rank is given in a step, in order: dealt to the ranks within each accumulation step."""
     size = cell["micro_batch"]
@@ -164,8 +176,8 @@ def token_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def optimizer_of(parameters: Any) -> torch.optim.AdamW:
-    """AdamW whose eps is large: with a small one a gradient that is wrong by a factor is the same update."""
-    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
+    """That of all engines."""
+    return torch.optim.AdamW(parameters, **ADAMW)
 
 
 def _pieces(cell: Cell, batch: Batch, whole: bool) -> list[Batch]:

@@ -27,12 +27,12 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .cells import FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, world_size
+from .cells import FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, without_folders, world_size
 from .comparison import CANNOT, RED, judge
 from .reference import STEPS, batches, families, import_models, model_of, reference
 from .tracing import Trace, explain
@@ -57,10 +57,10 @@ def serve(engine: str) -> None:
         adapter = load_adapter(engine)
         import_models()
     except Exception as error:
-        _say(answers, {"error": f"{type(error).__name__}: {error}"})
+        print(json.dumps({"error": without_folders(f"{type(error).__name__}: {error}")}), file=answers)
         return
     signal.signal(signal.SIGTERM, _end)
-    _say(answers, {"versions": versions_of(adapter), "features": features_of(adapter)})
+    print(json.dumps({"versions": versions_of(adapter), "features": features_of(adapter)}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         if "draw" in task:
@@ -71,9 +71,10 @@ def serve(engine: str) -> None:
                 task["seed"],
                 task["most_ranks"],
             )
-            _say(answers, {"cells": cells})
+            answer: dict[str, Any] = {"cells": cells}
         else:
-            _say(answers, run_cell(adapter, task["cell"], task["timeout"], task.get("explain", False)))
+            answer = run_cell(adapter, task["cell"], task["timeout"], task.get("explain", False))
+        print(json.dumps(answer), file=answers)
 
 
 def load_adapter(engine: str) -> ModuleType:
@@ -342,9 +343,5 @@ def _child(task: Callable[[], None], error: Path, stack: Path, parent: int) -> N
 
 def _said(error: Path, status: int) -> str:
     if error.exists():
-        return " ".join(error.read_text().split())[:400]
+        return without_folders(" ".join(error.read_text().split()))[:400]
     return f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
-
-
-def _say(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")

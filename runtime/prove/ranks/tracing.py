@@ -90,15 +90,13 @@ class Trace:
     def _named(self, optimizer: Any, of: Callable[[Any], Any]) -> dict[str, Tensor]:
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         own = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
-        return {
-            names[id(parameter)]: _whole(value).clone() for parameter in own if (value := of(parameter)) is not None
-        }
+        return {names[id(parameter)]: full(value).clone() for parameter in own if (value := of(parameter)) is not None}
 
     def _before(self, optimizer: Any, *_: Any) -> None:
         gradients = self._named(optimizer, lambda parameter: parameter.grad)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         every = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = math.sqrt(sum(float(_whole(gradient).double().norm()) ** 2 for gradient in every))
+        norm = math.sqrt(sum(float(full(gradient).double().norm()) ** 2 for gradient in every))
         counted = max((float(state["step"]) for state in optimizer.state.values() if "step" in state), default=0.0)
         front = len(self.collectives)
         if self._deep:  # an optimizer that steps others: theirs is the state
@@ -246,7 +244,7 @@ def _first_tensor(output: Any) -> Tensor | None:
     return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
 
 
-def _whole(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
     """Of all ranks, where it is a shard of torch's; every rank calls it."""
     detached: Tensor = tensor.detach()
     return detached.full_tensor() if hasattr(detached, "full_tensor") else detached

@@ -11,8 +11,9 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import Tensor, nn
 
-from ..cells import AUX_LOSS, Cell, batch_size
-from ..reference import STEPS, Batch, balance, batches, counted, inputs, optimizer_of, token_sum
+from ..cells import AUX_LOSS, Cell
+from ..reference import STEPS, Batch, balance, counted, inputs, optimizer_of, rows, token_sum
+from ..tracing import full
 from . import fsdp_on_cpu, whole_parameters
 
 PACKAGES = ("accelerate", "transformers", "torch")
@@ -25,15 +26,12 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 """bf16 on CPUs is autocast, which rounds elsewhere than a copy of the weights does."""
 
 
-def supports(cell: Cell) -> str | None:
-    """None where the engine has such a run, else why it has not."""
-    return fsdp_on_cpu.unsupported(cell)
-
-
-shims = fsdp_on_cpu.shims
+supports, shims = fsdp_on_cpu.unsupported, fsdp_on_cpu.shims
 
 
 class _Run:
+    """The accelerator of a cell on this rank, with what it prepared."""
+
     def __init__(self, model: nn.Module, cell: Cell) -> None:
         fsdp_on_cpu.install(cell)
         plugin = None
@@ -46,25 +44,18 @@ class _Run:
             cpu=True, gradient_accumulation_steps=cell["accumulation"], fsdp_plugin=plugin, **further
         )
         model = fsdp_on_cpu.distributed(model, cell)
-        rows = [
-            {name: tensor[row] for name, tensor in batch.items()}
-            for batch in batches(cell)
-            for row in range(batch_size(cell))
-        ]
-        loader: Any = torch.utils.data.DataLoader(cast(Any, rows), batch_size=cell["micro_batch"])
+        loader: Any = torch.utils.data.DataLoader(cast(Any, rows(cell)), batch_size=cell["micro_batch"])
         self.model, self.optimizer, loader = self.accelerator.prepare(model, optimizer_of(model.parameters()), loader)
         fsdp_on_cpu.refuse_other(self.model, cell)
         self.loader = loader
         self.micro_batches: Iterator[Batch] = iter(loader)
 
 
-def build(model: nn.Module, cell: Cell) -> _Run:
-    """The accelerator of a cell on this rank, with what it prepared."""
-    return _Run(model, cell)
+build = _Run
 
 
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
-    """One optimizer step on the next micro-batches: its loss, and the norm of its gradients before clipping."""
+    """On the next micro-batches."""
     total, norm = torch.zeros((), dtype=torch.float64), cast(Any, None)
     for _ in range(cell["accumulation"]):
         micro = next(engine.micro_batches)
@@ -80,8 +71,7 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
             engine.optimizer.zero_grad()
             total += loss.detach()
     whole = engine.accelerator.reduce(total)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(whole) / cell["tp"], None if norm is None else float(norm)
+    return float(whole) / cell["tp"], None if norm is None else float(full(norm))
 
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001

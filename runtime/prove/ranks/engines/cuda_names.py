@@ -59,13 +59,9 @@ def install() -> None:
 
     def all_to_all_single(*given: Any, **named: Any) -> Any:
         """Sizes become numbers on their way from the device to the host, which is none here."""
-        return exchange(
-            *given,
-            **{
-                name: value.tolist() if name.endswith("_sizes") and hasattr(value, "tolist") else value
-                for name, value in named.items()
-            },
-        )
+        for name, value in named.items():
+            named[name] = value.tolist() if name.endswith("_sizes") and hasattr(value, "tolist") else value
+        return exchange(*given, **named)
 
     dist.new_group, dist.all_to_all_single = new_group, all_to_all_single
     torch._dynamo.config.disable = True  # where triton is installed it asks these names for more than they know

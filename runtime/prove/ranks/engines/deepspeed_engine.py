@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import AUX_LOSS, Cell, OtherEngineError, has_experts, has_window
-from ..reference import Batch, balance, counted, inputs, micro_batches, optimizer_of, token_sum
+from ..cells import AUX_LOSS, Cell, OtherEngineError, has_experts, has_window, refusal
+from ..reference import IGNORED, SEQUENCE, Batch, balance, counted, inputs, micro_batches, optimizer_of, token_sum
+from . import gathered
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
 
 PACKAGES = ("deepspeed", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
@@ -40,38 +44,27 @@ _EP = 2
 
 def supports(cell: Cell) -> str | None:
     """None where the engine has such a run, else why it has not."""
-    split = [axis for axis in ("tp", "cp", "pp") if cell[axis] > 1]
-    if len(split) > 1:
-        return f"this adapter builds one of {' and '.join(split)} at a time"
-    if cell["pp"] > 1:
-        if cell["stage"] > 1:
-            return "PipelineEngine takes ZeRO 0 and 1"
-        if has_experts(cell) or has_window(cell) or cell["packed"]:
-            return "this adapter's stages hand on hidden states alone: no experts, windows or packed documents"
-    if cell["dtype"] == "bf16" and (cell["tp"] > 1 or cell["pp"] > 1):
-        return "this adapter reads masters in fp32 under ZeRO alone"
-    if cell["tp"] > 1 and cell["stage"] == 3:
-        return "AutoTP takes ZeRO 0 to 2"
-    if cell["tp"] > 1 and has_experts(cell):
-        return "AutoTP has no plan for stacked experts"
-    if cell["cp"] > 1 and (cell["packed"] or has_experts(cell) or has_window(cell)):
-        return "this adapter runs Ulysses on whole documents and full attention"
-    if cell["dtype"] == "fp64" and cell["stage"] == 3:
-        return "ZeRO 3 partitions in fp32"
-    if cell["offload"] and (cell["stage"] == 0 or cell["dtype"] == "fp64" or len(split)):
-        return "an optimizer's state in fp32 goes to the host under ZeRO 1 to 3 of whole layers"
-    return None if cell["experts"] == "own" else _unspread(cell)
-
-
-def _unspread(cell: Cell) -> str | None:
-    """Why experts are not spread over ranks."""
-    if not has_experts(cell) or cell["dp"] < _EP:
-        return f"experts are spread over {_EP} ranks of dp"
-    if cell["experts"] == "autoep" and importlib.util.find_spec("deepspeed.module_inject.auto_ep") is None:
-        return "this version of DeepSpeed has no AutoEP, and reads over its keys"
-    if cell["aux_loss"] or cell["resume"] or cell["cp"] > 1:
-        return "this adapter spreads experts without a balancing loss, resume and Ulysses"
-    return "MoE takes ZeRO 0 to 2" if cell["experts"] == "moe" and cell["stage"] == 3 else None
+    tp, cp, pp = (cell[axis] > 1 for axis in ("tp", "cp", "pp"))
+    stage, dtype, moe, several = cell["stage"], cell["dtype"], has_experts(cell), tp + cp + pp > 1
+    spread, special = cell["experts"] != "own", moe or has_window(cell) or cell["packed"]
+    no_autoep = importlib.util.find_spec("deepspeed.module_inject.auto_ep") is None
+    to_host = stage > 0 and dtype != "fp64" and not (tp or cp or pp)
+    further = cell["aux_loss"] or cell["resume"] or cp
+    return refusal(
+        (several, "this adapter builds one of tp, cp and pp at a time"),
+        (pp and stage > 1, "PipelineEngine takes ZeRO 0 and 1"),
+        (pp and special, "this adapter's stages hand on hidden states alone: no experts, windows or packed documents"),
+        (dtype == "bf16" and (tp or pp), "this adapter reads masters in fp32 under ZeRO alone"),
+        (tp and stage == 3, "AutoTP takes ZeRO 0 to 2"),
+        (tp and moe, "AutoTP has no plan for stacked experts"),
+        (cp and special, "this adapter runs Ulysses on whole documents and full attention"),
+        (dtype == "fp64" and stage == 3, "ZeRO 3 partitions in fp32"),
+        (cell["offload"] and not to_host, "state in fp32 goes to the host under ZeRO 1 to 3 of whole layers"),
+        (spread and (not moe or cell["dp"] < _EP), f"experts are spread over {_EP} ranks of dp"),
+        (cell["experts"] == "autoep" and no_autoep, "this version of DeepSpeed has no AutoEP, and reads over its keys"),
+        (spread and further, "this adapter spreads experts without a balancing loss, resume and Ulysses"),
+        (cell["experts"] == "moe" and stage == 3, "MoE takes ZeRO 0 to 2"),
+    )
 
 
 def shims(cell: Cell) -> tuple[str, ...]:
@@ -84,13 +77,14 @@ def build(model: nn.Module, cell: Cell) -> _Run:
     deepspeed.ops.__compatible_ops__ = dict.fromkeys(getattr(deepspeed.ops, "__compatible_ops__", {}), False)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed("gloo")
-    kinds: dict[bool, Callable[[nn.Module, Cell], _Run]] = {True: _Pipeline, False: _Run}
-    return kinds[cell["pp"] > 1](model, cell)
+    return _Pipeline(model, cell) if cell["pp"] > 1 else _Run(model, cell)
 
 
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
-    """One optimizer step on a global batch: its loss, and the norm of its gradients before clipping."""
-    return engine.step(batch, cell)
+    """By the engine's own kind."""
+    loss = engine.step(batch, cell)
+    norm = engine.engine.get_global_grad_norm()
+    return loss, None if norm is None else float(norm)
 
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
@@ -117,8 +111,6 @@ def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:
 
 def settings_of(cell: Cell) -> dict[str, Any]:
     """The configuration file of a cell, on top of that which the user gave."""
-    import json
-
     settings: dict[str, Any] = json.loads(cell["config"]) if cell["config"] else {}
     settings |= {
         "train_micro_batch_size_per_gpu": cell["micro_batch"],
@@ -194,13 +186,11 @@ class _Expert(nn.Module):
         return nn.functional.linear(nn.functional.silu(gate) * up, self.down)
 
 
-def _gathered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _joined(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts of both ranks by the names of transformers."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, dict(own))
-    first, parts, whole = everyones[:_EP], dict[str, list[Tensor]](), dict[str, Tensor]()
-    for ranks in first:
-        for name, value in ranks.items():
+    parts, whole = dict[str, list[Tensor]](), dict[str, Tensor]()
+    for rank in gathered(dict(own))[:_EP]:
+        for name, value in rank.items():
             if "deepspeed_experts" in name:
                 layer, kind = name.partition(".moe.")[0], name.rpartition(".")[2]
                 parts.setdefault(f"{layer}.experts.{kind}_proj", []).append(value[None])
@@ -228,7 +218,7 @@ class _Run:
                 core_attn_implementation="sdpa",
                 sequence_parallel_size=cell["cp"],
                 micro_batch_size=cell["micro_batch"],
-                seq_length=32,
+                seq_length=SEQUENCE,
                 seq_length_is_variable=True,
             )
         if cell["experts"] == "own":
@@ -237,8 +227,7 @@ class _Run:
             further |= _spread(model, cell)
         self.engine, *_ = deepspeed.initialize(model=model, config=settings_of(cell), **further)
         self._refuse_other(cell)
-        rank = dist.get_rank()
-        self.dp_rank, self.part = divmod(rank, cell["tp"] * cell["cp"])
+        self.dp_rank, self.part = divmod(dist.get_rank(), cell["tp"] * cell["cp"])
 
     def _refuse_other(self, cell: Cell) -> None:
         """That DeepSpeed took what its file asks for.
@@ -254,7 +243,8 @@ class _Run:
         if cell["experts"] == "autoep" and not layers:
             raise OtherEngineError("DeepSpeed built no layer of AutoEP")
 
-    def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+    def step(self, batch: Batch, cell: Cell) -> float:
+        """The loss of one optimizer step."""
         # The engine averages over data-parallel ranks and micro-batches; the loss is the mean over the batch's tokens.
         times = cell["dp"] * cell["accumulation"] / counted(batch)
         total = 0.0
@@ -270,18 +260,15 @@ class _Run:
             total += float(summed.detach()) / counted(batch) + float(balancing) / (cell["dp"] * cell["accumulation"])
         everyones = torch.tensor(total, dtype=torch.float64)
         dist.all_reduce(everyones)
-        norm = self.engine.get_global_grad_norm()
-        return float(everyones) / cell["tp"], None if norm is None else float(norm)
+        return float(everyones) / int(cell["tp"])
 
     def _sum_of_part(self, batch: Batch, cp: int) -> Tensor:
         """Over this rank's share of each sequence."""
         size = batch["input_ids"].shape[1] // cp
         own = slice(self.part * size, (self.part + 1) * size)
-        shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:][:, own]
+        shifted = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:][:, own]
         logits = self.engine(input_ids=batch["input_ids"][:, own], position_ids=batch["position_ids"][:, own]).logits
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=-100, reduction="sum"
-        )
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum")
 
     def parameters(self, cell: Cell) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
@@ -295,42 +282,29 @@ class _Run:
                 with gathering:
                     whole |= {f"{path}.{name}": parameter.detach().clone() for name, parameter in own.items()}
             return whole
-        if cell["dtype"] == "bf16":
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            for name, parameter in self.engine.module.named_parameters():
-                master = safe_get_full_fp32_param(parameter)  # None at stage 0
-                whole[name] = (parameter if master is None else master).detach().clone()
-            return whole
         for name, parameter in self.engine.module.named_parameters():
-            gathering = deepspeed.zero.GatheredParameters([parameter]) if cell["stage"] == 3 else nullcontext()
-            with gathering:
-                whole[name] = parameter.detach().clone()
-        return whole if cell["experts"] == "own" else _gathered(whole)
+            with deepspeed.zero.GatheredParameters([parameter], enabled=cell["stage"] == 3):
+                master = safe_get_full_fp32_param(parameter) if cell["dtype"] == "bf16" else None  # None at stage 0
+                whole[name] = (parameter if master is None else master).detach().clone()
+        return whole if cell["experts"] == "own" else _joined(whole)
 
 
 class _Pipeline(_Run):
     """DeepSpeed's PipelineEngine over the layers of the model."""
 
     def __init__(self, model: nn.Module, cell: Cell) -> None:
-        from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+        from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._counted = 1
-        whole: Any = model
-        layers = [LayerSpec(_Layer, whole, number) for number in range(len(whole.model.layers))]
+        whole, ends = cast(Any, model).model, [cast(Any, model).model.embed_tokens, cast(Any, model).lm_head]
         if cell["tied"]:
-            ends = [
-                TiedLayerSpec("embedding", _Embedding, whole, tied_weight_attr="weight"),
-                LayerSpec(_Norm, whole),
-                TiedLayerSpec("embedding", _Embedding, whole, tied_weight_attr="weight", forward_fn=_project),
-            ]
-            layers = [ends[0], *layers, *ends[1:]]
-        else:
-            layers = [LayerSpec(_Embedding, whole), *layers, LayerSpec(_Norm, whole), LayerSpec(_Head, whole)]
+            spec = partial(TiedLayerSpec, "embedding", _Embedding, ends[0].weight, tied_weight_attr="weight")
+            ends = [spec(), spec(forward_fn=_project)]
+        inner = [_Layer(layer, whole.rotary_emb) for layer in whole.layers]
         times = cell["dp"] * cell["accumulation"]
         net = PipelineModule(
-            layers,
+            [ends[0], *inner, whole.norm, ends[1]],
             num_stages=cell["pp"],
             loss_fn=lambda logits, labels: token_sum(logits, labels) / self._counted * times,
             partition_method="uniform",
@@ -338,35 +312,26 @@ class _Pipeline(_Run):
         self.engine, *_ = deepspeed.initialize(
             model=net, optimizer=optimizer_of(list(net.parameters())), config=settings_of(cell)
         )
-        names = ((self._names.get(id(parameter)), parameter) for parameter in net.parameters())
-        self._own = {name: parameter for name, parameter in names if name is not None}
+        self._own = {names[id(parameter)]: parameter for parameter in net.parameters()}
         self.dp_rank = self.engine.grid.get_data_parallel_rank()
 
-    def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+    def step(self, batch: Batch, cell: Cell) -> float:
         self._counted = counted(batch)
         given = ((micro["input_ids"], micro["labels"]) for micro in micro_batches(cell, batch, self.dp_rank))
-        loss = float(self.engine.train_batch(given))
-        norm = self.engine.get_global_grad_norm()
-        return loss, None if norm is None else float(norm)
+        return float(self.engine.train_batch(given))
 
     def parameters(self, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG002
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, {name: parameter.detach().clone() for name, parameter in self._own.items()})
-        return {name: parameter for own in everyones for name, parameter in own.items()}
+        own = {name: parameter.detach().clone() for name, parameter in self._own.items()}
+        return {name: parameter for rank in gathered(own) for name, parameter in rank.items()}
 
 
 class _Embedding(nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.embedding = model.model.embed_tokens
+        self.weight = weight
 
-    @property
-    def weight(self) -> Tensor:
-        weight: Tensor = self.embedding.weight
-        return weight
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.embedding(ids)
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
 
 
 def _project(embedding: _Embedding, hidden: Tensor) -> Tensor:
@@ -374,9 +339,9 @@ def _project(embedding: _Embedding, hidden: Tensor) -> Tensor:
 
 
 class _Layer(nn.Module):
-    def __init__(self, model: Any, number: int) -> None:
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
-        self.layer, self.rotary = model.model.layers[number], model.model.rotary_emb
+        self.layer, self.rotary = layer, rotary
 
     def forward(self, hidden: Tensor) -> Any:
         places = torch.arange(hidden.shape[1])[None]
@@ -384,21 +349,3 @@ class _Layer(nn.Module):
             hidden, position_embeddings=self.rotary(hidden, places), position_ids=places, attention_mask=None
         )
         return output[0] if isinstance(output, tuple) else output
-
-
-class _Norm(nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.norm = model.model.norm
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.norm(hidden)
-
-
-class _Head(nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.head = model.lm_head
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.head(hidden)

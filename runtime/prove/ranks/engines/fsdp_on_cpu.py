@@ -5,9 +5,11 @@ Tensor and expert parallelism are transformers' own: it loads a model with a `Di
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +22,37 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cells import Cell, OtherEngineError, has_experts
+from ..cells import Cell, OtherEngineError, has_experts, refusal
 
 SHIM = "accelerate's state says MULTI_GPU where it is MULTI_CPU, and its device is cpu"
 
 
 def unsupported(cell: Cell) -> str | None:
     """Why a cell with the feature `wrapper` is not run with FSDP; None where it is, or asks for DDP."""
-    if cell["wrapper"] == "fsdp2" and cell["dp"] == 1:
-        return "FSDP shards over at least two ranks"
-    if cell["tp"] > 1 or cell.get("ep", 1) > 1:
-        return _undistributed(cell)
-    if cell["wrapper"] == "fsdp2" and has_experts(cell):
-        return "FSDP2 of stacked experts is not built by this adapter"
-    return None
+    sharded, ep, own = cell["wrapper"] == "fsdp2", cell.get("ep", 1) > 1, _distributes(cell)
+    fewer = "this version of transformers has no DistributedConfig with tp_size"
+    return refusal(
+        (sharded and cell["dp"] == 1, "FSDP shards over at least two ranks"),
+        (sharded and has_experts(cell) and not own, "FSDP2 of stacked experts is not built by this adapter"),
+        (own and "tp_size" not in _distributed_parameters(), fewer),
+        (own and cell["dp"] > 1 and not sharded, "transformers shards over ranks beside tp: wrapper fsdp2"),
+        (ep and not has_experts(cell), "ep takes experts"),
+        (ep and cell["dp"] * cell["tp"] == 1, "ep deals experts to ranks of dp and tp"),
+        (own and (cell["dtype"] == "fp64" or cell["resume"]), "this adapter distributes a model in fp32 that starts"),
+    )
 
 
-def _undistributed(cell: Cell) -> str | None:
+def _distributes(cell: Cell) -> bool:
+    return bool(cell["tp"] > 1 or cell.get("ep", 1) > 1)
+
+
+@functools.cache
+def _distributed_parameters() -> Collection[str]:
     if importlib.util.find_spec("transformers.distributed") is None:
-        return "this version of transformers has no DistributedConfig"
+        return ()
     from transformers.distributed import DistributedConfig
 
-    if "tp_size" not in inspect.signature(DistributedConfig).parameters:
-        return "this version of transformers has no DistributedConfig with tp_size"
-    if cell["dp"] > 1 and cell["wrapper"] == "ddp":
-        return "transformers shards over ranks beside tp: wrapper fsdp2"
-    if cell.get("ep", 1) > 1 and (not has_experts(cell) or cell["dp"] * cell["tp"] == 1):
-        return "ep deals experts to ranks of dp and tp"
-    if cell["dtype"] == "fp64" or cell["resume"]:
-        return "this adapter distributes a model in fp32 that starts"
-    return None
+    return inspect.signature(DistributedConfig).parameters
 
 
 def distributed(model: Any, cell: Cell) -> Any:
@@ -58,7 +61,7 @@ def distributed(model: Any, cell: Cell) -> Any:
     Raises:
         OtherEngineError: it has no spread parameters.
     """
-    if cell["tp"] == 1 and cell.get("ep", 1) == 1:
+    if not _distributes(cell):
         return model
     from transformers.distributed import DistributedConfig
 
@@ -76,7 +79,7 @@ def distributed(model: Any, cell: Cell) -> Any:
 
 def shims(cell: Cell) -> tuple[str, ...]:
     """What of the engine is replaced in a cell."""
-    return (SHIM,) if cell["wrapper"] == "fsdp2" or cell["tp"] > 1 or cell.get("ep", 1) > 1 else ()
+    return (SHIM,) if cell["wrapper"] == "fsdp2" or _distributes(cell) else ()
 
 
 def install(cell: Cell) -> None:
@@ -90,10 +93,8 @@ def install(cell: Cell) -> None:
         backend, kind = prepare(self, *given, **further)
         return backend, DistributedType.MULTI_GPU if kind == DistributedType.MULTI_CPU else kind
 
-    def set_device(self: Any) -> None:
-        self.device = torch.device("cpu")
-
-    PartialState._prepare_backend, PartialState.set_device = prepared, set_device
+    PartialState._prepare_backend = prepared
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
 
 
 def refuse_other(model: nn.Module, cell: Cell) -> None:
@@ -103,5 +104,5 @@ def refuse_other(model: nn.Module, cell: Cell) -> None:
         OtherEngineError: it is not.
     """
     expected = {"ddp": DistributedDataParallel, "fsdp2": FSDPModule}[cell["wrapper"]]
-    if cell["dp"] > 1 and not isinstance(model, expected) and shims(cell) == shims({**cell, "tp": 1, "ep": 1}):
+    if cell["dp"] > 1 and not isinstance(model, expected):
         raise OtherEngineError(f"accelerate built {type(model).__name__}, not {expected.__name__}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,9 +26,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..cells import FAMILIES, Cell, has_experts, has_window
-from ..reference import IGNORED, SEQUENCE, VOCABULARY, Batch, counted, micro_batches
-from . import cuda_names
+from ..cells import FAMILIES, Cell, has_experts, has_window, refusal
+from ..reference import ADAMW, IGNORED, SEQUENCE, VOCABULARY, Batch, counted, micro_batches
+from . import cuda_names, gathered
 
 PACKAGES = ("megatron-core", "transformers", "torch")
 FEATURES: Mapping[str, tuple[Any, ...]] = {
@@ -45,21 +47,18 @@ _GEMM = "a name that routers look for is there without TransformerEngine"
 
 def supports(cell: Cell) -> str | None:
     """None where the engine has such a run, else why it has not."""
-    if cell["resume"] and cell["distributed_optimizer"]:
-        return "Megatron-Core 0.16.1 cannot load shards of the state of torch's AdamW: KeyError: 'step'"
-    if cell["vpp"] > 1 and (cell["pp"] == 1 or cell["accumulation"] % cell["pp"]):
-        return "a stage takes turns between its chunks over as many micro-batches as there are stages"
-    if cell["sequence_parallel"] and cell["tp"] == 1:
-        return "sequence parallelism splits over ranks of tp"
-    if cell["ep"] > 1 and not has_experts(cell):
-        return "ep takes experts"
-    if cell["ep"] > cell["dp"]:
-        return "ep spreads experts over ranks of dp"
-    if has_experts(cell) and cell["tp"] > 1 and not cell["sequence_parallel"]:
-        return "Megatron takes experts and tp with sequence parallelism alone"
-    if has_experts(cell) and cell["tp"] > 1 and cell["ep"] == 1:
-        return "this adapter holds experts whole: beside tp it deals them over ep"
-    return None
+    experts, tp, sequence = has_experts(cell), cell["tp"] > 1, cell["sequence_parallel"]
+    turns = cell["pp"] > 1 and cell["accumulation"] % cell["pp"] == 0
+    shards = cell["resume"] and cell["distributed_optimizer"]
+    return refusal(
+        (shards, "Megatron-Core 0.16.1 cannot load shards of the state of torch's AdamW: KeyError: 'step'"),
+        (cell["vpp"] > 1 and not turns, "chunks of a stage take turns over as many micro-batches as there are stages"),
+        (sequence and not tp, "sequence parallelism splits over ranks of tp"),
+        (cell["ep"] > 1 and not experts, "ep takes experts"),
+        (cell["ep"] > cell["dp"], "ep spreads experts over ranks of dp"),
+        (experts and tp and not sequence, "Megatron takes experts and tp with sequence parallelism alone"),
+        (experts and tp and cell["ep"] == 1, "this adapter holds experts whole: beside tp it deals them over ep"),
+    )
 
 
 def shims(cell: Cell) -> tuple[str, ...]:
@@ -67,62 +66,43 @@ def shims(cell: Cell) -> tuple[str, ...]:
     return (cuda_names.SHIM, *((_NORM,) if cell["sequence_parallel"] else ()), *((_GEMM,) if has_experts(cell) else ()))
 
 
-def build(model: nn.Module, cell: Cell) -> _Run:
-    """Model, data parallelism and optimizer of a cell on this rank."""
-    return _Run(model, cell)
-
-
-def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
-    """One optimizer step on a global batch: its loss, and the norm of its gradients before clipping."""
-    return engine.step(batch, cell)
-
-
 def save(engine: _Run, folder: Path, cell: Cell) -> None:  # noqa: ARG001
     """What `load` goes on from."""
     states = {"model": [chunk.state_dict() for chunk in engine.chunks], "optimizer": engine.optimizer.state_dict()}
     torch.save(states, folder / f"{dist.get_rank()}.pt")
-    if engine.sharded:
-        engine.optimizer.save_parameter_state(str(folder / f"shards-{_shards()}.pt"))
 
 
 def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:
     """The run that was saved."""
-    run = build(model, cell)
+    run = _Run(model, cell)
     states = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
     for chunk, state in zip(run.chunks, states["model"], strict=True):
         chunk.load_state_dict(state)
     run.optimizer.load_state_dict(states["optimizer"])
-    if run.sharded:
-        with torch.no_grad():
-            run.optimizer.load_parameter_state(str(folder / f"shards-{_shards()}.pt"))
     return run
-
-
-def _shards() -> str:
-    ranks = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_pipeline_model_parallel_rank
-    return "-".join(str(rank()) for rank in ranks)
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
     """Whole parameters by the names of transformers."""
     # In bf16 the weights that are stepped; a distributed optimizer has shards of them, and the model their copy.
-    own = {
-        name: (dim, engine.tp_rank, (value if engine.sharded else getattr(value, "main_param", value)).detach().clone())
-        for name, dim, value in engine.placed()
-    }
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    parts: dict[str, dict[int, Tensor]] = {}
-    for name, (dim, rank, value) in (item for each in everyones for item in each.items()):
-        parts.setdefault(name, {})[rank if dim is not None else 0] = value
-        engine.dims[name] = dim
-    whole = {
-        name: _joined([each[rank] for rank in sorted(each)], name, engine.dims[name]) for name, each in parts.items()
-    }
-    return engine.names.to_transformers(whole)
+    own = [
+        (places, (value if engine.sharded else getattr(value, "main_param", value)).detach().view(places.shape))
+        for places, value in engine.placed()
+    ]
+    whole = torch.full((engine.count,), math.nan, dtype=own[0][1].dtype)
+    for places, value in itertools.chain(*gathered(own)):
+        whole[places] = value
+    return engine.named(whole)
 
 
 class _Run:
+    """Model, data parallelism and optimizer of a cell on this rank.
+
+    Attributes:
+        chunks: of this rank, one where its pipeline has no virtual stages.
+        count: numbers in the whole model.
+    """
+
     def __init__(self, model: nn.Module, cell: Cell) -> None:
         dist.init_process_group("gloo")
         cuda_names.install()
@@ -136,33 +116,32 @@ class _Run:
             expert_tensor_parallel_size=1,
         )
         model_parallel_cuda_manual_seed(1)
-        self.tp, self.tp_rank = cell["tp"], parallel_state.get_tensor_model_parallel_rank()
-        self.dp_rank = parallel_state.get_data_parallel_rank()
-        self.names, self.dims = _Names(cast(Any, model).config), dict[str, int | None]()
         self.low = cell["dtype"] == "bf16"
-        dtype = torch.bfloat16 if self.low else torch.float32
+        dtype, config = torch.bfloat16 if self.low else torch.float32, cast(Any, model).config
         self.config = _config(model, cell, dtype)
-        own = [_model(self.config, cast(Any, model).config, cell, at).to(dtype) for at in range(cell["vpp"])]
-        self.layers = cast(Any, model).config.num_hidden_layers // cell["pp"] // cell["vpp"]
-        self.chunks: list[Any] = own
-        whole = self.names.to_megatron(dict(model.named_parameters()))
-        for name, dim, parameter in self.placed():
-            parameter.data.copy_(_part(whole[name], name, dim, self.tp_rank, self.tp))
+        self.chunks: list[Any] = [_model(self.config, config, cell, at).to(dtype) for at in range(cell["vpp"])]
+        self.layers = config.num_hidden_layers // cell["pp"] // cell["vpp"]
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.count = sum(map(math.prod, self.shapes.values()))
+        self.places = _renamed(self.named(torch.arange(self.count)), config)
+        whole = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        for places, parameter in self.placed():
+            parameter.data.copy_(whole[places])
         self.sharded = sharded = cell["distributed_optimizer"]
         data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=self.low)
         self.chunks = [
             DistributedDataParallel(self.config, data_parallel, Float16Module(self.config, one) if self.low else one)
-            for one in own
+            for one in self.chunks
         ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=1e-2,
-                min_lr=1e-2,
-                weight_decay=0.01,
-                adam_beta1=0.9,
-                adam_beta2=0.95,
-                adam_eps=1e-3,
+                lr=ADAMW["lr"],
+                min_lr=ADAMW["lr"],
+                weight_decay=ADAMW["weight_decay"],
+                adam_beta1=ADAMW["betas"][0],
+                adam_beta2=ADAMW["betas"][1],
+                adam_eps=ADAMW["eps"],
                 clip_grad=cell["clipping"],
                 use_distributed_optimizer=sharded,
                 params_dtype=dtype,
@@ -171,12 +150,17 @@ class _Run:
             self.chunks,
         )
         for group in self.optimizer.param_groups:  # what a scheduler sets; one process decays all weights
-            group["lr"], group["weight_decay"] = 1e-2, 0.01
+            group |= {name: ADAMW[name] for name in ("lr", "weight_decay")}
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
-    def placed(self) -> Iterator[tuple[str, int | None, nn.Parameter]]:
-        """This rank's parameters: the name in the whole model, along which dimension tp splits it."""
+    def named(self, whole: Tensor) -> dict[str, Tensor]:
+        """All numbers of the whole model as parameters of transformers."""
+        parts = torch.split(whole, [math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def placed(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        """This rank's parameters, and where each of their numbers stands among those of the whole model."""
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), self.config.pipeline_model_parallel_size
         expert = parallel_state.get_expert_model_parallel_rank() * self.config.experts_of_rank
         every = [(at, *item) for at, chunk in enumerate(self.chunks) for item in chunk.named_parameters()]
@@ -185,28 +169,33 @@ class _Run:
             name = re.sub(r"^(module\.)+", "", name)
             name = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)  # noqa: B023
             name = re.sub(r"local_experts\.(\d+)\.", lambda match: f"local_experts.{int(match[1]) + expert}.", name)
-            yield name, _dim(name), parameter
+            yield _part(self.places[name], name), parameter
 
-    def step(self, batch: Batch, cell: Cell) -> tuple[float, float | None]:
-        micro = list(micro_batches(cell, batch, self.dp_rank))
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        shown = get_forward_backward_func()(
-            forward_step_func=partial(_forward, cell),
-            data_iterator=[iter(micro) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro),
-            seq_length=SEQUENCE,
-            micro_batch_size=cell["micro_batch"],
-            forward_only=False,
-        )
-        _, norm, _ = self.optimizer.step()
-        total = torch.tensor(sum(float(micro_batch["sum"]) for micro_batch in shown), dtype=torch.float64)
-        if not parallel_state.is_pipeline_last_stage():
-            total.zero_()
-        dist.all_reduce(total)
-        return float(total) / self.tp / counted(batch), None if not cell["clipping"] else float(norm)
+
+build = _Run
+
+
+def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:
+    """By the schedule of the layout."""
+    micro = list(micro_batches(cell, batch, parallel_state.get_data_parallel_rank()))
+    for chunk in engine.chunks:
+        chunk.zero_grad_buffer()
+    engine.optimizer.zero_grad()
+    shown = get_forward_backward_func()(
+        forward_step_func=partial(_forward, cell),
+        data_iterator=[iter(micro) for _ in engine.chunks],
+        model=engine.chunks,
+        num_microbatches=len(micro),
+        seq_length=SEQUENCE,
+        micro_batch_size=cell["micro_batch"],
+        forward_only=False,
+    )
+    _, norm, _ = engine.optimizer.step()
+    total = torch.tensor(sum(float(micro_batch["sum"]) for micro_batch in shown), dtype=torch.float64)
+    if not parallel_state.is_pipeline_last_stage():
+        total.zero_()
+    dist.all_reduce(total)
+    return float(total) / cell["tp"] / counted(batch), None if not cell["clipping"] else float(norm)
 
 
 def _forward(cell: Cell, micro: Iterator[Batch], model: Any) -> tuple[Tensor, Any]:
@@ -265,11 +254,6 @@ def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
         qk_layernorm=any("q_norm" in name for name, _ in whole.named_parameters()),
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         **experts,
     )
     config.experts_of_rank = experts.get("num_moe_experts", 0) // cell["ep"]
@@ -311,93 +295,50 @@ def _norm_of(new: Any) -> Any:
     return norm
 
 
-def _dim(name: str) -> int | None:
-    """Along which tp splits a parameter; experts are whole."""
+def _part(whole: Tensor, name: str) -> Tensor:
+    """What a rank of tp has of a parameter; experts are whole."""
+    rank = int(parallel_state.get_tensor_model_parallel_rank())
+    ranks = int(parallel_state.get_tensor_model_parallel_world_size())
     if "local_experts" in name:
-        return None
-    if re.search(r"word_embeddings|output_layer|linear_qkv|linear_fc1", name):
-        return 0
-    return 1 if re.search(r"linear_proj|linear_fc2", name) else None
-
-
-def _part(whole: Tensor, name: str, dim: int | None, rank: int, ranks: int) -> Tensor:
-    if dim is None or ranks == 1:
         return whole
     if "linear_fc1" in name:  # the gate and what it gates are each split
         return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
-    return whole.chunk(ranks, dim)[rank]
+    if re.search(r"word_embeddings|output_layer|linear_qkv", name):
+        return whole.chunk(ranks)[rank]
+    return whole.chunk(ranks, 1)[rank] if re.search(r"linear_proj|linear_fc2", name) else whole
 
 
-def _joined(parts: list[Tensor], name: str, dim: int | None) -> Tensor:
-    if dim is None:
-        return parts[0]
-    if "linear_fc1" in name:
-        return torch.cat([part.chunk(2)[half] for half in (0, 1) for part in parts])
-    return torch.cat(parts, dim)
+_SAME: Mapping[str, str] = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+"""Parameters of a layer of Megatron's GPT model, and of transformers' layers."""
 
 
-class _Names:
-    """Parameters of Megatron's GPT model and of transformers' models, whole."""
-
-    _SAME: Mapping[str, str] = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-        "mlp.router.weight": "mlp.gate.weight",
+def _renamed(given: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """What parameters of transformers have, by the names of Megatron's."""
+    embedding = given["model.embed_tokens.weight"]
+    renamed = {
+        "embedding.word_embeddings.weight": embedding,
+        "decoder.final_layernorm.weight": given["model.norm.weight"],
+        "output_layer.weight": embedding if config.tie_word_embeddings else given["lm_head.weight"],
     }
-
-    def __init__(self, config: Any) -> None:
-        self._layers, self._groups, self._width = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        self._tied = config.tie_word_embeddings
-        self._ends = {"embedding.word_embeddings.weight": "model.embed_tokens.weight"}
-        self._ends["decoder.final_layernorm.weight"] = "model.norm.weight"
-        self._ends["output_layer.weight"] = self._ends[next(iter(self._ends))] if self._tied else "lm_head.weight"
-
-    def to_megatron(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        renamed = {name: given[other] for name, other in self._ends.items()}
-        for number in range(self._layers):
-            own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
-            renamed |= {own + name: given[other + same] for name, same in self._SAME.items() if other + same in given}
-            rows = [given[f"{other}self_attn.{letter}_proj.weight"] for letter in "qkv"]
-            by_group = [weight.view(self._groups, -1, weight.shape[1]) for weight in rows]
-            renamed[own + "self_attention.linear_qkv.weight"] = torch.cat(by_group, 1).flatten(0, 1)
-            if other + "mlp.experts.gate_up_proj" in given:
-                both = zip(
-                    given[other + "mlp.experts.gate_up_proj"], given[other + "mlp.experts.down_proj"], strict=True
-                )
-                for expert, (first, second) in enumerate(both):
-                    renamed[f"{own}mlp.experts.local_experts.{expert}.linear_fc1.weight"] = first
-                    renamed[f"{own}mlp.experts.local_experts.{expert}.linear_fc2.weight"] = second
-            else:
-                gates = [given[f"{other}mlp.{gate}_proj.weight"] for gate in ("gate", "up")]
-                renamed[own + "mlp.linear_fc1.weight"] = torch.cat(gates)
-        return renamed
-
-    def to_transformers(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        renamed = {
-            other: given[name]
-            for name, other in self._ends.items()
-            if name in given and not (self._tied and name == "output_layer.weight")
-        }
-        for number in range(self._layers):
-            own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
-            renamed |= {other + same: given[own + name] for name, same in self._SAME.items() if own + name in given}
-            rows = given[own + "self_attention.linear_qkv.weight"]
-            rows = rows.view(self._groups, -1, rows.shape[1])
-            sizes = [rows.shape[1] - 2 * self._width, self._width, self._width]
-            for letter, part in zip("qkv", torch.split(rows, sizes, 1), strict=True):
-                renamed[f"{other}self_attn.{letter}_proj.weight"] = part.flatten(0, 1)
-            experts = [name for name in given if name.startswith(own + "mlp.experts.") and "linear_fc1" in name]
-            if experts:
-                for layer, same in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-                    names = [
-                        f"{own}mlp.experts.local_experts.{expert}.{layer}.weight" for expert in range(len(experts))
-                    ]
-                    renamed[f"{other}mlp.experts.{same}"] = torch.stack([given[name] for name in names])
-            else:
-                gate, up = given[own + "mlp.linear_fc1.weight"].chunk(2)
-                renamed |= {f"{other}mlp.gate_proj.weight": gate, f"{other}mlp.up_proj.weight": up}
-        return renamed
+    for number in range(config.num_hidden_layers):
+        own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
+        renamed |= {own + name: given[other + same] for name, same in _SAME.items() if other + same in given}
+        rows = [given[f"{other}self_attn.{letter}_proj.weight"] for letter in "qkv"]
+        by_group = [weight.view(config.num_key_value_heads, -1, weight.shape[1]) for weight in rows]
+        renamed[own + "self_attention.linear_qkv.weight"] = torch.cat(by_group, 1).flatten(0, 1)
+        if other + "mlp.experts.gate_up_proj" in given:
+            for layer, same in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+                for expert, weight in enumerate(given[f"{other}mlp.experts.{same}"]):
+                    renamed[f"{own}mlp.experts.local_experts.{expert}.{layer}.weight"] = weight
+        else:
+            gates = [given[f"{other}mlp.{gate}_proj.weight"] for gate in ("gate", "up")]
+            renamed[own + "mlp.linear_fc1.weight"] = torch.cat(gates)
+    return renamed

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cells import AUX_LOSS, Cell, batch_size, has_experts, planned
-from ..reference import STEPS, Batch, batches, configuration, sequence_length
+from ..reference import ADAMW, STEPS, Batch, configuration, rows, sequence_length
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -68,11 +68,7 @@ class _Run:
         os.environ[HEARTBEAT] = "0"  # the server watches its processes
         # The same path on every rank: it is part of the plan.
         plan = parcompile.compile(spec_of(cell, Path(tempfile.gettempdir()) / "config"), estimate=False)
-        samples = [
-            {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
-            for batch in batches(cell)
-            for row in range(batch_size(cell))
-        ][first * batch_size(cell) :]
+        samples = rows(cell)[first * batch_size(cell) :]
         self.engine, _, loader, _ = initialize(plan=plan, model=model, training_data=samples, measurements=False)
         assert loader is not None
         self.batches = iter(loader)
@@ -104,20 +100,18 @@ def spec_of(cell: Cell, folder: Path) -> dict[str, Any]:
             "precision": "fp32",
             "gradient_clipping": cell["clipping"],
             "activation_checkpointing": given.get("activation_checkpointing", cell["checkpointing"]),
-            "optimizer": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.01},
+            "optimizer": {**ADAMW, "betas": list(ADAMW["betas"])},
         },
         "zero": {"stage": cell["stage"]},
         "deepspeed": given.get("deepspeed", {}),
     }
 
 
-def build(model: nn.Module, cell: Cell) -> _Run:
-    """The engine of a cell on this rank."""
-    return _Run(model, cell)
+build = _Run
 
 
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:  # noqa: ARG001 -- the loader has it
-    """One optimizer step on the next global batch: its loss, and the norm of its gradients before clipping."""
+    """On the next global batch."""
     loss = float(engine.engine.train_batch(engine.batches))
     return loss, float(engine.engine.get_global_grad_norm())
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from ..cells import FAMILIES, Cell, has_experts
-from ..reference import IGNORED, STEPS, Batch, batches, configuration, micro_batches, sequence_length
+from ..reference import ADAMW, IGNORED, STEPS, Batch, batches, configuration, micro_batches, sequence_length
+from ..tracing import full
 
 CPU = SimpleNamespace(
     **dict.fromkeys(("set_device", "reset_peak_memory_stats", "empty_cache", "synchronize"), lambda *_: None),
@@ -190,9 +191,10 @@ def _model_spec(cell: Cell) -> Any:
 
 
 class _Run:
+    """The trainer of a cell on this rank, with the weights of the model."""
+
     def __init__(self, model: nn.Module, cell: Cell) -> None:
         self.spec = _model_spec(cell)
-        adamw = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.01}
         self.trainer = Trainer(
             Trainer.Config(
                 model_spec=self.spec,
@@ -202,7 +204,7 @@ class _Run:
                 loss=CrossEntropyLoss.Config(global_vocab_size=self.spec.model.vocab_size),
                 metrics=MetricsProcessor.Config(log_freq=1),
                 optimizer=OptimizersContainer.Config(
-                    param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=adamw)],
+                    param_groups=[ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=dict(ADAMW))],
                     implementation="foreach",
                 ),
                 lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, min_lr_factor=1.0),
@@ -247,9 +249,7 @@ def _as(own: Any, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, own.device_mesh, own.placements) if isinstance(own, DTensor) else whole
 
 
-def build(model: nn.Module, cell: Cell) -> _Run:
-    """The trainer of a cell on this rank, with the weights of the model."""
-    return _Run(model, cell)
+build = _Run
 
 
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:  # noqa: ARG001 -- the loader has it
@@ -274,11 +274,8 @@ def load(model: nn.Module, folder: Any, cell: Cell) -> _Run:  # noqa: ARG001
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
     """Whole parameters by the names of transformers."""
-    whole = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        for name, value in engine.model.state_dict().items()
-    }
-    return _stacked(engine.names.to_hf(whole))
+    own = {name: full(value).clone() for name, value in engine.model.state_dict().items()}
+    return _stacked(engine.names.to_hf(own))
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from ..cells import AUX_LOSS, Cell, OtherEngineError
-from ..reference import STEPS, Batch, batches, optimizer_of
+from ..reference import STEPS, Batch, optimizer_of, rows
 from . import fsdp_on_cpu, whole_parameters
 
 os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -30,24 +30,13 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 """The Trainer's own loss is computed in fp32 whatever the weights are, and bf16 on CPUs is autocast."""
 
 
-def supports(cell: Cell) -> str | None:
-    """None where the engine has such a run, else why it has not."""
-    return fsdp_on_cpu.unsupported(cell)
-
-
-shims = fsdp_on_cpu.shims
+supports, shims = fsdp_on_cpu.unsupported, fsdp_on_cpu.shims
 
 
 class _Run:
-    """The Trainer trains all steps at once; its log has each."""
+    """The Trainer trains all steps at once; its log has each, and those before a resume."""
 
     def __init__(self, model: nn.Module, cell: Cell, resume_from: str | None = None) -> None:
-        self._log: list[tuple[float, float | None]] = []
-        rows = [
-            {name: tensor[row] for name, tensor in batch.items() if name != "position_ids" or cell["packed"]}
-            for batch in batches(cell)
-            for row in range(len(batch["input_ids"]))
-        ]
         fsdp_on_cpu.install(cell)
         options: dict[str, Any] = {}
         own = fsdp_on_cpu.distributed(model, cell)
@@ -55,7 +44,7 @@ class _Run:
             settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
             options = {"fsdp": "full_shard", "fsdp_config": settings}
         arguments = TrainingArguments(
-            output_dir=str(_output(cell)),
+            output_dir=str(_output()),
             use_cpu=True,
             ddp_backend="gloo",
             per_device_train_batch_size=cell["micro_batch"],
@@ -72,32 +61,31 @@ class _Run:
             remove_unused_columns=False,
             **options,
         )
-        ends = [_End()] if cell["resume"] and resume_from is None else []
         self.trainer = _Sequential(
-            model=own, args=arguments, train_dataset=rows, callbacks=[_Log(self._log), *ends], data_collator=_stacked
+            model=own,
+            args=arguments,
+            train_dataset=rows(cell),
+            callbacks=[_End()] if cell["resume"] and resume_from is None else [],
+            data_collator=default_data_collator,
         )
         self.trainer.train(resume_from_checkpoint=resume_from)
         fsdp_on_cpu.refuse_other(self.trainer.model_wrapped, cell)
         if arguments.world_size != dist.get_world_size() if dist.is_initialized() else cell["dp"] != 1:
             raise OtherEngineError(f"the Trainer ran on {arguments.world_size} ranks of {cell['dp']}")
-        self._steps = iter(self._log)
-
-    def next_step(self) -> tuple[float, float | None]:
-        return next(self._steps)
+        log = [one for one in self.trainer.state.log_history if "loss" in one][STEPS - 1 if resume_from else 0 :]
+        self.steps = iter([(float(one["loss"]), one.get("grad_norm")) for one in log])
 
 
-def build(model: nn.Module, cell: Cell) -> _Run:
-    """The trainer of a cell, after its steps."""
-    return _Run(model, cell)
+build = _Run
 
 
 def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]:  # noqa: ARG001
     """What the log has of the next step."""
-    return engine.next_step()
+    return next(engine.steps)
 
 
-def _output(cell: Cell) -> Path:
-    return Path(tempfile.gettempdir()) / "trainer" if cell["resume"] else Path(tempfile.mkdtemp())
+def _output() -> Path:
+    return Path(tempfile.gettempdir()) / "trainer"
 
 
 def save(engine: _Run, folder: Path, cell: Cell) -> None:
@@ -106,7 +94,7 @@ def save(engine: _Run, folder: Path, cell: Cell) -> None:
 
 def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:  # noqa: ARG001
     """The last step, by the Trainer that resumes."""
-    return _Run(model, cell, str(_output(cell) / f"checkpoint-{STEPS - 1}"))
+    return _Run(model, cell, str(_output() / f"checkpoint-{STEPS - 1}"))
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
@@ -129,17 +117,3 @@ class _End(TrainerCallback):  # type: ignore[misc]
     def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
         control.should_training_stop = True
         return control
-
-
-class _Log(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, log: list[tuple[float, float | None]]) -> None:
-        self._log = log
-
-    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
-        if "loss" in logs:
-            norm = logs.get("grad_norm")
-            self._log.append((float(logs["loss"]), None if norm is None else float(norm)))
-
-
-def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
