@@ -64,6 +64,7 @@ HUGGING_FACE.append("datasets==4.0.0")  # which the Trainer imports
 OTHERS = {
     "transformers-4.57.6": HUGGING_FACE,
     "megatron-0.15.3": ["megatron-core==0.15.3"],
+    "deepspeed-0.19.3": ["deepspeed==0.19.3"],
 }
 """Packages of the interpreters of other versions, in front of those of this one."""
 Shown = tuple[str, str]
@@ -132,16 +133,17 @@ def _versions(one: Certificate) -> str:
 
 
 def _scripts(proved: Mapping[str, Certificate]) -> dict[Shown, list[tuple[Mapping[str, Any], str]]]:
-    """Features and files of the scripts in `docs/red_cells/`, by engine and what they show."""
+    """Features and files of the scripts in `docs/red_cells/`, by certificate and what they show."""
     found = dict[Shown, list[tuple[Mapping[str, Any], str]]]()
     for file in sorted((DOCS / "red_cells").glob("*.py")):
         title = file.read_text(encoding="utf-8").partition(".\n")[0]
-        engine, shows, texts = re.fullmatch(r'"""(\w+) \S+ (.+?): (.+)', title).groups()
-        features = proved[engine].features
+        engine, version, shows, texts = re.fullmatch(r'"""(\w+) (\S+) (.+?): (.+)', title).groups()
+        name = f"{engine}-{version}" if f"{engine}-{version}" in proved else engine
+        features = proved[name].features
         for text in texts.split("; "):
             cell = cell_of(text, features, {})
             few = {name: value for name, value in cell.items() if name != "seed" and value != features[name][0]}
-            found.setdefault((engine, shows), []).append((few, file.name))
+            found.setdefault((name, shows), []).append((few, file.name))
     return found
 
 
@@ -257,7 +259,7 @@ def _tables(proved: Mapping[str, Certificate], scripts: Mapping[tuple[str, str],
                     why += f"; first wrong: {first.get('place') or 'the last parameters'}: {first.get('said')}"
             if file := _script(scripts, name, cell):
                 why += f"; [script](red_cells/{file})"
-            elif cell.verdict == "red" and name in BUILT_IN:
+            elif cell.verdict == "red":
                 why += f"; no script of upstream alone shows it: {cell.answer.get('no_script', 'none is written')}"
             yield f"| {one.text_of(cell)} | {SIGN[cell.verdict]} | {numbers} | {why.replace('|', '/')} |"
         yield ""

@@ -1,7 +1,8 @@
 """deepspeed 0.19.8 beside one process: llama stage 3 cp 2.
 
 Under Ulysses ZeRO 0 to 2 divide gradients by the data-parallel ranks, and ZeRO 3 by those of the sequence too: with one
-and the same loss its gradients are half as large over two ranks.
+and the same loss its gradients are half as large over two ranks. (Where each rank gathers the losses of all, as in
+DeepSpeed's tutorial, ZeRO 3 is right and the others are twice as large.)
 
     torchrun --nproc_per_node 2 FILE              # exits with 1 where they differ
     torchrun --nproc_per_node 2 FILE --without    # ZeRO 2: equal
