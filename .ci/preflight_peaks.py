@@ -103,7 +103,7 @@ def _draw(dice: random.Random) -> Drawn | None:
         "activation_checkpointing": recompute,
     }
     if precision == "bf16" and dice.random() < 0.3:
-        training["gradient_accumulation_dtype"] = "fp32"
+        training["gradient_accumulation_dtype"] = "bf16"
     tree = {
         "version": 1,
         "name": name,
@@ -122,7 +122,7 @@ def _draw(dice: random.Random) -> Drawn | None:
         return None
     said = " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one rank"
     said += ", sequence parallel" if "sequence_parallel" in parallelism else ""
-    sums = ", sums in fp32" if "gradient_accumulation_dtype" in training else ""
+    sums = ", sums in bf16" if "gradient_accumulation_dtype" in training else ""
     text = (
         f"{name} | {said} | {stage} | {precision}{sums} | {recompute} | "
         f"{micro} × {length}, {plan.spec.training.gradient_accumulation_steps} steps"

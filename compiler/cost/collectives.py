@@ -68,14 +68,12 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS, GATED_RESIDUALS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
-from .memory import gathered_numels, keeps_both_gradients
+from .memory import gathered_numels
 from .parameters import trained_tensors
 from .workload import FRAMEWORKS, Workload
 
 # What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
 
-GRADIENT_SUM_BYTES = 4
-"""Gradients are summed over cp in fp32."""
 LOSS_NUMBERS = 3
 """fp32 numbers of a token that the loss exchanges: the largest logit, the sum of exponentials, the label's logit."""
 
@@ -282,7 +280,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             continue  # ranks of tp hold other experts, and the gradient of theirs is whole
         if parameter.partial or (work.sequence_parallel and parameter.sequence_parallel):
             if work.sums_partial_gradients_once:
-                partial += count * size
+                partial += count * layout.local_numel * work.gradient_bytes
             elif size > CONTROL_BYTES:
                 send(Axis.TP, "all-reduce", count * times, size, tp)
         elif layout.ranges is not None and layout.replicas > 1:
@@ -360,17 +358,12 @@ def _gradients(work: Workload, numels: Sequence[int], group: str, ranks: int, se
     numel = sum(numels)
     if not numel:
         return
-    width = GRADIENT_SUM_BYTES if work.cp > 1 else work.element_bytes
-    if work.framework != "deepspeed":
-        width = work.gradient_bytes
+    width = work.message_bytes
     if work.zero_stage == 0:
         send(group, "all-reduce", 1, numel * width, ranks)
         return
     # DeepSpeed reduces whole buckets at stages 1 and 2, and from stage 2 on it does so behind every micro-batch.
     deepspeed = work.framework == "deepspeed"
-    if keeps_both_gradients(work):
-        # BF16_Optimizer reduces the gradients as they lie in its shards.
-        numel = sum(padded_numel(one, ranks) for one in numels)
     reduction = "all-reduce" if deepspeed and work.zero_stage <= 2 else "reduce-scatter"
     send(group, reduction, work.gradient_reductions, numel * width, ranks)
     gathers = 1 if work.zero_stage < 3 else 1 + work.micro_batches
@@ -540,5 +533,4 @@ def stream_bytes(work: Workload) -> int:
 def _embedding_gradient_bytes(work: Workload) -> int:
     """What one of two ranks sends to add up the gradients of both: all of its own."""
     numel = work.padded_vocabulary // work.tp * work.shape.hidden_size
-    both = keeps_both_gradients(work)
-    return numel * (work.gradient_bytes if both or work.on_host else work.element_bytes)
+    return numel * work.gradient_bytes

@@ -63,7 +63,7 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
     groups = work.sharded(stage, numel)
     padded, shard = groups.padded_numel, groups.shard_numel
     width, sum_width = work.element_bytes, work.gradient_bytes
-    gradients = padded * sum_width + numel * width if keeps_both_gradients(work) else numel * sum_width
+    gradients = numel * sum_width
     if work.zero_stage >= 2:
         gradients = shard * sum_width
     if work.on_host:
@@ -85,24 +85,13 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
 def bucket_bytes(work: Workload, elements: int) -> int:
     """A reduce bucket of so many elements, in which gradients are copied to be reduced; without one 0.
 
-    Its numbers are of the type of the weights; on the host at stage 1 of that of the sums. At stage 3 they are of the
-    type of the messages (`get_param_comm_dtype`, DeepSpeed's runtime/zero/stage3.py), which is fp32 over cp.
+    Its numbers are of the type of the sums at stage 1, and of the weights at stage 2. At stage 3 they are of the type
+    of the messages (`get_param_comm_dtype`, DeepSpeed's runtime/zero/stage3.py).
     """
-    if not has_bucket(work) or keeps_both_gradients(work):
+    if not has_bucket(work):
         return 0
-    if work.on_host and work.zero_stage == 1:
-        return elements * work.gradient_bytes
-    return elements * (MASTER_BYTES if work.shards_weights and work.cp > 1 else work.element_bytes)
-
-
-def keeps_both_gradients(work: Workload) -> bool:
-    """Whether a gradient is held in the type of the weights and summed in fp32 beside it.
-
-    DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py), which fp32 sums of 16-bit gradients bring at ZeRO stage 1
-    without offload, keeps both between micro-batches, and has no reduce bucket.
-    """
-    is_apart = work.zero_stage == 1 and work.element_bytes < work.gradient_bytes
-    return work.framework == "deepspeed" and is_apart and not work.on_host
+    widths = {1: work.gradient_bytes, 2: work.element_bytes, 3: work.message_bytes}
+    return elements * widths[work.zero_stage]
 
 
 def is_own_master(work: Workload) -> bool:
@@ -186,8 +175,7 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
 
     The optimizer's part is less gradients and bucket that were let go of. An Adam that is not fused computes its
     denominator beside the moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage
-    1 copies the gradients of its shard, in fp32 (runtime/zero/stage_1_and_2.py); BF16_Optimizer holds them in fp32
-    already.
+    1 copies the gradients of its shard, in fp32 (runtime/zero/stage_1_and_2.py).
     """
     groups = work.sharded(stage, numel)
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
@@ -198,14 +186,10 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    if keeps_both_gradients(work):
-        # DeepSpeed copies the gradients of several groups to reduce them, and again in the type of the weights
-        # (runtime/engine.py, allreduce_bucket), which over cp is that of the sums.
-        every = min(LARGEST_BUCKET, groups.padded_numel - dealt * work.expert_shards)
-        width = work.gradient_bytes + (work.element_bytes if work.cp == 1 else 0)
-        return max(adam, float(every * width)) if work.has_groups else adam
-    # Over cp a bucket of 16-bit gradients is summed in a copy in fp32.
-    copied = MASTER_BYTES / work.element_bytes * bucket if work.cp > 1 and work.element_bytes < MASTER_BYTES else 0.0
+    # A bucket is copied as a whole, at stage 1 in place of its gradients, and again where messages have a wider type.
+    width = work.gradient_bytes if work.zero_stage == 1 else work.element_bytes
+    copied = work.message_bytes / width * bucket if width < work.message_bytes else 0.0
+    copied += bucket if work.zero_stage == 2 else 0.0
     if work.on_host:
         return 0.0 if work.shards_weights else copied
     if not work.zero_stage:

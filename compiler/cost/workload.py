@@ -18,6 +18,7 @@ from parcompile.layout.pipeline import Schedule, Stage, even_stages
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.layout.shards import (
     ADAM_STATE_BYTES,
+    MASTER_BYTES,
     GroupKind,
     ShardedGroups,
     TensorLayout,
@@ -133,7 +134,7 @@ class Workload:
     ns_bytes: int = 2
     framework: str = "deepspeed"
     keeps_gradients: bool = True
-    """Gradients add up in the type of the weights, and nothing takes them before the step ends."""
+    """Gradients add up, and nothing takes them before the step ends."""
     preset: Accelerator | None = field(default=None, hash=False)
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True
@@ -300,6 +301,11 @@ class Workload:
     def shards_weights(self) -> bool:
         """Whether DeepSpeed gathers each weight around the modules that use it."""
         return self.framework == "deepspeed" and self.zero_stage >= 3
+
+    @property
+    def message_bytes(self) -> int:
+        """Of an element of gradients that ranks of dp and cp add up: fp32 over cp, else the type of the sums."""
+        return MASTER_BYTES if self.cp > 1 and self.framework == "deepspeed" else self.gradient_bytes
 
     @property
     def gradient_reductions(self) -> int:

@@ -35,7 +35,6 @@ ADAPTABLE = (
     "order of ep and dp",
     "optimizer shards (dp · cp)",
     "precision",
-    "gradient accumulation",
     "zero stage",
     "without weight decay",
 )
@@ -83,7 +82,6 @@ def file_layout(plan: Plan) -> dict[str, Any]:
         "optimizer shards (dp · cp)": plan.spec.optimizer_shards,
         "zero stage": plan.spec.zero_stage,
         "precision": training.precision.value,
-        "gradient accumulation": training.gradient_accumulation_dtype.value,
         "optimizer": training.optimizer.type,
         "without weight decay": training.optimizer.no_weight_decay,
     }
@@ -167,11 +165,10 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"ep {old.ep} → {new.ep}: DeepSpeed keeps experts in files of its own MoE layers, which these are not"
     first, second = before.spec.training, after.spec.training
     stages = before.spec.zero_stage, after.spec.zero_stage
-    one_class = set(stages) == {1, 2} and first.gradient_accumulation_dtype is first.precision
-    if stages[0] != stages[1] and not one_class:
+    if stages[0] != stages[1] and set(stages) != {1, 2}:
         yield f"zero.stage {stages[0]} → {stages[1]}: DeepSpeed keeps the state in another optimizer"
-    if first.precision != second.precision or first.gradient_accumulation_dtype != second.gradient_accumulation_dtype:
-        yield "precision or gradient_accumulation_dtype differ: DeepSpeed keeps the state in another optimizer"
+    if first.precision != second.precision:
+        yield f"precision {first.precision.value} → {second.precision.value}: DeepSpeed keeps the state in other files"
     if first.optimizer.type != second.optimizer.type:
         yield f"optimizer {first.optimizer.type} → {second.optimizer.type}"
     left_out = first.optimizer.no_weight_decay, second.optimizer.no_weight_decay

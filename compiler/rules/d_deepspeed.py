@@ -135,7 +135,7 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
     planned: dict[tuple[str, ...], object] = {
         ("prescale_gradients",): False,
         ("gradient_predivide_factor",): 1.0,
-        ("communication_data_type",): spec.precision.value,
+        ("communication_data_type",): spec.gradient_accumulation_dtype.value,
         ("seq_parallel_communication_data_type",): "fp32",
         ("zero_allow_untested_optimizer",): spec.optimizer.type in ("muon", "sgd"),
         ("zero_optimization", "reduce_scatter"): True,

@@ -34,13 +34,6 @@ def accumulation_is_not_narrower(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule("P002", severity=Severity.INFO, targets=("deepspeed",))
-def fp32_accumulation_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says what fp32 accumulation costs."""
-    if spec.precision is Precision.BF16 and spec.gradient_accumulation_dtype is Precision.FP32:
-        yield Finding("gradients are summed in fp32: 4 bytes per parameter on every rank, not sharded", _SUMS)
-
-
 @rule("P003")
 def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
     """Fires when a loss scale is given with another precision."""

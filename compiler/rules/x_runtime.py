@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parcompile.cost.memory import keeps_both_gradients
-from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import stages_from_counts
-from parcompile.layout.shards import keeps_places, repeated_ranges
-from parcompile.model import Parameter
+from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
-from parcompile.model.derived_rows import dense_mlps, parameter_table
+from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import added_families, family_of
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
-from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.values import workload_of
+from parcompile.spec.resolve import Resolution
 
 from . import OTHER_TOOL, Finding, rule
 from .arithmetic import also, model_path
@@ -180,29 +176,6 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule("X009", severity=Severity.WARNING, targets=("runtime",), run_by=("megatron",))
-def runtime_counts_shared_rows_once(spec: Resolution) -> Iterator[Finding]:
-    """Fires where a rank shares some rows of a weight and DeepSpeed's BF16_Optimizer computes the norm."""
-    tp = spec.axis(Axis.TP)
-    if tp == 1 or spec.zero_stage != 1 or spec.precision is spec.gradient_accumulation_dtype:
-        return
-    try:
-        work = workload_of(spec.spec())
-        if not keeps_both_gradients(work):
-            return
-        name = next((one.name for one in parameter_table(work.shape) if _is_partly_shared(work, one)), None)
-    except ValueError:
-        raise Unavailable("layout") from None  # another rule says why it cannot be split
-    if name is not None:
-        yield Finding(
-            f"gradient_accumulation_dtype fp32 at zero.stage 1 with tp {tp}: several ranks hold some rows of {name}, "
-            "which DeepSpeed's optimizer for such sums counts more than once in the gradient norm",
-            ("training", "gradient_accumulation_dtype"),
-            help="leave gradient_accumulation_dtype to the precision, or use zero.stage 2",
-            related=also(spec, ("parallelism", "tp"), ("zero", "stage")),
-        )
-
-
 @rule("X010")
 def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
     """Fires where fewer weights have the rule than a model has ends."""
@@ -220,12 +193,6 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
             related=also(spec, place),
             fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
         )
-
-
-def _is_partly_shared(work: Workload, parameter: Parameter) -> bool:
-    layout = work.layout(parameter)
-    shared = sum(stop - start for start, stop in repeated_ranges(parameter, layout))
-    return layout.dim is not None and 0 < shared < layout.local_shape[layout.dim]
 
 
 # Layers of different shapes: what the runtime does not run of them.

@@ -105,7 +105,7 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
     if spec.zero_stage == 0 and weights != sums:
         yield Finding(
             f"zero.stage 0 with weights in {weights} and sums of gradients in {sums}: parcompile.runtime does so, "
-            "DeepSpeed alone refuses it",
+            f"DeepSpeed alone sums in {weights}",
             ("training", "gradient_accumulation_dtype"),
             help="nothing to do, or use stage 1",
             related=also(spec, _STAGE),

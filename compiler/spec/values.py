@@ -494,6 +494,5 @@ def _gathering(spec: Spec) -> dict[str, Any]:
 
 def _keeps_gradients(spec: Spec) -> bool:
     """See `Workload.keeps_gradients`."""
-    training, section = spec.training, spec.deepspeed.get("zero_optimization")
-    overlaps = isinstance(section, Mapping) and section.get("overlap_comm") is True
-    return training.gradient_accumulation_dtype is training.precision and not overlaps
+    section = spec.deepspeed.get("zero_optimization")
+    return not (isinstance(section, Mapping) and section.get("overlap_comm") is True)

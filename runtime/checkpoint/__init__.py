@@ -135,7 +135,9 @@ def load(engine: Any, folder: str | Path) -> int:
     _compare_adapters(note, _adapters(stages))
     _agree_that_it_is_whole(note)
     schedules = _compare_schedulers(engine, note)
-    if different or note.groups not in (None, [stage.group_sizes for stage in stages]):
+    # An earlier version gave sums in another type to an optimizer of DeepSpeed whose files have another form.
+    apart = note.layout.get("gradient accumulation", precision := note.layout.get("precision")) != precision
+    if different or apart or note.groups not in (None, [stage.group_sizes for stage in stages]):
         adapt(engine, _opened(note))
     else:
         _load_as_it_is(engine, note, schedules=schedules)

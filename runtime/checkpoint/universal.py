@@ -38,8 +38,7 @@ note = given.folder.resolve() / tag / "parcompile.json"
 if note.is_file():
     plan = json.loads(note.read_text())["plan"]
     of_ranks = [one["name"] for one in plan["tensors"] if one["shape"] != one["local_shape"]]
-    types = {plan["training"][key] for key in ("precision", "gradient_accumulation_dtype")}
-    if of_ranks or plan["parallelism"]["pp"] > 1 or plan["zero"]["stage"] in (0, 3) or types == {"bf16", "fp32"}:
+    if of_ranks or plan["parallelism"]["pp"] > 1 or plan["zero"]["stage"] in (0, 3):
         one = note.parent
         sys.exit(f"DeepSpeed cannot read the weights of {one.name}: run parcompile checkpoint export {one} --hf OUTPUT")
 runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)

@@ -129,16 +129,9 @@ def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> 
     """The checkpoint of a source; returns its folder.
 
     Raises:
-        RunError: the plan keeps its optimizer states in a form that only DeepSpeed writes, or the folder cannot
-            be written to.
+        RunError: the files would name a module that the plan does not know, or the folder cannot be written to.
     """
     plan = source.plan
-    training = plan.spec.training
-    if training.precision is Precision.BF16 and training.gradient_accumulation_dtype is Precision.FP32:
-        raise RunError(
-            "bf16 with gradient_accumulation_dtype fp32 is DeepSpeed's BF16_Optimizer, whose files are not written "
-            "here: resume from the checkpoint as it is, which adapts it"
-        )
     shape = plan.spec.model.shape
     if shape.user_module is not None and shape.tie_word_embeddings:
         raise RunError(

@@ -15,16 +15,19 @@ Changed:
   (`has_moe_layers`, runtime/engine.py): there is one while the engine is made. `with_expert_layers`
 - `has_moe_layers` of an engine is False while it saves and loads: DeepSpeed would write each expert to a file of its
   own naming (`_save_moe_checkpoint`). `use_checkpoint_engine`
-- `optimizer.scaled_global_norm` (runtime/zero/stage_1_and_2.py) and `optimizer.get_grads_for_norm`
-  (runtime/bf16_optimizer.py): ZeRO computes one norm for each group of parameters over tp and pp, of which a stage
-  without experts has fewer; the bf16 optimizer leaves experts out of the sum over tp. `norm_at_once`
+- `optimizer.scaled_global_norm` (runtime/zero/stage_1_and_2.py): ZeRO computes one norm for each group of parameters
+  over tp and pp, of which a stage without experts has fewer. `norm_at_once`
 - `deepspeed.initialize`, while Hugging Face's Trainer runs: accelerate passes no mpu. `initialize_with`
 - `_do_optimizer_sanity_check` and `_configure_fp16_optimizer` of `DeepSpeedEngine` (runtime/engine.py) while an engine
   of ZeRO stage 0 is made: its optimizer is one of ours, on the base class `ZeROOptimizer` (runtime/base_optimizer.py),
   with loss scalers of DeepSpeed; then `clip_fp32_gradients` and `zero_grad` of the engine, which know nothing of it.
   The engine sums what `get_grads_for_reduction` gives. `with_optimizer`, `engine.unsharded`
+- `_do_optimizer_sanity_check` again at other stages: bf16 weights with sums in fp32 get the optimizer that fp16 weights
+  get (runtime/zero/stage_1_and_2.py), not `BF16_Optimizer`. `without_bf16_optimizer`
 - `state_dict` of that optimizer while the engine saves, which would put it into the file of weights.
   `use_checkpoint_engine`
+- `optimizer._fill_param_grad_accum_attribute` (runtime/zero/stage_1_and_2.py), which makes an fp32 copy of each gradient
+  that it adds to an fp32 sum. `add_in_place`
 - `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
   weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
   `count_in_norm`
@@ -70,20 +73,19 @@ Read:
 - `ds_id`, `ds_shape`, `ds_numel`, `ds_tensor` and `ds_process_group` of weights in shards, and the sub-groups of the
   optimizer of stage 3: `fp16_groups`, `fp32_partitioned_groups_flat`, `sub_group_to_group_id`. `sharded_weights`
 - Groups of parameters, their flat tensors and shards: `bit16_groups`, `bit16_groups_flat` and
-  `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py), `bf16_groups`, `bf16_groups_flat` and
-  `fp32_groups_flat_partition` (runtime/bf16_optimizer.py). Checkpoints of another layout are written into them, and
-  preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
+  `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py). Checkpoints of another layout are written into
+  them, and preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
 - `grad_position` (runtime/zero/stage_1_and_2.py, stage3.py): where a gradient lies on the host. `gradient_on_host`
 - `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
   `place_in_shard`
-- `parameter.grad_accum`, `fp32_groups_gradients_flat`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
+- `parameter.grad_accum`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
   `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
   `reduce_buckets`, `shape_tensors`
 
-- `partition_gradients`, `overlap_comm` and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py): where any is
-  true, hooks take each gradient as it comes. `keeps_gradients`
-- `parameter._hp_grad` (runtime/bf16_optimizer.py) and `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py):
-  where gradients add up, to which those of another stage are added. `accumulated_gradient`
+- `overlap_comm` (runtime/zero/stage_1_and_2.py): where it is true, hooks reduce each gradient as it comes.
+  `keeps_gradients`
+- `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py): where gradients add up, to which those of another stage
+  are added. `accumulated_gradient`
 
 Agreed on with DeepSpeed by name, in the module that the name belongs to:
 
@@ -93,7 +95,7 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
   and the groups that share them. Groups of parameters say so with "moe" and "name". `mark_expert`
 - `parameter.ds_zero_placement_family` and `ds_zero_partition_group_name` (runtime/zero/stage3.py): experts as those of
   AutoEP are. `mark_sharded_experts`
-- `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py): a weight that another stage
+- `parameter.ds_pipe_replicated` (runtime/zero/stage_1_and_2.py): a weight that another stage
   counts in the gradient norm. `count_on_another_stage`
 - The methods of an mpu (utils/groups.py, runtime/engine.py). `groups`
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.

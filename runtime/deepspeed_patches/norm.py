@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from .engine import expert_name, expert_tables
 from .offload import count_on_host, is_on_host
-from .optimizer_state import flat_weights
 
 # How DeepSpeed knows parameters that are experts: by their marks, groups of parameters, and a layer of the model.
 
@@ -74,9 +73,6 @@ def with_expert_layers(model: nn.Module) -> Iterator[None]:
 
 def norm_at_once(optimizer: Any) -> None:
     """Makes the gradient norm one sum over all groups of parameters, so that all ranks send the same messages."""
-    if hasattr(optimizer, "get_grads_for_norm"):
-        _norm_of_bf16(optimizer)
-        return
     if not hasattr(optimizer, "scaled_global_norm"):
         return  # that of stage 0 is
     from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -95,27 +91,6 @@ def norm_at_once(optimizer: Any) -> None:
         return combine_grad_norm_groups([optimizer.get_grad_norm_direct(gradients, parameters)], norm_type=norm_type)
 
     optimizer.scaled_global_norm = norm
-
-
-def _norm_of_bf16(optimizer: Any) -> None:
-    """A rank of tp and pp counts the experts of all its ep ranks, and everything else once."""
-    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank
-
-    of_norm, first = optimizer.get_grads_for_norm, bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
-
-    def pairs() -> Iterator[tuple[nn.Parameter, Tensor]]:
-        for group, sums, present in zip(
-            optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
-        ):
-            for parameter, gradient, is_there in zip(group, sums, present, strict=True):
-                yield parameter, gradient if is_there else torch.zeros_like(gradient)
-
-    def gradients(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return of_norm(for_clipping=True)
-        return [squared_norm(pairs(), flat_weights(optimizer)[0].device, first=first).sqrt()], {}
-
-    optimizer.get_grads_for_norm = gradients
 
 
 def squared_norm(gradients: Iterable[tuple[nn.Parameter, Tensor]], device: torch.device, *, first: bool) -> Tensor:

@@ -23,15 +23,33 @@ def summed_gradient(parameter: nn.Parameter) -> Tensor:
 
 def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     """Where the gradients of micro-batches add up; zeros are put there if there were none."""
-    found: Tensor | None = getattr(parameter, _SUM, getattr(parameter, "_hp_grad", None))
+    found: Tensor | None = getattr(parameter, _SUM, None)
     if found is not None:
         return found
-    name = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+    apart = getattr(optimizer, "use_grad_accum_attribute", False)
+    name = "grad_accum" if apart else "grad"
     found = getattr(parameter, name, None)
     if found is None:
-        found = torch.zeros_like(parameter)
+        found = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype if apart else None)
         setattr(parameter, name, found)
     return found
+
+
+def add_in_place(optimizer: Any) -> None:
+    """Lets gradients be added to sums of another type without a copy in that type between them."""
+    fill = getattr(optimizer, "_fill_param_grad_accum_attribute", None)
+    if fill is None:
+        return
+
+    def add(parameter: nn.Parameter) -> None:
+        total: Tensor | None = getattr(parameter, "grad_accum", None)
+        if total is None or parameter.grad is None:
+            fill(parameter)
+        else:
+            total.add_(parameter.grad.view_as(total))
+            parameter.grad = None
+
+    optimizer._fill_param_grad_accum_attribute = add
 
 
 def kept_gradients(engine: Any) -> list[Tensor]:
@@ -39,7 +57,6 @@ def kept_gradients(engine: Any) -> list[Tensor]:
     kept = [
         getattr(parameter, name, None) for parameter in engine.parameters() for name in ("grad", "grad_accum", _SUM)
     ]
-    kept += getattr(engine.optimizer, "fp32_groups_gradients_flat", ())
     for name in ("all_grad_tensors", "averaged_gradients"):
         for sums in getattr(engine.optimizer, name, {}).values():
             kept += [sums] if isinstance(sums, Tensor) else sums or []
@@ -48,18 +65,18 @@ def kept_gradients(engine: Any) -> list[Tensor]:
 
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     """The parameters of each group of an optimizer, those of other ranks' shards included."""
-    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "bf16_groups", "fp16_groups")]
+    return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "fp16_groups")]
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 shard of each group."""
-    names = "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat"
+    names = "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"
     return list(_first_of(optimizer, "masters", *names))
 
 
 def flat_weights(optimizer: Any) -> list[Tensor]:
     """The flat tensor of each group in which its parameters lie."""
-    names = "bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat"
+    names = "bit16_groups_flat", "fp16_partitioned_groups_flat"
     return list(_first_of(optimizer, "weights", *names))
 
 
@@ -70,7 +87,7 @@ def groups_of_shards(optimizer: Any) -> list[int]:
 
 
 def _first_of(optimizer: Any, *names: str) -> Any:
-    """What optimizers have under the first of these names: that of stage 0, ZeRO-1 and 2, the bf16 one, ZeRO-3."""
+    """What optimizers have under the first of these names: that of stage 0, ZeRO-1 and 2, ZeRO-3."""
     return next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
 
 

@@ -25,7 +25,8 @@ from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.deepspeed_patches import check_names
-from parcompile.runtime.deepspeed_patches.engine import with_optimizer
+from parcompile.runtime.deepspeed_patches.engine import with_optimizer, without_bf16_optimizer
+from parcompile.runtime.deepspeed_patches.optimizer_state import add_in_place
 from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables
@@ -149,7 +150,8 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
         if mesh.plan.spec.shards_weights:
             _shard_weights(model, mesh)
         if mesh.plan.spec.zero_stage:
-            yield given
+            with without_bf16_optimizer():
+                yield given
             return
         from .unsharded import UnshardedOptimizer
 
@@ -332,6 +334,7 @@ def take_over(engine: Any, mesh: Mesh, stop_on_nonfinite: int | None = STOP_AFTE
     take_over_norm(engine, mesh)
     join_shards(engine, mesh)
     count_once(engine)
+    add_in_place(engine.optimizer)
     sum_once(engine, mesh)
     engine.mesh = mesh
     attach_biases(engine)

@@ -4,7 +4,7 @@ Gradients that each tensor-parallel rank has a part of are summed once in a step
 
 Such are those of norms with sequence parallelism, and of small weights that ranks use on their own heads. DeepSpeed's
 ZeRO-1 leaves gradients where they add up until the step ends; then they are summed, before anything is reduced. Where
-DeepSpeed takes each gradient as it comes (stage 2, `overlap_comm`, accumulation in another type), backward sums each.
+DeepSpeed takes each gradient as it comes (stage 2, `overlap_comm`), backward sums each.
 
 DeepSpeed 0.19.8 has three optimizers for stage 0, and none gives the numbers of one process on every layout:
 
@@ -45,6 +45,7 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
     summed_gradient,
 )
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_together
 
 
@@ -76,7 +77,8 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         super().__init__()
         self.optimizer, self._mesh, self._names = optimizer, mesh, engine.param_names
-        dtype, sums = engine.get_data_types()
+        dtype = engine.get_data_types()[0]
+        sums = TORCH_DTYPES[mesh.plan.spec.training.gradient_accumulation_dtype]
         self.loss_scaler = CreateLossScaler(
             dtype, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
         )

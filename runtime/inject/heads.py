@@ -266,8 +266,8 @@ def count_once(engine: Any) -> None:
         return
     if not count_in_norm(engine.optimizer, _counted_of_shard):
         raise RunError(
-            "a fused weight some of whose rows several tp ranks hold needs DeepSpeed's ZeRO-1 optimizer: "
-            "leave gradient_accumulation_dtype to the precision"
+            "a fused weight some of whose rows several tp ranks hold needs an optimizer that counts rows: "
+            "set zero.stage to 2 or less"
         )
 
 

@@ -22,6 +22,7 @@ from parcompile.layout.pipeline import Pass
 from parcompile.runtime.deepspeed_patches.engine import before_reduction
 from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
+    add_in_place,
     flat_weights,
     kept_gradients,
     master_shards,
@@ -224,6 +225,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
         )
     take_over_norm(engine, mesh)
     join_shards(engine, mesh)
+    add_in_place(engine.optimizer)
     sum_once(engine, mesh)
     tracker.move_to_host(one for one in tensors_on_host(optimizer) if tracker.is_here(one))
     before_reduction(engine, tracker.begin_reduction)

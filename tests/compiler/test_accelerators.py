@@ -31,7 +31,12 @@ SPEC = {
     "model": {"preset": "llama-3-8b"},
     "cluster": {"gpus_per_node": 8},
     "parallelism": {"tp": 8},
-    "training": {"sequence_length": 4096, "global_batch_size": 8, "micro_batch_size": 1},
+    "training": {
+        "sequence_length": 4096,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "gradient_accumulation_dtype": "bf16",
+    },
 }
 
 

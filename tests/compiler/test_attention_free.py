@@ -200,8 +200,7 @@ def test_operations_are_those_of_products_and_of_the_recurrence(config: dict[str
 def test_a_plan_over_every_axis_sends_states_and_no_keys(config: dict[str, Any], tmp_path: Path) -> None:
     axes = {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True}
     plan = planned(config, tmp_path, axes)
-    # A convolution whose ranks share the rows of one group is counted twice by DeepSpeed's optimizer for fp32 sums.
-    assert {one.code for one in plan.refusals} == ({"X009"} if config is MAMBA2_2_7B else set())
+    assert not plan.refusals
     assert plan.kv_replicas == 1
     text = summary(plan)
     assert "zigzag, states from piece to piece; no layer attends" in " ".join(text.split())

@@ -157,8 +157,8 @@ class TestValues:
             "detail": "llama-3-8b",
             "line": None,
         }
-        derived = values["training.gradient_accumulation_dtype"]
-        assert (derived["origin"], derived["value"]) == ("derived", "bf16")
+        derived = values["parallelism.dp"]
+        assert (derived["origin"], derived["value"]) == ("spec", 4)
 
     def test_text_shows_lines_and_equations(self, run: Any) -> None:
         Path("auto.json").write_text(GOOD.replace('"dp": 4', '"dp": "auto"'), encoding="utf-8")

@@ -41,12 +41,12 @@ def test_tp_sends_four_ring_all_reduces_in_each_layer_and_two_for_the_ends() -> 
     assert only(work, "tp") == 4 * ((4 * 8 + 2) * 2 * 3 / 4 * activation + 3 * loss)
     recomputed = only(replace(work, recompute="full"), "tp") - only(work, "tp")
     assert recomputed == 4 * 2 * 8 * 2 * 3 / 4 * activation
-    norms, head_again = (2 * 8 + 1) * 2 * 3 / 4 * 1024 * 2, 4 * 3 / 4 * activation
+    norms, head_again = (2 * 8 + 1) * 2 * 3 / 4 * 1024 * 4, 4 * 3 / 4 * activation
     split = replace(work, sequence_parallel=True)
     assert only(split, "tp") == only(work, "tp") + norms + head_again
     # Where gradients are taken as they come, norms are summed in each of 4 micro-batches.
     each = only(replace(split, keeps_gradients=False), "tp")
-    assert each == only(replace(split, zero_stage=2), "tp") == only(work, "tp") + 4 * norms + head_again
+    assert each == only(replace(split, zero_stage=2), "tp") == only(work, "tp") + 4 * norms / 2 + head_again
 
 
 def test_norms_are_summed_in_one_message_of_a_step() -> None:
@@ -55,14 +55,14 @@ def test_norms_are_summed_in_one_message_of_a_step() -> None:
     once = collectives(work, stage)["tp", "all-reduce"]
     each = collectives(replace(work, keeps_gradients=False), stage)["tp", "all-reduce"]
     assert (once.messages, each.messages) == (1, 4 * (2 * 8 + 1))
-    assert each.wire_bytes == 4 * once.wire_bytes
+    assert each.wire_bytes == 4 * once.wire_bytes / 2  # in bf16, not in the sums' fp32
 
 
 def test_gradients_and_weights_cross_dp_and_cp() -> None:
-    """DeepSpeed reduces with all-reduce, in the type of the weights; with cp in fp32."""
+    """DeepSpeed reduces with all-reduce, in the type of the sums, here fp32; with cp in fp32."""
     parameters = WORK.stage_parameters(WORK.stages[0])
-    assert only(WORK, "dp-cp") == pytest.approx(parameters * (2 * 2 + 2) * 15 / 16)
-    assert only(replace(WORK, zero_stage=0), "dp-cp") == pytest.approx(2 * 2 * parameters * 15 / 16)
+    assert only(WORK, "dp-cp") == pytest.approx(parameters * (2 * 4 + 2) * 15 / 16)
+    assert only(replace(WORK, zero_stage=0), "dp-cp") == pytest.approx(2 * 4 * parameters * 15 / 16)
     assert only(replace(WORK, cp=4, dp=4), "dp-cp") == pytest.approx(parameters * (2 * 4 + 2) * 15 / 16)
     assert only(replace(WORK, framework="megatron"), "dp-cp") == pytest.approx(parameters * (4 + 2) * 15 / 16)
 

@@ -111,12 +111,7 @@ def test_ranks_that_move_are_counted(tmp_path) -> None:
             "pp 1 → 2",
         ),
         ({}, {"zero": {"stage": 3}}, "zero.stage 1 → 3"),
-        (
-            {"training": {"global_batch_size": 8, "gradient_accumulation_dtype": "fp32"}},
-            {"training": {"global_batch_size": 8, "gradient_accumulation_dtype": "fp32"}, "zero": {"stage": 2}},
-            "zero.stage 1 → 2",
-        ),
-        ({}, {"training": {"global_batch_size": 8, "precision": "fp16"}}, "precision or gradient_accumulation_dtype"),
+        ({}, {"training": {"global_batch_size": 8, "precision": "fp16"}}, "precision bf16 → fp16"),
         ({}, {"training": {"global_batch_size": 8, "optimizer": {"type": "adam"}}}, "optimizer adamw → adam"),
         ({}, {"parallelism": {"tp": 8}}, "kv heads are replicated"),
         ({"model": {"preset": "gpt2"}}, {"parallelism": {"tp": 4, "cp": 2}}, "a fused projection"),

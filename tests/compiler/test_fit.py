@@ -45,6 +45,7 @@ def spec(
 ) -> dict[str, Any]:
     cluster = {"nodes": nodes, "gpus_per_node": 8, **({"accelerator": accelerator} if accelerator else {})}
     training = {"sequence_length": 8192, "global_batch_size": 64, "micro_batch_size": 1}
+    training["gradient_accumulation_dtype"] = "bf16"  # with fp32 less fits
     tree: dict[str, Any] = {"version": 1, "model": {"preset": model}, "cluster": cluster, "training": training}
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}

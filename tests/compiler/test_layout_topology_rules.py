@@ -65,6 +65,7 @@ def test_experts_between_nodes_get_the_ep_that_a_search_chooses(
     tree = spec_tree(4, 8, model={"preset": "mixtral-8x7b"}, parallelism={"tp": tp, "ep": 4})
     tree["cluster"]["accelerator"] = "h100-sxm"
     tree["training"] = {"sequence_length": 8192, "global_batch_size": 512, "micro_batch_size": 1}
+    tree["training"]["gradient_accumulation_dtype"] = "bf16"
     said = found(tmp_path, tree)["W013"]
     if better is None:
         assert said.severity is Severity.INFO

@@ -71,7 +71,8 @@ WHOLE = {
     "ZeRO-2": plan_of({"dp": 2}, 2),
     "cp": plan_of({"cp": 2}),
     "padded shards": plan_of({"dp": 2}, model={**DENSE, "hidden_size": 33}),
-    "bf16": plan_of({"dp": 2}, precision="bf16"),
+    "bf16": plan_of({"dp": 2}, precision="bf16", gradient_accumulation_dtype="bf16"),
+    "sums in fp32": plan_of({"dp": 2}, precision="bf16"),
 }
 """Every file of weights holds the whole model."""
 SLICED = {
@@ -80,7 +81,6 @@ SLICED = {
     "experts": plan_of({"dp": 2, "ep": 2}, model=MIXTURE),
     "padded vocabulary": plan_of({"dp": 2, "make_vocab_size_divisible_by": 8}),
     "ZeRO-0": plan_of({"dp": 2}, 0),
-    "sums in fp32": plan_of({"dp": 2}, precision="bf16", gradient_accumulation_dtype="fp32"),
 }
 LAYOUTS = {**WHOLE, **SLICED}
 UNIVERSAL = {"tied": 2, "cp": 1, "tensor parallel": 1, "padded vocabulary": 2}

@@ -13,7 +13,7 @@ from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
 from parcompile.backends.trainers import options
-from parcompile.backends.trainers.read import read_deepspeed, with_deepspeed
+from parcompile.backends.trainers.read import read_deepspeed, sum_as_deepspeed, with_deepspeed
 from parcompile.text import Document
 from parcompile.text.typed import integer, number
 
@@ -45,6 +45,8 @@ def read(source: Source, draft: Draft) -> None:
         _precision(source, draft, said_elsewhere=source.has(_DEEPSPEED_FILE))
     else:
         _joined(source, draft, inner)
+    if inner is not None or (kind == "DEEPSPEED" and not source.has(_DEEPSPEED_FILE)):
+        sum_as_deepspeed(draft, inner)
     if kind == "DEEPSPEED":
         _deepspeed(source, draft)
     elif kind == "FSDP":

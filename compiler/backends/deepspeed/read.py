@@ -103,6 +103,8 @@ def _precision(source: Source, draft: Draft) -> None:
     name, path = "data_types.grad_accum_dtype", ("training", "gradient_accumulation_dtype")
     if source.has(name) and source.given[name] is not None:
         draft.carry(source, name, path)
+    elif precision is not None:
+        draft.set(path, precision, said=precision != "fp32")  # what DeepSpeed sums in, if nobody says it
 
 
 def _optimizer(source: Source, draft: Draft) -> float | None:

@@ -27,6 +27,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "
 def ds_config(plan: Plan) -> dict[str, Any]:
     """The DeepSpeed configuration of a plan."""
     spec, training = plan.spec, plan.spec.training
+    sums = training.gradient_accumulation_dtype
     config = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -38,8 +39,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "gradient_predivide_factor": 1.0,
         "bf16": {"enabled": training.precision is Precision.BF16},
         "fp16": _fp16(spec),
-        "data_types": {"grad_accum_dtype": training.gradient_accumulation_dtype.value},
-        "communication_data_type": _communication_dtype(training.precision),
+        "data_types": {"grad_accum_dtype": (sums if spec.zero_stage else training.precision).value},
+        "communication_data_type": sums.value,
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
         "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd", "adagrad"),
@@ -66,6 +67,10 @@ def losses(plan: Plan) -> list[Loss]:
         for key in ("linear_cross_entropy", "tiled_mlp")
         if getattr(plan.spec.training, key)
     ]
+    sums, precision = plan.spec.training.gradient_accumulation_dtype, plan.spec.training.precision
+    if sums is not precision and not plan.spec.zero_stage:
+        why = f"DeepSpeed has no optimizer for sums of {precision.value} gradients in {sums.value} at ZeRO stage 0"
+        found.append(Loss(f"gradient_accumulation_dtype {sums.value}", why, "parcompile.runtime sums in it"))
     found += rampup_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
     found += decay_schedule_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
     optimizer = plan.spec.training.optimizer
@@ -157,11 +162,6 @@ def _fp16(spec: Spec) -> dict[str, Any]:
         "consecutive_hysteresis": False,
         "min_loss_scale": 1,
     }
-
-
-def _communication_dtype(precision: Precision) -> str:
-    """Gradients are reduced in the type of the weights, as DeepSpeed does when it is not told otherwise."""
-    return precision.value
 
 
 def _zero(spec: Spec) -> dict[str, Any]:

@@ -204,6 +204,8 @@ def _precision(source: Source, draft: Draft) -> None:
     sums = "data_types.grad_accum_dtype"
     if source.has(sums):
         draft.carry(source, sums, ("training", "gradient_accumulation_dtype"))
+    else:
+        draft.set(("training", "gradient_accumulation_dtype"), precision, said=precision != "fp32")
 
 
 def _optimizer(source: Source, draft: Draft) -> None:

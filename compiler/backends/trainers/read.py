@@ -101,6 +101,14 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
     return found
 
 
+def sum_as_deepspeed(draft: Draft, inner: Draft | None) -> None:
+    """Gradients are summed in the type of the weights where a DeepSpeed configuration `inner` does not say it."""
+    path: SpecPath = ("training", "gradient_accumulation_dtype")
+    precision = draft.values.get(("training", "precision"), draft.answers.get(("training", "precision")))
+    if (inner is None or path not in inner.said) and precision is not None:
+        draft.set(path, precision, said=precision != "fp32")
+
+
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw")
@@ -144,6 +152,7 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
         _axes(tool, source, draft)
         if inner is not None:
             _joined(tool, draft, inner)
+            sum_as_deepspeed(draft, inner)
         for name in list(source.unread()):
             why = tool.reason(name)
             if name in tool.unplaced and source.given[name] == tool.unplaced[name]:

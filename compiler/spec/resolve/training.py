@@ -113,11 +113,7 @@ class TrainingValues(ParallelismValues):
     @property
     def gradient_accumulation_dtype(self) -> Precision:
         """The type in which gradients are summed."""
-        name = "gradient_accumulation_dtype"
-        if self.given("training", name):
-            return Precision(self.get("training", name))
-        self.record(("training", name), self.precision.value, Origin.DERIVED, "the type of the weights")
-        return self.precision
+        return Precision(self.get("training", "gradient_accumulation_dtype"))
 
     @property
     def zero_stage(self) -> int:

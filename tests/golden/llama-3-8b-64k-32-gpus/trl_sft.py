@@ -1,6 +1,6 @@
 # Written for trl 1.16.0
 # plan "llama-3-8b-64k", 32 ranks
-# parcompile 0.1.0, spec sha256:67bf158a7b727f28db0a5bfc965fe290ad5cfed04047d37c9a55b3f79a2958a5
+# parcompile 0.1.0, spec sha256:b49a32f704fdb309f069d0228c98fdf06b4330f720a2fb17689e2db48c76052b
 """Supervised fine-tuning by trl under the plan beside this file.
 
     bash launch/torchrun.sh trl_sft.py --model FOLDER --data FILE.jsonl

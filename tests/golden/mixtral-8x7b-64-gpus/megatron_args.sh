@@ -57,7 +57,7 @@ MEGATRON_ARGS=(
   --clip-grad 1.0
   --seed 1234
   --bf16
-  --grad-reduce-in-bf16
+  --accumulate-allreduce-grads-in-fp32
   --recompute-granularity full
   --recompute-method uniform
   --recompute-num-layers 1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a script under torchrun; run it once on every node.
 # plan "llama-3-8b-64k", 32 ranks
-# parcompile 0.1.0, spec sha256:67bf158a7b727f28db0a5bfc965fe290ad5cfed04047d37c9a55b3f79a2958a5
+# parcompile 0.1.0, spec sha256:b49a32f704fdb309f069d0228c98fdf06b4330f720a2fb17689e2db48c76052b
 set -euo pipefail
 if [ "$#" -eq 0 ]; then
   echo "usage: torchrun.sh SCRIPT [ARGUMENTS]" >&2
