@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_runs import adapted
 from ranks import run_ranks
-from training_runs import make_plan, samples
+from test_padded_shards import MIXTURE
+from training_runs import initial_model, make_plan, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime import Prompts, RunError
@@ -19,13 +21,22 @@ SPEC: dict[str, Any] = {"model": {"vocab_size": 256}, "training": {"micro_batch_
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 × cp2, sequence parallel": (4, {"tp": 2, "cp": 2, "sequence_parallel": True}),
     "dp2, ZeRO 3": (2, {"zero_stage": 3}),
+    "dp2 × ep2 × tp2, experts": (4, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}),
+    "tp2 × cp2, adapters": (4, {"tp": 2, "cp": 2}),
 }
+ADAPTERS = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def train_and_continue(_: int, plan: Plan) -> tuple[dict[str, str], bool]:
+def plan_of(layout: str, size: int, parallelism: dict[str, Any]) -> Plan:
+    model = {**(MIXTURE if "experts" in layout else {}), "vocab_size": 256}
+    return make_plan(size, parallelism, **{**SPEC, "model": model})
+
+
+def train_and_continue(_: int, plan: Plan, adapts: bool) -> tuple[dict[str, str], bool]:
     from parcompile.runtime import initialize
 
-    engine, _, loader, _ = initialize(plan=plan, training_data=samples(plan))
+    model = adapted(plan, ADAPTERS) if adapts else initial_model(plan)
+    engine, _, loader, _ = initialize(plan=plan, model=model, training_data=samples(plan))
     batches = iter(loader)
     for _ in range(2):
         engine.train_batch(batches)
@@ -36,10 +47,11 @@ def train_and_continue(_: int, plan: Plan) -> tuple[dict[str, str], bool]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_continues_prompts_as_one_process(layout: str) -> None:
     size, parallelism = LAYOUTS[layout]
-    ((expected, _),) = run_ranks(1, train_and_continue, make_plan(1, {}, **SPEC))
+    adapts = "adapters" in layout
+    ((expected, _),) = run_ranks(1, train_and_continue, plan_of(layout, 1, {}), adapts)
     assert expected.keys() == set(TEXTS)
     assert all(expected.values())
-    for found, trains in run_ranks(size, train_and_continue, make_plan(size, parallelism, **SPEC)):
+    for found, trains in run_ranks(size, train_and_continue, plan_of(layout, size, parallelism), adapts):
         assert found == expected
         assert trains
 
