@@ -26,8 +26,8 @@ Changed:
   get (runtime/zero/stage_1_and_2.py), not `BF16_Optimizer`. `without_bf16_optimizer`
 - `state_dict` of that optimizer while the engine saves, which would put it into the file of weights.
   `use_checkpoint_engine`
-- `optimizer._fill_param_grad_accum_attribute` (runtime/zero/stage_1_and_2.py), which makes an fp32 copy of each gradient
-  that it adds to an fp32 sum. `add_in_place`
+- `optimizer._fill_param_grad_accum_attribute` (runtime/zero/stage_1_and_2.py), which makes an fp32 copy of each
+  gradient that it adds to an fp32 sum. `add_in_place`
 - `optimizer.get_grad_norm_direct` (runtime/zero/stage_1_and_2.py): it counts a parameter wholly or not at all, and of a
   weight that ranks share in part only some rows count. Padding among the gradients is known by `_zero_padding`.
   `count_in_norm`
