@@ -33,11 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TEST_MARGINS"] = str(Path(folder).absolute())
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deals the tests of a file of `runtime/`, and those that start ranks, to one worker of pytest-xdist: they share.
 
-    pytest-xdist 3.8 reads marks before this hook sets them, so that both workers build what a file shares, until the
-    hook is `tryfirst`: that takes pytest below 9.2, and tests of the compiler then run where ranks have run.
+    pytest-xdist 3.8 reads these marks in the same hook, so they come first; with pytest 9.2 it has no effect on them.
     Else the workers take such files in turn, and single tests of the compiler when none are left: neither waits long.
     Tests for a GPU say why they did not run.
     """
