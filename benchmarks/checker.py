@@ -28,12 +28,13 @@ import io
 import itertools
 import json
 import multiprocessing
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 from deepspeed_draws import drawn, is_agreed  # noqa: E402
 from deepspeed_judge import Judge, Verdict  # noqa: E402
 from deepspeed_mistakes import finds, mistakes  # noqa: E402
-from megatron_static import Option, options, refusal  # noqa: E402
+from megatron_static import Option, options, refusals  # noqa: E402
 
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON  # noqa: E402
 from parcompile.backends.megatron.arguments import Unknown  # noqa: E402
@@ -129,7 +130,8 @@ def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
 
 
 def is_unread(one: Diagnostic, verdict: Verdict) -> bool:
-    return bool(one.path) and str(one.path[0]) in verdict.unread
+    names = [str(step) for step in one.path]
+    return any(".".join(names[:length]) in verdict.unread for length in range(1, len(names) + 1))
 
 
 def judge_warning(tally: Tally, file: Path, one: Diagnostic, verdict: Verdict, checked: Checked) -> None:
@@ -224,7 +226,7 @@ def of_megatron(sources: Sequence[Path], files: Sequence[Path]) -> Tally:
         calls = [checked.document, *checked.document.others] if isinstance(checked.document, Call) else []
         closed = [call for call in calls if call.is_command_line and not call.arguments.is_open]
         if closed:
-            why = next((why for call in closed if (why := refusal(known, given(call)))), None)
+            why = {flag: one for call in closed for flag, one in refusals(known, given(call)).items()}
             judge_errors(tally, file, checked, why, ("K001", "K003", "K004"))
     return tally
 
@@ -246,23 +248,45 @@ def of_neox(sources: Path, files: Sequence[Path]) -> Tally:
     command = [sys.executable, str(ROOT / ".ci" / "upstream" / "gpt_neox.py"), str(sources)]
     said = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     for (file, checked), verdict in zip(own.items(), map(json.loads, said), strict=True):
-        judge_errors(tally, file, checked, verdict.get("refused"), None)
+        why = verdict.get("refused")
+        words = set(_WORD.findall(why)) if why else set()
+        keys = {str(step).replace("-", "_") for one in checked.diagnostics for step in one.path} & words
+        judge_errors(tally, file, checked, dict.fromkeys(keys or ["the file"], why) if why else {}, None)
     return tally
 
 
-def judge_errors(tally: Tally, file: Path, checked: Checked, why: str | None, codes: Sequence[str] | None) -> None:
-    """The errors of a file, those of some codes where they are named, beside what upstream says of it."""
+_WORD = re.compile(r"\w+")
+
+
+def judge_errors(
+    tally: Tally, file: Path, checked: Checked, why: Mapping[str, str], codes: Sequence[str] | None
+) -> None:
+    """The errors of a file, those of some codes where they are named, beside why upstream refuses it, by name.
+
+    A refusal is found, or warned of, by what names one of the names. Of one that names nothing any error finds it, and
+    no warning. gpt-neox ends at the first: what further errors of such a file say is not judged.
+    """
     judged = [one for one in checked.diagnostics if codes is None or one.code in codes]
     errors = [one for one in judged if one.is_error]
     tally.errors += len(errors)
-    if why is None:
-        tally.false_errors += [f"{file}: {one.code} {one.message}" for one in errors]
+    told = [one for one in judged if any(is_named(name, one) for name in why)]
+    wrong = [one for one in errors if one not in told] if codes is not None or not why else []
+    tally.false_errors += [f"{file}: {one.code} {one.message}" for one in wrong]
+    if not why:
         return
     tally.refused += 1
-    tally.found += bool(errors)
-    if not errors:
-        tally.warned += any(one.severity is Severity.WARNING for one in judged)
-        tally.missed.append(f"{file}: {why[:160]}")
+    if any(one.is_error for one in told) or (errors and "the file" in why):
+        tally.found += 1
+    elif any(one.severity is Severity.WARNING for one in told):
+        tally.warned += 1
+        tally.missed.append(f"{file}: warned of: {next(iter(why.values()))[:160]}")
+    else:
+        tally.missed.append(f"{file}: silent: {'; '.join(why.values())[:320]}")
+
+
+def is_named(name: str, one: Diagnostic) -> bool:
+    steps = {str(step).replace("-", "_") for step in one.path}
+    return name in steps or re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", one.message) is not None
 
 
 def report(tally: Tally) -> None:

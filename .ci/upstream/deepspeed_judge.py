@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -37,7 +37,7 @@ class Verdict:
     by: str | None = None
     warnings: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    """Top-level keys that nobody looked up."""
+    """Keys that nobody looked up, those of a section behind its name and a point."""
 
     @property
     def accepted(self) -> bool:
@@ -95,11 +95,21 @@ def _said(error: BaseException) -> str:
 
 
 class _Watched(dict[str, Any]):
-    """The configuration, which remembers what of its top level is looked up."""
+    """The configuration or a section of it, which remembers what is looked up."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        super().__init__(entries)
+        super().__init__(
+            {key: _Watched(one) if isinstance(one, dict) else copy.copy(one) for key, one in entries.items()}
+        )
         self.seen: set[str] = set()
+
+    def unread(self) -> Iterator[str]:
+        """What nobody looked up."""
+        for key, value in self.items():
+            if key not in self.seen:
+                yield key
+            elif isinstance(value, _Watched):
+                yield from (f"{key}.{one}" for one in value.unread())
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.add(key)
@@ -122,7 +132,8 @@ class _Watched(dict[str, Any]):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
-        found = _Watched({key: copy.deepcopy(value, memo) for key, value in self.items()})
+        found = _Watched({})
+        found.update((key, copy.deepcopy(value, memo)) for key, value in self.items())
         found.seen = self.seen
         return found
 
@@ -141,6 +152,10 @@ class _Program:
             MASTER_PORT="1",
         )
         from unittest.mock import MagicMock
+
+        for name in ("wandb", "comet_ml"):  # trackers, which a configuration may ask for
+            if importlib.util.find_spec(name) is None:
+                sys.modules[name] = MagicMock()
 
         import deepspeed
         import torch
@@ -177,7 +192,7 @@ class _Program:
             tree = _step("filler", self.fill, tree, request["filler"])
             watched = _Watched(tree)
             _step("config", self.configure, watched)
-            unread = [key for key in tree if key not in watched.seen]
+            unread = list(watched.unread())
             if request["engine"]:
                 _step("engine", self.start, tree)
         except _Refused as refused:

@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import tempfile
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,20 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
             # The optimizer is made of them: torch ends at a text.
             torch.optim.Adam([torch.zeros(1)], **{name: one for name, one in numbers.items() if one is not None})
         except Exception as error:
-            return {"refused": f"{type(error).__name__}: {error}"[:300]}
+            return {"refused": f"{type(error).__name__}: {error} {' '.join(_SAID)} {field_of(error)}"[:1000]}
+        finally:
+            _SAID.clear()
         return {"deepspeed": made.deepspeed_config}
+
+
+_SAID: list[str] = []
+"""What gpt-neox logs of a value before it ends."""
+
+
+def field_of(error: BaseException) -> str:
+    """The key that was looked at when the check of types itself ended."""
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((str(names["field_name"]) for names in reversed(frames) if "field_name" in names), "")
 
 
 def micro(given: dict[str, Any]) -> int:
@@ -87,9 +100,13 @@ def main() -> None:
     # setuptools brings this module no more.
     sys.modules["pkg_resources"] = types.SimpleNamespace(packaging=packaging)  # type: ignore[assignment]
     sys.path.insert(0, str(folder))
+    __import__("shortuuid").uuid = lambda: "a name"  # a value of a key, whose type is checked
+    own = [one.stem for one in folder.iterdir()]
+    stubs.install((), own=[*sys.stdlib_module_names, *own])
     with contextlib.redirect_stdout(io.StringIO()):
         from megatron.neox_arguments.arguments import NeoXArgs  # type: ignore[import-not-found]
     NeoXArgs.enable_logging = lambda _self: None
+    logging.error = lambda message, *_rest: _SAID.append(str(message))  # type: ignore[assignment]
     logging.disable()
     for line in sys.stdin:
         print(json.dumps(verdict(NeoXArgs, json.loads(line)), default=str), flush=True)

@@ -24,6 +24,8 @@ class Option:
 
     def takes(self, value: Any) -> bool:
         """Whether a value, as it is written, is one of the option's."""
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # the checker has read it: it may have been a whole number
         try:
             converted = _TYPES[self.type](str(value)) if self.type in _TYPES else str(value)
         except ValueError:
@@ -53,16 +55,17 @@ def options(folder: Path) -> dict[str, list[Option]]:
     return found
 
 
-def refusal(known: Mapping[str, list[Option]], given: Mapping[str, Any]) -> str | None:
-    """Why a parser with these options ends at flags with values (True for a flag alone); None: it takes them."""
+def refusals(known: Mapping[str, list[Option]], given: Mapping[str, Any]) -> dict[str, str]:
+    """Why a parser with these options ends at flags with values (True for a flag alone), by flag."""
+    found = dict[str, str]()
     for flag, value in given.items():
         having = known.get(flag)
         if having is None:
-            return f"unrecognized arguments: {flag}"
-        for one in value if isinstance(value, list) else [value]:
+            found[flag] = f"unrecognized arguments: {flag}"
+        for one in (value if isinstance(value, list) else [value]) if having is not None else ():
             if not isinstance(one, bool) and not any(option.takes(one) for option in having):
-                return f"argument {flag}: invalid value: {one!r}"
-    return None
+                found[flag] = f"argument {flag}: invalid value: {one!r}"
+    return found
 
 
 def _tree(file: Path) -> ast.Module | None:

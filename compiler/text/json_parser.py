@@ -169,8 +169,10 @@ class _Parser:
             raise self.fail("J004", f"unexpected ':': {what}", token.start, "expected , or " + frame.closing)
         if token.kind == END or (token.kind == PUNCTUATION and token.value in ("}", "]")):
             raise self._no_value(token)
+        between = self.source.text[max(after - 1, 0) : token.start]
+        where = "here" if between[:1] in "}]\"'" or "\n" in between else "on this line"  # Hjson takes the former
         self.scanner.report(
-            self.source.problem("J004", "a comma is missing here", after, advice="write , between two entries")
+            self.source.problem("J004", f"a comma is missing {where}", after, advice="write , between two entries")
         )
         return self._entry(token)
 

@@ -229,12 +229,48 @@ def test_a_fork_with_its_own_parser_may_take_other_values(tmp_path: Path) -> Non
     assert (found.code, found.severity.value) == ("K004", "warning")
 
 
+OLD_PARSER = """
+group.add_argument('--micro-batch-size', type=int)
+group.add_argument('--num-layers', type=int)
+group.add_argument('--hidden-size', type=int)
+group.add_argument('--num-attention-heads', type=int)
+group.add_argument('--tensor-model-parallel-size', type=int)
+group.add_argument('--optimizer', default='adam',
+                   choices=['adam', 'onebitlion'], help='(any)')
+group.add_argument('--position-embedding-type', choices=['learned', 'rope'])
+group.add_argument('--train-iters', type=int)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--optimizer onebitlion", None, ""),
+        ("--optimizer sgd", "K004", "--optimizer is one of adam, onebitlion in the parser of this program, not 'sgd'"),
+        ("--optimizer lion2", "K004", "not 'lion2'"),
+        ("--position-embedding-type yarn", "K004", "is one of learned, rope in the parser"),
+        ("--use-mcore-models", "K001", "no --use-mcore-models: Megatron-LM has it since core_v"),
+        ("--num-query-groups 4 --swiglu", "K001", "no --num-query-groups"),
+    ],
+)
+def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
+    words: str, code: str | None, said: str, tmp_path: Path
+) -> None:
+    """What Megatron-LM has now and an old fork lacks, and values of either."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "arguments.py").write_text(OLD_PARSER)
+    for is_there, severity in ((False, "warning"), (True, "error")):
+        if is_there:
+            (tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain\n")
+        found = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
+        told = [one for one in found if one.code in ("K001", "K003", "K004")]
+        assert {(one.code, one.severity.value) for one in told} == ({(code, severity)} if code else set())
+        assert not code or said in told[0].message
+
+
 def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
-    parser = (
-        "group.add_argument('--num-attention-heads', type=int)\ngroup.add_argument('--micro-batch-size', type=int)\n"
-    )
-    (tmp_path / "megatron" / "arguments.py").write_text(parser)
+    (tmp_path / "megatron" / "arguments.py").write_text(OLD_PARSER)
     text = f"torchrun tasks.py {LAYOUT} --DDP-impl local\n"
     for is_there, severities in ((False, ["warning"]), (True, ["error"])):
         if is_there:

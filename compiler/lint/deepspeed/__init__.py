@@ -258,7 +258,8 @@ def _neighbours(folder: Path) -> tuple[tuple[str, str], ...]:
 # Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
 
 _TAKEN = ("J013", "J014", "J015")
-_KEY_WITHOUT_QUOTES = "the key "
+_ALSO_TAKEN = {"J016": "the key ", "J004": "a comma is missing here"}
+"""Of these those whose message begins so: keys without quotes, commas that Hjson can do without."""
 
 
 def text_diagnostics(diagnostics: Iterable[Diagnostic], usage: UsageContext) -> tuple[Diagnostic, ...]:
@@ -277,4 +278,4 @@ def text_diagnostics(diagnostics: Iterable[Diagnostic], usage: UsageContext) -> 
 
 
 def _is_hjson(one: Diagnostic) -> bool:
-    return one.code in _TAKEN or (one.code == "J016" and one.message.startswith(_KEY_WITHOUT_QUOTES))
+    return one.code in _TAKEN or (one.code in _ALSO_TAKEN and one.message.startswith(_ALSO_TAKEN[one.code]))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
-from os.path import normpath
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
 from parcompile.backends.megatron.arguments import (
-    NVIDIA,
     Arguments,
     Line,
     Option,
@@ -22,15 +16,15 @@ from parcompile.backends.megatron.arguments import (
     Span,
     Unknown,
     converted,
-    spelling,
 )
-from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, OWN_PROGRAM, PARENTS, Call, from_tree
+from parcompile.backends.megatron.file import OWN_PROGRAM, Call, from_tree
 from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings
 from parcompile.text import Document, Result
-from parcompile.user_files import read_bytes, shipped
+from parcompile.user_files import shipped
 
 from . import MegatronSettings
+from .program import OWN_PROGRAMS, SHORT, Program
 
 
 def check_file(document: Document) -> list[Diagnostic]:
@@ -70,7 +64,7 @@ def _without_placeholders(call: Call) -> Call:
     """Without sizes of 1 and -1, which the parser asks for where a converter or an evaluation has them elsewhere."""
     tree: Any = call.tree
     name = (call.program or OWN_PROGRAM).rpartition("/")[2]
-    if name in _OWN_PROGRAMS or tree.get("hidden_size") not in (1, -1):
+    if name in OWN_PROGRAMS or tree.get("hidden_size") not in (1, -1):
         return call
     arguments = replace(call.arguments, values=_without_sizes(call.arguments.values), is_open=True)
     return replace(call, tree=_without_sizes(tree), arguments=arguments)
@@ -92,8 +86,12 @@ def as_on_a_command_line(read: Result) -> Result:
 
 def _of_words(call: Call) -> Iterator[Diagnostic]:
     """What is wrong with the words of one call."""
-    arguments, program = call.arguments, _Program.of(call)
-    strange = [one for one in arguments.problems if one.kind == "unknown" and spelling(one.flag) not in program.options]
+    arguments, program = call.arguments, Program.of(call)
+    strange = [one for one in arguments.problems if one.kind == "unknown" and not program.adds(one.flag)]
+    shorts = [one.value for one in arguments.problems if one.kind == "surplus" and SHORT.match(one.value)]
+    lacking = program.lacking([*arguments.flags.values(), *(one.flag for one in strange), *shorts])
+    if program.is_found:
+        strange = [one for one in strange if one.flag not in lacking]
     are_together = not program.is_own and len(strange) >= _SEVERAL
     if are_together:
         flags = list(dict.fromkeys(one.flag for one in strange))
@@ -102,8 +100,8 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
         help_ = "check how they are spelled, unless the program that is called adds them"
         yield _placed(call, Diagnostic("K001", Severity.WARNING, message, (), help=help_), strange[0].span)
     for problem in arguments.problems:
-        if problem.kind != "unknown" or (problem in strange and not are_together):
-            found = _found(arguments, problem, program)
+        if problem.kind != "unknown" or not (program.adds(problem.flag) or (problem in strange and are_together)):
+            found = _found(arguments, problem, program, lacking)
             if found is not None:
                 yield _placed(call, found, problem.span)
     for name, spans in arguments.repeated.items():
@@ -112,8 +110,9 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
     # A program with options of its own has its own history of them too.
     is_known = call.is_command_line and (program.is_own or not any(one.kind == "unknown" for one in arguments.problems))
-    versions = [*_refused(arguments, program)] or (_versions(arguments) if is_known else ())
-    yield from (_placed(call, one, None) for one in (*versions, *_out_of_range(arguments, program)))
+    versions = [*_refused(arguments, program, lacking)] or (_versions(arguments) if is_known else ())
+    others = (*_of_values(arguments, program), *_out_of_range(arguments, program))
+    yield from (_placed(call, one, None) for one in (*versions, *others))
 
 
 def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
@@ -123,140 +122,36 @@ def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
     return replace(found, file=source.file, position=source.position(span[0]), end=source.position(span[1]))
 
 
-@dataclass(frozen=True)
-class _Program:
-    """What reads the options of a call: Megatron-LM's own program, or one that may have more."""
-
-    is_own: bool
-    options: frozenset[str] = frozenset()
-    """Those that its files add, as they are spelled."""
-    words: frozenset[str] = frozenset()
-    """Every word of those files; none where no parser of a whole Megatron-LM is among them."""
-    is_found: bool = False
-    """Whether the file of the program is among them."""
-    folders: tuple[Path, ...] = ()
-    """Where the program and those files stand."""
-
-    def lacks(self, flag: str) -> bool:
-        """Whether it is certain that nothing adds an option: its name is no word of the parsers, nor text elsewhere."""
-        if not self.words or (not _SHORT.match(flag) and spelling(flag) in self.words):
-            return False
-        name = spelling(flag)
-        names = {flag} if _SHORT.match(flag) else {flag, f"--{name}", f"--{name.replace('_', '-')}"}
-        texts = [f"{quote}{one}".encode() for one in names for quote in "\"'"]
-        if not _SHORT.match(flag):
-            texts.append(f" {name}:".encode())  # the field of a dataclass of which a parser is made
-        files = (file for folder in self.folders for file in folder.rglob("*.py"))
-        for file in islice(files, _SEARCHED):
-            with suppress(OSError):
-                content = read_bytes(file, LARGEST_SOURCED_BYTES)
-                if any(text in content for text in texts):
-                    return False
-        return True
-
-    @classmethod
-    def of(cls, call: Call) -> _Program:
-        unknown = [one for one in call.arguments.problems if one.kind == "unknown"]
-        name = (call.program or "").rpartition("/")[2]
-        added, words, is_found, folders = _parsers_of(call)
-        # Forks keep the names of programs: one option that is unknown may be a mistake, two are another program's.
-        is_own = name in _OWN_PROGRAMS and len(unknown) < 2 and not any(spelling(one.flag) in added for one in unknown)
-        return cls(is_own, added, words, is_found, folders)
-
-
-_OWN_PROGRAMS = frozenset(
-    f"{one}.py"
-    for one in (
-        *("train_rl", "pretrain_bert", "pretrain_gpt", "pretrain_ict", "pretrain_mamba", "pretrain_retro"),
-        *("pretrain_t5", "pretrain_vlm", "pretrain_vision_classify", "pretrain_vision_dino", "pretrain_vision_inpaint"),
-    )
-)
-"""Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
-_SHORT = re.compile(r"-[A-Za-z]")
-_ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
-_WORD = re.compile(r"[A-Za-z][\w-]+")
-_UNSAID = re.compile(r"^.*(?:[`)}]|\$\w+)/")
-"""What of a path variables and commands decide that nobody here knows."""
-_FORKS = ("*megatron*/arg*.py", "*megatron*/*/arg*.py", "*megatron*/training/config/*.py")
-_FILES = 200
-"""So many files are read: those that may hold the fork's parser, and those beside the program."""
-_SEARCHED = 4000
-"""So many are searched before an option is said to be nowhere: NVIDIA/Megatron-LM has about 1,000 in `megatron`."""
 _SEVERAL, _NAMED = 3, 8
 """From so many on, unknown options of another program are one warning, which names so many of them."""
 
 
-_NO_PARSER = frozenset[str](), frozenset[str](), False, ()
-
-
-def _parsers_of(call: Call) -> tuple[frozenset[str], frozenset[str], bool, tuple[Path, ...]]:
-    """What the program of a call, a file beside it, or a parser under it or beside the script adds; their words."""
-    arguments = call.arguments
-    if call.program is None or not call.program.endswith(".py") or call.source.file is None:
-        return _NO_PARSER
-    if not arguments.problems and not any(_may_lack(arguments, name) for name in arguments.values):
-        return _NO_PARSER
-    script = Path(call.source.file).absolute()
-    folders = (script.parent, *script.parents[1:PARENTS], Path.cwd())
-    tail = _UNSAID.sub("", call.program)
-    program = next((Path(normpath(folder / tail)) for folder in folders if (folder / tail).is_file()), None)
-    found, words, is_whole, places = set[str](), set[str](), False, dict[Path, None]()
-    above = list(script.parents)[:PARENTS]
-    if program is not None and program.parent in above:
-        above = above[: above.index(program.parent) + 1]  # what stands above the program is another project's
-    beside = [folder.glob(name) for folder in above for name in _FORKS]
-    if program is not None:
-        beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
-    for file in islice((file for files in beside for file in sorted(files)), _FILES):
-        with suppress(OSError):
-            text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
-            found |= {spelling(flag) for flag in _ADDED.findall(text)}
-            words |= {spelling(word) for word in _WORD.findall(text)}
-            package = next((one for one in file.parents[:2] if one.name == "megatron"), None)
-            is_whole |= file.name == "arguments.py" and package is not None
-            places[package or file.parent] = None
-    is_whole &= {"num_attention_heads", "micro_batch_size"} <= words
-    return frozenset(found), frozenset(words if is_whole else ()), program is not None, tuple(places)
-
-
-def _may_lack(arguments: Arguments, name: str) -> bool:
-    """Whether the newest parser has an option of its past no more, or there are several: forks have forks."""
-    versions = arguments.versions_of(name)
-    return bool(versions) and (arguments.line.newest not in versions or arguments.project != NVIDIA)
-
-
-def _packages(folder: Path) -> list[Path]:
-    """Packages beside a program, and those in them: `megatron` and `megatron/training`."""
-    with suppress(OSError):
-        outer = [one for one in islice(folder.iterdir(), _FILES) if (one / "__init__.py").is_file()]
-        return [*outer, *(file.parent for one in outer for file in one.glob("*/__init__.py"))]
-    return []
-
-
-def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnostic | None:
+def _found(arguments: Arguments, problem: Problem, program: Program, lacking: frozenset[str]) -> Diagnostic | None:
     path = (problem.name,) if problem.name in arguments.values else ()
     parsers = arguments.line
     error = Severity.ERROR if program.is_own else Severity.WARNING  # forks take other values too
     if problem.kind == "unknown":
         near = closest(problem.flag, parsers.flags)
         message = f"{_tool(parsers)} has no {problem.flag}"
-        if program.is_found and program.lacks(problem.flag):
+        if program.is_found and problem.flag in lacking:
             message = f"the parser of this program has no {problem.flag}"
             return Diagnostic("K001", Severity.ERROR, message, path, help=f"did you mean {near}?" if near else None)
         # A script may add options of its own: only what looks like one that is known is certain to be a mistake.
         help_ = f"did you mean {near}?" if near else "check how it is spelled, unless a wrapper of yours adds it"
         return Diagnostic("K001", error if near else Severity.WARNING, message, path, help=help_)
     assert problem.facts is not None
-    if problem.kind == "surplus" and _SHORT.match(problem.value):
-        severity = Severity.ERROR if program.is_found and program.lacks(problem.value) else error
+    if problem.kind == "surplus" and SHORT.match(problem.value):
+        severity = Severity.ERROR if program.is_found and problem.value in lacking else error
         help_ = "write options with two hyphens"
         return Diagnostic("K001", severity, f"{_tool(parsers)} has no {problem.value}", path, help=help_)
-    if not program.is_own and spelling(problem.flag) in program.options:
+    if problem.kind in ("type", "choice") and program.adds(problem.flag):
         return None  # the fork's parser decides what its values are
+    if not program.is_own and program.adds(problem.flag):
+        return None
     if problem.kind == "type":
         if _some_version_takes(parsers.options[problem.name], problem.value):
             return None
-        kind = {"int": "a whole number", "float": "a number"}.get(problem.facts.type, problem.facts.type)
+        kind = _KINDS.get(problem.facts.type, problem.facts.type)
         return Diagnostic("K003", error, f"{problem.flag} takes {kind}, not {problem.value!r}", path)
     if problem.kind == "choice":
         if _some_version_takes(parsers.options[problem.name], problem.value):
@@ -271,7 +166,7 @@ def _found(arguments: Arguments, problem: Problem, program: _Program) -> Diagnos
     return Diagnostic("K007", error, f"{problem.flag} {what}: {problem.value!r} has no place", path)
 
 
-def _out_of_range(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
+def _out_of_range(arguments: Arguments, program: Program) -> Iterator[Diagnostic]:
     """Numbers with which the program ends after it has started, or which have no meaning."""
     for name, entry in _RANGES.items():
         value = arguments.values.get(name)
@@ -310,17 +205,40 @@ def _tool(parsers: Line) -> str:
     return "Megatron-LM" if parsers.name.startswith("NVIDIA/") else parsers.name
 
 
-def _refused(arguments: Arguments, program: _Program) -> Iterator[Diagnostic]:
-    """Options that Megatron-LM once had, and of which the parser near the script knows not even the name."""
-    for name in arguments.values if program.words else ():
-        flag = arguments.flags[name]
-        if _may_lack(arguments, name) and program.lacks(flag):
-            last = max(arguments.versions_of(name))
-            until = f": {_tool(arguments.line)} had it until {arguments.line.versions[last]}"
-            is_gone = last < arguments.line.newest
-            message = f"the parser of this program has no {flag}{until if is_gone else ''}"
-            severity = Severity.ERROR if program.is_found else Severity.WARNING
+def _refused(arguments: Arguments, program: Program, lacking: frozenset[str]) -> Iterator[Diagnostic]:
+    """Options that Megatron-LM has or had, and of which the parser near the script knows not even the name."""
+    severity = Severity.ERROR if program.is_found else Severity.WARNING
+    for name in arguments.values:
+        flag, having = arguments.flags[name], arguments.versions_of(name)
+        if flag in lacking and having:
+            first, last = (arguments.line.versions[one] for one in (min(having), max(having)))
+            when = f"has it since {first}" if max(having) == arguments.line.newest else f"had it until {last}"
+            message = f"the parser of this program has no {flag}: {_tool(arguments.line)} {when}"
             yield Diagnostic("K001", severity, message, (name,), help=f"remove {flag}")
+
+
+def _of_values(arguments: Arguments, program: Program) -> Iterator[Diagnostic]:
+    """Values that the parser near the script does not take, whatever Megatron-LM's takes."""
+    severity = Severity.ERROR if program.is_found else Severity.WARNING
+    for name, given in arguments.values.items() if program.words else ():
+        having = program.added(arguments.flags[name])
+        for value in given if isinstance(given, list) else [given]:
+            if (
+                value is None
+                or isinstance(value, bool | Unknown)
+                or not having
+                or any(one.takes(value) for one in having)
+            ):
+                continue
+            choices = dict.fromkeys(str(choice) for one in having for choice in one.choices or ())
+            says = f"is one of {', '.join(choices)}" if choices else f"takes {_KINDS[having[0].type or '']}"
+            message = f"{arguments.flags[name]} {says} in the parser of this program, not {str(value)!r}"
+            near = closest(str(value), list(choices))
+            help_ = f"did you mean {near}?" if near else None
+            yield Diagnostic("K004" if choices else "K003", severity, message, (name,), help=help_)
+
+
+_KINDS = {"int": "a whole number", "float": "a number"}
 
 
 def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
