@@ -8,6 +8,7 @@ the DeepSpeed that its requirements name.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -20,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from upstream import sources
+
+from parcompile.backends.gpt_neox.beside import replaced
 
 OUTPUT = Path(__file__).resolve().parents[2] / "compiler" / "backends" / "gpt_neox" / "fields.json"
 VERSIONS = {"1.0": "v1.0", "2.0": "6edf2418", "2026-05-20": "ea7aefd8"}
@@ -60,6 +63,13 @@ def name(kind: Any) -> str:
     return "any" if plain is Any else str(plain.__name__)
 
 
+def own_lists(folder: Path) -> dict[str, list[str]]:
+    """The kinds of attention of a version, and the fields that it sets whatever a file says."""
+    text = (folder / "megatron" / "neox_arguments" / "arguments.py").read_text(encoding="utf-8")
+    kinds = sys.modules["neox_args"].ATTENTION_TYPE_CHOICES  # of the version that was imported last
+    return {"attention": list(kinds), "replaced": sorted(replaced(ast.parse(text)))}
+
+
 def facts() -> dict[str, Any]:
     """Every field: the versions that have it, and what the last of them says of it."""
     repository = sources.repository("GPT_NEOX")
@@ -68,7 +78,8 @@ def facts() -> dict[str, Any]:
     fields: dict[str, dict[str, Any]] = {}
     for version, revision in VERSIONS.items():
         with tempfile.TemporaryDirectory() as folder:
-            for one, handed_on in classes(sources.extract(repository, revision, Path(folder))):
+            fork = sources.extract(repository, revision, Path(folder))
+            for one, handed_on in classes(fork):
                 for field in dataclasses.fields(one):
                     entry = fields.setdefault(field.name, {"versions": []})
                     kept = {"versions": [*dict.fromkeys((*entry["versions"], version))], **described(field.type)}
@@ -77,7 +88,8 @@ def facts() -> dict[str, Any]:
                     if handed_on:
                         kept["deepspeed"] = True
                     fields[field.name] = kept
-    return {"versions": list(VERSIONS), "deepspeed": DEEPSPEED, "fields": dict(sorted(fields.items()))}
+            lists = own_lists(fork)
+    return {"versions": list(VERSIONS), "deepspeed": DEEPSPEED, **lists, "fields": dict(sorted(fields.items()))}
 
 
 def main() -> None:

@@ -153,10 +153,6 @@ class _Program:
         )
         from unittest.mock import MagicMock
 
-        for name in ("wandb", "comet_ml"):  # trackers, which a configuration may ask for
-            if importlib.util.find_spec(name) is None:
-                sys.modules[name] = MagicMock()
-
         import deepspeed
         import torch
         import torch.distributed
@@ -244,8 +240,10 @@ class _Program:
     def start(self, tree: dict[str, Any]) -> None:
         """`deepspeed.initialize`; the batch was judged before, and one sequence a rank fits every world."""
         import deepspeed
+        import stubs
         import torch
 
+        stubs.install([name for name in ("wandb", "comet_ml") if importlib.util.find_spec(name) is None])  # trackers
         config = {key: value for key, value in copy.deepcopy(tree).items() if key not in _BATCH}
         config["train_micro_batch_size_per_gpu"] = 1
         if "sequence_parallel_size" in config and "data_parallel_size" not in config:

@@ -18,7 +18,7 @@ from parcompile.backends.kinds import (
     recognise,
     recognise_text,
 )
-from parcompile.diagnostics import Diagnostic
+from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics import Path as KeyPath
 from parcompile.text import Document, Result
 
@@ -78,17 +78,27 @@ def checker(read: Result, kind: str, file: Path | None, usage: UsageOptions | No
     """
     # A spec needs none of these, and a file of one tool nothing of the others.
     if kind == MEGATRON:
-        from .megatron.check import as_on_a_command_line, check_file
+        from .megatron.check import check_file
 
-        return as_on_a_command_line(read), check_file
+        return readers_take_the_last(read), check_file
     if kind == GPT_NEOX:
         from .gpt_neox import check_file
 
-        return read, check_file
+        return readers_take_the_last(read), check_file
     assert kind == DEEPSPEED, kind
     from parcompile.lint.deepspeed.configuration import checker as deepspeed_checker
 
     return deepspeed_checker(read, file, usage)
+
+
+def readers_take_the_last(read: Result) -> Result:
+    """A key written twice becomes a warning, as an option given twice is."""
+    return replace(
+        read,
+        diagnostics=tuple(
+            replace(one, severity=Severity.WARNING) if one.code == "J009" else one for one in read.diagnostics
+        ),
+    )
 
 
 _FURTHER = ("deepspeed",)

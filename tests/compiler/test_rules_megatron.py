@@ -288,7 +288,7 @@ def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_
     folder = tmp_path / "examples" / "data" / "gpt" / "pretrain" / "old" / "one"
     for one in (package / "inference" / "gpt", folder):
         one.mkdir(parents=True)
-    words = "--num-attention-heads --micro-batch-size pp"
+    words = "--num-layers --hidden-size --num-attention-heads --micro-batch-size --train-iters pp"
     (package / "arguments.py").write_text(f"add('{words}')\ngroup.add_argument('--override-lr-scheduler')\n")
     (package / "inference" / "gpt" / "more.py").write_text("add('--ammo-load')\n")
     (tmp_path / "pretrain_gpt.py").write_text("")

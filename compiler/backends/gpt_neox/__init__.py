@@ -63,6 +63,16 @@ def fields() -> Mapping[str, Field]:
     }
 
 
+def attention_kinds() -> tuple[str, ...]:
+    """ATTENTION_TYPE_CHOICES of the newest version; older ones have fewer."""
+    return tuple(_facts()["attention"])
+
+
+def replaced_fields() -> frozenset[str]:
+    """The fields that the newest version sets before it looks at types, whatever a file says."""
+    return frozenset(_facts()["replaced"])
+
+
 def versions() -> tuple[str, ...]:
     """The known versions of gpt-neox, oldest first."""
     return tuple(_facts()["versions"])

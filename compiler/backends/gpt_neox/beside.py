@@ -31,6 +31,8 @@ class Beside:
 
     fields: Mapping[str, Field]
     attention: tuple[str, ...]
+    replaced: frozenset[str]
+    """Fields that it sets before it looks at types, whatever a file says."""
     checks: str = ""
     """The text of the module that validates values."""
 
@@ -52,11 +54,26 @@ def _read(texts: tuple[bytes, ...]) -> Beside:
         for one in (inner for node in tree.body for inner in (node.body if isinstance(node, ast.ClassDef) else [node])):
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                 types, choices = _described(one.annotation)
-                found[one.target.id] = Field(one.target.id, versions()[-1:], types, choices, None, handed_on=False)
+                default = one.value.value if isinstance(one.value, ast.Constant) else None
+                found[one.target.id] = Field(one.target.id, versions()[-1:], types, choices, default, handed_on=False)
             elif isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ATTENTION_TYPE_CHOICES":
                 with suppress(ValueError, TypeError):
                     attention = tuple(ast.literal_eval(one.value))
-    return Beside(found, attention, texts[-1].decode("utf-8", errors="replace"))
+    checks = texts[-1].decode("utf-8", errors="replace")
+    return Beside(found, attention, replaced(parsed_python(SourceText(_FILES[-1], checks))), checks)
+
+
+def replaced(tree: ast.Module) -> frozenset[str]:
+    """The fields that `calculate_derived` sets and does not ask for."""
+    function = next((one for one in ast.walk(tree) if getattr(one, "name", "") == "calculate_derived"), None)
+    written, read = set[str](), set[str]()
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            read.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("self.update_value", "self.update_values"):
+            names = node.args[0].keys if node.args and isinstance(node.args[0], ast.Dict) else node.args[:1]
+            written |= {str(one.value) for one in names if isinstance(one, ast.Constant)}
+    return frozenset(written - read)
 
 
 def _described(annotation: ast.expr) -> tuple[tuple[str, ...], tuple[object, ...]]:

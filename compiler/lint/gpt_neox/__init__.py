@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.deepspeed.table import find
-from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, versions
+from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, replaced_fields, versions
 from parcompile.backends.gpt_neox.beside import Beside, beside
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
@@ -114,6 +114,7 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     assert isinstance(tree, dict)
     found = Findings(tree, document.invalid)
     current, past = (_current(), fields()) if fork is None else (fork.fields, fork.fields)
+    replaced = replaced_fields() if fork is None else fork.replaced
     places = _Places(GPT_NEOX, tuple((name,) for name in current))
     unguessed = Severity.WARNING if fork is None else Severity.ERROR
     consequence = f": {'gpt-neox' if fork is None else 'the gpt-neox of this file'} refuses it"
@@ -126,9 +127,17 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
             _gone(name, field, found)
         elif not (tree.get("autotuning") and (value == "auto" or name in TUNED)):
             _value((name,), value, field, found)
+    for name, field in current.items() if fork is not None and tree else ():
+        if name not in tree and field.default is not None and not _is_of(field.default, field):
+            message = f"the gpt-neox of this file refuses its own {field.default!r} for {name}"
+            help_ = f"write {name}, {' or '.join(field.types)}, unless another file of the run does"
+            found.say("K003", (next(iter(tree)),), message, help_, at_key=True, severity=Severity.WARNING)
     for path, literal in _texts(tree, document.root, document.text, ()):
         _no_number(path, literal, found)
-    said = found.diagnostics()
+    said = [
+        replace(one, severity=Severity.WARNING) if one.code == "K003" and one.path[0] in replaced else one
+        for one in found.diagnostics()
+    ]
     if fork is None and len(strange) >= _SEVERAL:
         said = [replace(one, severity=Severity.WARNING) if one.path[0] in strange else one for one in said]
     return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in said]
@@ -150,8 +159,14 @@ def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
         known = [str(one).lower() for one in field.choices if isinstance(one, str)]
         if value not in field.choices and not (isinstance(value, str) and value.lower() in known):
             choice(path, value, list(field.choices), [{"enum": list(field.choices)}], found)
-    elif type(value).__name__ not in field.types and not (type(value) is int and "float" in field.types):
+    elif not _is_of(value, field):
         mismatch(path, value, [_SCHEMAS[one] for one in field.types if one in _SCHEMAS], found)
+
+
+def _is_of(value: Any, field: Field) -> bool:
+    """Whether a value is of the very type of a field."""
+    is_any = bool(field.choices) or ANY in field.types
+    return is_any or type(value).__name__ in field.types or (type(value) is int and "float" in field.types)
 
 
 def _texts(tree: Any, place: Place, text: str, path: Path) -> Iterator[tuple[Path, str]]:

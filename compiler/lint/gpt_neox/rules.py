@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parcompile.backends.gpt_neox import fields
+from parcompile.backends.gpt_neox import attention_kinds, fields, replaced_fields
 from parcompile.backends.gpt_neox.beside import Beside
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
 from parcompile.diagnostics import Path, Related, Severity, closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules import Finding
-from parcompile.user_files import shipped
 
 
 class NeoxSettings(Settings):
@@ -18,7 +17,7 @@ class NeoxSettings(Settings):
 
     def __init__(self, tree: object, invalid: frozenset[Path], fork: Beside | None = None) -> None:
         super().__init__(tree, invalid)
-        self.fork = fork or Beside(fields(), ())
+        self.fork = fork or Beside(fields(), (), replaced_fields())
 
 
 def _fork(settings: Settings) -> Beside:
@@ -95,10 +94,6 @@ def limits_are_kept(settings: Settings) -> Iterator[Finding]:
             )
 
 
-_ATTENTION: Sequence[str] = shipped(__package__, "attention.json")
-"""ATTENTION_TYPE_CHOICES of gpt-neox's neox_args.py; older versions have fewer."""
-
-
 @file_rule("F205", GPT_NEOX)
 def names_are_known(settings: Settings) -> Iterator[Finding]:
     """Fires for an optimizer, and for each kind of attention."""
@@ -111,8 +106,8 @@ def names_are_known(settings: Settings) -> Iterator[Finding]:
     for number, entry in enumerate(config if isinstance(config, list) else ()):
         own = entry[0] if isinstance(entry, list) and entry and isinstance(entry[0], list) else [entry]
         for name in own:
-            if isinstance(name, str) and name not in (fork.attention or _ATTENTION):
-                known = fork.attention or _ATTENTION
+            known = fork.attention or attention_kinds()
+            if isinstance(name, str) and name not in known:
                 yield _unknown_name("kind of attention", name, known, ("attention_config", number))
 
 

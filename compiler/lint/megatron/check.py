@@ -20,7 +20,7 @@ from parcompile.backends.megatron.arguments import (
 from parcompile.backends.megatron.file import OWN_PROGRAM, Call, from_tree
 from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings
-from parcompile.text import Document, Result
+from parcompile.text import Document
 from parcompile.user_files import shipped
 
 from . import MegatronSettings
@@ -72,16 +72,6 @@ def _without_placeholders(call: Call) -> Call:
 
 def _without_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _SIZES or value not in (1, -1)}
-
-
-def as_on_a_command_line(read: Result) -> Result:
-    """A key written twice becomes a warning, as an option given twice is: readers of these files take the last."""
-    return replace(
-        read,
-        diagnostics=tuple(
-            replace(one, severity=Severity.WARNING) if one.code == "J009" else one for one in read.diagnostics
-        ),
-    )
 
 
 def _of_words(call: Call) -> Iterator[Diagnostic]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -126,7 +126,7 @@ def _near(call: Call) -> Program:
     above = list(script.parents)[:PARENTS]
     if program is not None and program.parent in above:
         above = above[: above.index(program.parent) + 1]  # what stands above the program is another project's
-    beside = [folder.glob(name) for folder in above for name in _FORKS]
+    beside = list(_forks(above))
     if program is not None:
         beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
     read, is_whole, folders = list[_File](), False, dict[Path, None]()
@@ -146,6 +146,15 @@ def _near(call: Call) -> Program:
         is_found=program is not None,
         folders=tuple(folders),
     )
+
+
+def _forks(folders: Iterable[Path]) -> Iterator[list[Path]]:
+    """Parsers in these folders, up to the first that has one of a whole Megatron-LM: others above are other clones."""
+    for folder in folders:
+        found = [file for name in _FORKS for file in folder.glob(name)]
+        yield found
+        if any(file.name == "arguments.py" and "megatron" in file.parts[-3:-1] for file in found):
+            return
 
 
 @functools.lru_cache(maxsize=_FILES)
