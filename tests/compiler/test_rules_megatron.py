@@ -239,6 +239,7 @@ group.add_argument('--optimizer', default='adam',
                    choices=['adam', 'onebitlion'], help='(any)')
 group.add_argument('--position-embedding-type', choices=['learned', 'rope'])
 group.add_argument('--train-iters', type=int)
+kw_args['layernorm_epsilon'] = args.norm_epsilon
 """
 
 
@@ -251,6 +252,8 @@ group.add_argument('--train-iters', type=int)
         ("--position-embedding-type yarn", "K004", "is one of learned, rope in the parser"),
         ("--use-mcore-models", "K001", "no --use-mcore-models: Megatron-LM has it since core_v"),
         ("--num-query-groups 4 --swiglu", "K001", "no --num-query-groups"),
+        ("--layernorm-epsilon 1e-5", "K001", "no --layernorm-epsilon: Megatron-LM had it until"),
+        ("--rotary-percent 0.5 --norm-epsilon 1e-6", "K001", "no --rotary-percent"),
     ],
 )
 def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
@@ -259,6 +262,10 @@ def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
     """What Megatron-LM has now and an old fork lacks, and values of either."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "arguments.py").write_text(OLD_PARSER)
+    (tmp_path / "megatron" / "config.py").write_text("class Config:\n    layernorm_epsilon: float = 1e-5\n")
+    other = tmp_path.parent / "megatron-other"  # another clone, side by side with this one
+    other.mkdir(exist_ok=True)
+    (other / "arguments.py").write_text("group.add_argument('--rotary-percent', type=float)\n")
     for is_there, severity in ((False, "warning"), (True, "error")):
         if is_there:
             (tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain\n")

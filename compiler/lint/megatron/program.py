@@ -30,7 +30,8 @@ OWN_PROGRAMS = frozenset(
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 SHORT = re.compile(r"-[A-Za-z]")
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
-_WORD = re.compile(r"[A-Za-z][\w-]+")
+_WORD = re.compile(r"""(?<!\w)(?<!\w\[["'])[A-Za-z][\w-]+""")
+"""A word, but for the key of a mapping (`config['layernorm_epsilon']`), which adds nothing."""
 _UNSAID = re.compile(r"^.*(?:[`)}]|\$\w+)/")
 """What of a path variables and commands decide that nobody here knows."""
 _FORKS = ("*megatron*/arg*.py", "*megatron*/*/arg*.py", "*megatron*/training/config/*.py")
@@ -86,7 +87,8 @@ class Program:
         """The options that certainly nothing adds: their names are no words of the parsers, nor text elsewhere."""
         if not self.words:
             return frozenset()
-        left = {one: _texts(one) for one in flags if SHORT.match(one) or spelling(one) not in self.words}
+        is_made = "ArgumentGroupFactory" in self.words  # of dataclasses
+        left = {one: _texts(one, is_made) for one in flags if SHORT.match(one) or spelling(one) not in self.words}
         files = (file for folder in self.folders for file in folder.rglob("*.py"))
         for file in islice(files, _SEARCHED) if left else ():
             with suppress(OSError):
@@ -187,13 +189,14 @@ def _of_call(call: ast.Call) -> Added:
     return Added(name, choices if name in (None, "str", *_TYPES) else None)
 
 
-def _texts(flag: str) -> list[bytes]:
-    """An option as a file may have it: in quotes, or as the field of a dataclass of which a parser is made."""
+def _texts(flag: str, is_made: bool) -> list[bytes]:
+    """An option as a file may have it: in quotes, or as the field of a dataclass of which the parser is made."""
     if SHORT.match(flag):
         return [f"{quote}{flag}".encode() for quote in "\"'"]
     name = spelling(flag)
     names = {flag, f"--{name}", f"--{name.replace('_', '-')}"}
-    return [*(f"{quote}{one}".encode() for one in names for quote in "\"'"), f" {name}:".encode()]
+    fields = [f" {name}:".encode()] if is_made else []
+    return [*(f"{quote}{one}".encode() for one in names for quote in "\"'"), *fields]
 
 
 def _packages(folder: Path) -> list[Path]:
