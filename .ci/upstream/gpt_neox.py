@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import sys
 import tempfile
 import traceback
@@ -63,7 +64,8 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
             batch = given.get("train_batch_size")
             if isinstance(batch, int):
                 world *= max(1, batch // given.get("gradient_accumulation_steps", 1) // micro(given))
-            rest["global_num_gpus"] = world
+            if hasattr(neox, "global_num_gpus"):
+                rest["global_num_gpus"] = world
             with contextlib.redirect_stdout(io.StringIO()):
                 made = neox.from_ymls([str(file)], overwrite_values=rest)
             numbers = {name: made.optimizer["params"].get(name) for name in ("lr", "eps", "betas")}
@@ -121,6 +123,7 @@ def main() -> None:
     __import__("shortuuid").uuid = lambda: "a name"  # a value of a key, whose type is checked
     NeoXArgs = imported()
     NeoXArgs.enable_logging = lambda _self: None
+    os.environ.update({f"SLURM_{one}": "0" for one in ("LOCALID", "PROCID", "NODEID")}, SLURM_NTASKS="1")
     logging.error = lambda message, *_rest: _SAID.append(str(message))  # type: ignore[assignment]
     logging.disable()
     for line in sys.stdin:

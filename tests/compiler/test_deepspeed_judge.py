@@ -54,6 +54,28 @@ def filler(rule: FileRule) -> str:
     return rule.usage.used_with or ("transformers" if '"auto"' in json.dumps(rule.wrong) else "bare")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"train_batch_size": 8\n "fp16": {"enabled": true}}',
+        '{"fp16": {"enabled": true} "train_batch_size": 8}',
+        '{"optimizer": {"type": "Adam" "params": {"lr": 0.1}}, "train_batch_size": 8}',
+        '{"train_batch_size": 8 "fp16": {"enabled": true}}',
+    ],
+)
+def test_a_comma_is_missing_where_hjson_cannot_do_without(text: str, tmp_path: Path) -> None:
+    hjson = pytest.importorskip("hjson")
+    try:
+        expected = "warning" if hjson.loads(text) else ""
+    except ValueError:
+        expected = "error"
+    file = tmp_path / "ds_config.json"
+    file.write_text(text, encoding="utf-8")
+    for usage, severity in ((None, expected), (UsageOptions(used_with="transformers"), "error")):
+        found = check_any(file, kind=DEEPSPEED, usage=usage).diagnostics
+        assert [one.severity.value for one in found if one.code == "J004"] == [severity]
+
+
 def test_the_shipped_facts_are_those_of_the_installed_version(judge: Any) -> None:
     """keys.json is what DeepSpeed's classes and parser say, the schema is what keys.json says."""
     folder = UPSTREAM.parent / "generate" / "deepspeed"

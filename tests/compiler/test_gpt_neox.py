@@ -165,3 +165,26 @@ def test_a_fork_beside_the_file_says_what_it_validates(tmp_path: Path) -> None:
     checks = "if self.hidden_size % self.num_attention_heads != 0:\n# MoE not supported with pipeline parallelism\n"
     (classes / "arguments.py").write_text(checks, encoding="utf-8")
     assert {one.code for one in check_any(own).diagnostics} == {"F201", "F203", "F208"}
+
+
+def test_what_a_fork_sets_and_refuses_itself_is_told(tmp_path: Path) -> None:
+    """`save_iters` is set before types are looked at, `ntk` has a default of another type, PyYAML takes the last."""
+    own = tmp_path / "one.yml"
+    own.write_text("pipe_parallel_size: 1\nmodel_parallel_size: 1\nsave_iters: 1000\nmodel_parallel_size: 2\n")
+    classes = tmp_path / "megatron" / "neox_arguments"
+    classes.mkdir(parents=True)
+    (classes / "deepspeed_args.py").write_text("class One:\n    wall_clock_breakdown: bool = False\n")
+    keys = (
+        "class Two:\n    pipe_parallel_size: int = 0\n    model_parallel_size: int = 1\n    save_iters: list = None\n"
+    )
+    (classes / "neox_args.py").write_text(f"{keys}    ntk: int = False\n    lr: float = 1\n")
+    derived = "def calculate_derived(self):\n    self.update_values({'save_iters': [self.checkpoint_factor]})\n"
+    (classes / "arguments.py").write_text(derived)
+
+    def said() -> list[tuple[str, str]]:
+        return [(one.code, one.severity.value) for one in check_any(own).diagnostics if one.code != "F201"]
+
+    assert sorted(said()) == [("J009", "warning"), ("K003", "warning"), ("K003", "warning")]
+    (classes / "arguments.py").write_text(derived.replace("checkpoint_factor", "save_iters"))
+    (classes / "neox_args.py").write_text(f"{keys}    ntk: int = 0\n")
+    assert sorted(said()) == [("J009", "warning"), ("K003", "error")]

@@ -60,7 +60,10 @@ def _read(texts: tuple[bytes, ...]) -> Beside:
                 with suppress(ValueError, TypeError):
                     attention = tuple(ast.literal_eval(one.value))
     checks = texts[-1].decode("utf-8", errors="replace")
-    return Beside(found, attention, replaced(parsed_python(SourceText(_FILES[-1], checks))), checks)
+    made = frozenset[str]()
+    with suppress(SourceError):
+        made = replaced(parsed_python(SourceText(_FILES[-1], checks)))
+    return Beside(found, attention, made, checks)
 
 
 def replaced(tree: ast.Module) -> frozenset[str]:
