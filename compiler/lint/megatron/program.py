@@ -128,7 +128,7 @@ def _near(call: Call) -> Program:
     above = list(script.parents)[:PARENTS]
     if program is not None and program.parent in above:
         above = above[: above.index(program.parent) + 1]  # what stands above the program is another project's
-    beside = list(_forks(above))
+    beside: list[Iterable[Path]] = list(_forks(above))
     if program is not None:
         beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
     read, is_whole, folders = list[_File](), False, dict[Path, None]()
