@@ -1,16 +1,19 @@
 """Whether `parcompile doctor` finds faults that are put into runs of gloo ranks on this machine.
 
-    python benchmarks/doctor.py faults [--draws 2] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-3] [--healthy 8]
+    python benchmarks/doctor.py faults --results FILE [--draws 10] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-3]
+    python benchmarks/doctor.py table FILE...
     python benchmarks/doctor.py synthetic [--ranks 1024]
     python benchmarks/doctor.py overhead
 
-`faults` prints the table of benchmarks/README.md.
+Each run of `faults` adds one line of JSON to its file; a call with the same file goes on where the last one stopped.
+`table` prints the tables of benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -18,11 +21,12 @@ import random
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -53,7 +57,7 @@ CLASSES = {
 """Faults, and the causes that are right for each."""
 PLACED = ("skip", "swap", "size", "group")
 """Faults of one message: its axis, layer and step are asked for too."""
-STEPS, FAULTY_STEP = 8, 6
+STEPS = 8
 PATIENCE = 60.0
 """Seconds for a run."""
 
@@ -140,7 +144,7 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
         for step in range(1, STEPS + 1):
             if injected is not None:
                 injected.begin(step)
-            if step == FAULTY_STEP and mine == "end":
+            if step == fault["step"] and mine == "end":
                 _tell(folder, {})
                 break
             train()
@@ -225,10 +229,10 @@ def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
         for step in range(1, STEPS + 1):
             if injected is not None:
                 injected.begin(step)
-            if step == FAULTY_STEP and mine == "end":
+            if step == fault["step"] and mine == "end":
                 _tell(folder, {"step": step})
                 return
-            if mine == "nan" and step == FAULTY_STEP:
+            if mine == "nan" and step == fault["step"]:
                 _spoil(engine, folder, fault)
             if mine == "growth":
                 kept.append(torch.ones(fault["megabytes"] * 2**18))
@@ -255,7 +259,7 @@ def _spoil(engine: Any, folder: str, fault: dict[str, Any]) -> None:
     layer = int(name.split(".layers.")[1].split(".")[0])
     with torch.no_grad():
         dict(engine.module.named_parameters())[name].view(-1)[0] = float("nan")
-    _tell(folder, {"step": FAULTY_STEP, "layer": layer})
+    _tell(folder, {"step": fault["step"], "layer": layer})
 
 
 class _Done:
@@ -292,7 +296,7 @@ class Injected:
             if group.size() == 1:
                 return method(group, *args, **options)
             self.place += 1
-            if self.step == FAULTY_STEP - 1:
+            if self.step == self.fault["step"] - 1:
                 x = _first(args) if args and op != "barrier" else None
                 key = (op, group.group_name, None if x is None else x.numel())
                 if self.fault["class"] == "swap" and self.fits and self.fits[-1] == self.place - 1 and key == self.key:
@@ -300,10 +304,8 @@ class Injected:
                 self.key = key
                 if self._fits(op, group, args):
                     self.fits.append(self.place)
-            due = (
-                self.step == FAULTY_STEP and self.fits and self.place == self.fits[self.fault["draw"] % len(self.fits)]
-            )
-            if due:
+            is_due = self.step == self.fault["step"] and self.fits
+            if is_due and self.place == self.fits[self.fault["draw"] % len(self.fits)]:
                 return self._spoilt(op, method, group, args, options)
             work = method(group, *args, **options)
             if self.late is not None:
@@ -443,87 +445,126 @@ def _left(folder: Path) -> list[Path]:
     return [one for one in (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*")) if one.exists()]
 
 
-def faults(options: argparse.Namespace) -> None:
-    """All classes in all layouts."""
+def draw_of(seed: int, kind: str, layout: str, number: int) -> dict[str, Any]:
+    """The fault of one draw: its rank, step, place in the step, and how large it is."""
+    drawn = random.Random(f"{seed} {kind} {layout} {number}")
+    fault = {"class": kind, "rank": drawn.randrange(4), "draw": drawn.randrange(1000), "step": drawn.randrange(3, 7)}
+    fault |= {"seconds": drawn.uniform(0.2, 0.4), "megabytes": drawn.choice((8, 16))}
+    return fault if layout in LAYOUTS else {**fault, "plain": layout}
+
+
+def try_one(
+    context: Any, options: argparse.Namespace, root: Path, kind: str, layout: str, number: int
+) -> dict[str, Any]:
+    """One run, and what doctor says of it."""
     from parcompile.doctor import judge, read_all
+
+    began, load, fault = time.time(), os.getloadavg()[0], draw_of(options.seed, kind, layout, number)
+    folder = root / f"{kind}-{layout}-{number}"
+    folder.mkdir()
+    is_whole = run_once(context, layout, fault, folder)
+    told = folder / "truth"
+    truth = json.loads(told.read_text()) if told.exists() else None
+    verdict = judge(read_all([folder] if options.logs else _left(folder)))
+    row = {"seed": options.seed, "class": kind, "layout": layout, "draw": number, "rank": fault["rank"]}
+    row |= {"load": round(load, 1), "seconds": round(time.time() - began, 1), "truth": truth, "right": None, "why": ""}
+    row |= {"kind": verdict.kind, "cause": verdict.cause, "ranks": verdict.ranks, "said": verdict.summary[:300]}
+    if kind == "healthy":
+        row["right"] = {"nothing": verdict.kind in ("nothing", "unknown")} if is_whole else None
+        row["why"] = "" if is_whole else "it did not come to its end"
+    elif truth is None:
+        row["why"] = "no message of the layout can have the fault, or the run ended before it"
+    elif is_whole and kind in PLACED:
+        row["why"] = "it changed nothing"  # messages of two groups may change places
+    else:
+        row["right"] = right(fault, truth, verdict)
+    if not options.keep or (row["right"] is not None and all(row["right"].values())):
+        shutil.rmtree(folder)
+    return row
+
+
+def read_rows(*names: str) -> list[dict[str, Any]]:
+    """What earlier calls have found."""
+    files = [Path(name) for name in names if Path(name).exists()]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def due(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """The draws that are left. For one that does not count another one is drawn, as often as there are draws."""
+    found, layouts = [], options.layouts.split(",")
+    kinds = dict.fromkeys(filter(None, options.classes.split(",")), options.draws)
+    for layout in layouts:
+        healthy = len(range(layouts.index(layout), options.healthy, len(layouts)))
+        for kind, wanted in {**kinds, "healthy": healthy}.items():
+            mine = [row for row in rows if (row["class"], row["layout"], row["seed"]) == (kind, layout, options.seed)]
+            left = wanted - sum(row["right"] is not None for row in mine)
+            tried = {row["draw"] for row in mine}
+            found += [(kind, layout, one) for one in range(2 * wanted) if one not in tried][:left]
+    return sorted(found, key=lambda one: one[2])
+
+
+def faults(options: argparse.Namespace) -> None:
+    """Runs what is left of all classes in all layouts, and prints the table."""
+    from parcompile.cli import run
 
     root = Path(options.keep or tempfile.mkdtemp(prefix="doctor-"))
     root.mkdir(parents=True, exist_ok=True)
-    from parcompile.cli import run
-
-    layouts = options.layouts.split(",")
-    for layout in filter(LAYOUTS.__contains__, layouts):
+    for layout in filter(LAYOUTS.__contains__, options.layouts.split(",")):
         (root / f"{layout}.json").write_text(json.dumps(spec(layout)), encoding="utf-8")
         sys.argv = ["parcompile", str(root / f"{layout}.json"), "-o", str(root / f"plan-{layout}"), "--quiet"]
         assert run() == 0, layout
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parcompile.runtime", "transformers.models.llama.modeling_llama", "deepspeed"])
-    drawn = random.Random(options.seed)
-    cases = [
-        (kind, layout, draw)
-        for draw in range(options.draws)
-        for layout in layouts
-        for kind in options.classes.split(",")
-    ]
-    cases += [("healthy", layouts[one % len(layouts)], one) for one in range(options.healthy)]
-    jobs = []
-    for number, (kind, layout, draw) in enumerate(cases):
-        fault = {
-            "class": kind,
-            "rank": drawn.randrange(4),
-            "draw": drawn.randrange(1000),
-            "seconds": drawn.uniform(0.2, 0.4),
-        }
-        if layout not in LAYOUTS:
-            fault["plain"] = layout
-        jobs.append(
-            (layout, {**fault, "megabytes": drawn.choice((8, 16))}, root / f"{number:04d}-{kind}-{layout}-{draw}")
-        )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
+    context.set_forkserver_preload([Path(__file__).stem])
+    end, rows = time.monotonic() + 60 * options.minutes, read_rows(options.results)
+    with ThreadPoolExecutor(options.jobs) as pool, Path(options.results).open("a", encoding="utf-8") as file:
 
-    def one(job: tuple[str, dict[str, Any], Path]) -> tuple[str, dict[str, bool], Any, dict[str, Any]]:
-        layout, fault, folder = job
-        folder.mkdir()
-        is_whole = run_once(context, layout, fault, folder)
-        has_happened = (folder / "truth").exists()
-        truth = json.loads((folder / "truth").read_text()) if has_happened else {}
-        verdict = judge(read_all(_left(folder) if not options.logs else [folder]))
-        if is_whole and fault["class"] in PLACED:
-            truth = {}  # messages of two groups may change places
-        found = {} if fault["class"] == "healthy" else right(fault, truth, verdict)
-        (folder / "case.json").write_text(
-            json.dumps({"fault": fault, "truth": truth, "right": found}), encoding="utf-8"
-        )
-        return fault["class"], found, verdict, {**fault, **truth, "happened": has_happened}
+        def one(job: tuple[str, str, int]) -> None:
+            if time.monotonic() < end:
+                row = try_one(context, options, root, *job)
+                rows.append(row)
+                print(json.dumps(row), file=file, flush=True)
+                if row["right"] is not None and not all(row["right"].values()):
+                    print(json.dumps(row), flush=True)
 
-    table: dict[str, list[bool]] = defaultdict(list)
-    parts: dict[str, list[bool]] = defaultdict(list)
-    accused = unharmed = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for (_, _, folder), (kind, found, verdict, truth) in zip(jobs, pool.map(one, jobs), strict=True):
-            if kind != "healthy" and (not truth["happened"] or (kind in PLACED and "step" not in truth)):
-                unharmed += 1
-                continue  # no message can have the fault, it had no effect, or the run ended before it
-            if kind == "healthy":
-                accused += verdict.kind not in ("nothing", "unknown")
-            else:
-                table[kind].append(all(found.values()))
-                for name, is_right in found.items():
-                    parts[name].append(is_right)
-            if not all(found.values()) or (kind == "healthy" and verdict.kind != "nothing"):
-                wrong = [name for name, is_right in found.items() if not is_right]
-                print(
-                    f"{folder.name}: {', '.join(wrong)}; true {truth}; said {verdict.cause} {verdict.summary}",
-                    flush=True,
-                )
-    print("| fault | runs | all right |\n|---|---|---|")
-    for kind, results in table.items():
-        print(f"| {kind} | {len(results)} | {sum(results)} |")
-    every = [one for results in table.values() for one in results]
-    print(f"| all | {len(every)} | {sum(every)} ({sum(every) / max(len(every), 1):.0%}) |")
-    print(", ".join(f"{name} {sum(results)} of {len(results)}" for name, results in parts.items()))
-    print(f"healthy runs: {options.healthy}, accused: {accused}; without their fault, and not counted: {unharmed}")
+        while time.monotonic() < end and (jobs := due(rows, options)):
+            for _ in pool.map(one, jobs):
+                pass
+    print_tables(rows)
     if not options.keep:
         shutil.rmtree(root)
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Runs by fault and layout, and what of the verdicts was right."""
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    counted: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    parts: dict[str, list[bool]] = defaultdict(list)
+    for row in (row for row in rows if row["right"] is not None):
+        counted[row["class"]][row["layout"]].append(all(row["right"].values()))
+        for name, is_right in row["right"].items():
+            parts[name].append(is_right)
+
+    def line(title: str, cells: dict[str, list[bool]]) -> None:
+        every = [cells.get(layout, []) for layout in layouts]
+        every.append([*itertools.chain(*every)])
+        print(f"| {title} | {' | '.join(f'{sum(one)} of {len(one)}' if one else '' for one in every)} |")
+
+    print(f"| fault | {' | '.join(layouts)} | all |\n|{'---|' * (len(layouts) + 2)}")
+    faulty = [kind for kind in counted if kind != "healthy"]
+    for kind in faulty:
+        line(kind, counted[kind])
+    line("**all**", {name: [*itertools.chain(*(counted[kind][name] for kind in faulty))] for name in layouts})
+    line("healthy, not accused", counted["healthy"])
+    print(", ".join(f"{name} {sum(results)} of {len(results)}" for name, results in parts.items()))
+    both = sum(row["cause"] == "skipped or swapped" and row["right"] is not None for row in rows)
+    groups = [row for row in rows if row["right"] is not None and row["class"] in ("nan", "network")]
+    alone = sum(row["ranks"] in ([row["rank"]], (row["rank"],)) for row in groups)
+    print(f"causes said to be one of two: {both}; nan and network: the rank alone named {alone} of {len(groups)}")
+    for why, number in Counter(row["why"] for row in rows if row["why"]).items():
+        print(f"not counted: {number}: {why}")
+    loads = sorted(row["load"] for row in rows) or [0.0]
+    print(f"load when they began: {loads[0]} to {loads[-1]}, in the middle {statistics.median(loads)}")
 
 
 # Many ranks, and what recording costs.
@@ -625,15 +666,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("faults")
-    one.add_argument("--draws", type=int, default=2)
+    one.add_argument("--results", required=True, help="a file of JSON lines, which is gone on with")
+    one.add_argument("--minutes", type=float, default=600.0, help="after which no run begins")
+    one.add_argument("--draws", type=int, default=10)
     one.add_argument("--classes", default=",".join(CLASSES))
-    one.add_argument("--layouts", default=",".join(LAYOUTS))
-    one.add_argument("--healthy", type=int, default=8)
+    one.add_argument("--layouts", default=",".join([*LAYOUTS][:4]))
+    one.add_argument("--healthy", type=int, default=100)
     one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--jobs", type=int, default=2)
-    one.add_argument("--keep", help="a folder for what the runs leave")
+    one.add_argument("--jobs", type=int, default=3)
+    one.add_argument("--keep", help="a folder for what runs leave that were read wrong or do not count")
     one.add_argument("--logs", action="store_true", help="read the output of ranks too")
     one.set_defaults(does=faults)
+    one = commands.add_parser("table")
+    one.add_argument("files", nargs="+")
+    one.set_defaults(does=lambda options: print_tables(read_rows(*options.files)))
     one = commands.add_parser("synthetic")
     one.add_argument("--ranks", type=int, default=1024)
     one.set_defaults(does=synthetic)
@@ -644,3 +690,10 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "doctor":  # the process that ranks are forked from has what each of them would load and ask for
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import parcompile.runtime  # noqa: F401
+
+    deepspeed.ops.__compatible_ops__  # noqa: B018
