@@ -10,7 +10,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,10 @@ FEWEST_STEPS, WARM_UP = 4, 2
 """Steps of which memory and time are judged, after the first ones."""
 GROWTH = 0.03
 """The share of what a rank holds by which it has to grow."""
-STRAGGLER = 0.1
+STRAGGLER = 0.08
 """The share of a step for which all others wait for one rank."""
-EXPOSED = 0.75
-"""The share of a step that a rank waits for messages; healthy runs of tiny models on busy cores have up to 0.63."""
+EXPOSED = 0.5
+"""The share of a step that every rank waits for messages which all of their ranks have posted."""
 HELD = 0.05
 """The share of a GPU's memory that is held where a job runs on it."""
 LOOKS = 3
@@ -156,13 +156,16 @@ def _nonfinite(found: Evidence) -> Verdict | None:
         said = f"a loss or norm is not finite{'' if step is None else f', first at step {step}'}"
         return Verdict("wrong", "not finite", said, step=step, evidence=evidence, advice=[*advice, _RECORD[0]])
     first = min(places.values(), key=_order)
-    ranks = tuple(sorted(rank for rank, one in places.items() if _order(one) == _order(first)))
+    alike = {rank: one for rank, one in places.items() if _order(one) == _order(first)}
+    own = {rank: one["parameter"] for rank, one in alike.items() if one.get("parameter")}
+    ranks = tuple(sorted(own or alike))
     if "forward" in str(first["phase"]):
         said = f"the first value that is not finite leaves layer {first['layer']} {first['phase']}"
     else:
         said = f"the gradient of layer {first['layer']}'s output is the first value that is not finite: what comes "
         said += "after that layer made it, the head and the loss behind the last one"
     said = f"step {first['step']}: {said}"
+    said += f"; {some(ranks)}: {own[ranks[0]]} of it holds such values" if own else ""
     return Verdict("wrong", "not finite", said, ranks, **_place(first), evidence=evidence, advice=advice)
 
 
@@ -271,12 +274,20 @@ def _network(found: Evidence, lost: Mapping[int, str]) -> Verdict | None:
     is_whole = len(found.ranks) == found.world_size and not any(one.has_ended for one in found.ranks.values())
     if not broken or lost or others or not is_whole or hang.deviations(found.ranks):
         return None
-    failed = [m for rank in broken for m in found.ranks[rank].messages if m.state in hang.UNDONE]
-    first = min(failed, key=lambda m: m.seconds, default=None)
-    said = f"the connections of {some(list(broken))} broke, and all ranks were alive"
+    # A rank that ends because it lost one takes its connections with it: then others have lost as many, but later.
+    links = {rank: row for rank in broken if (row := found.ranks[rank].links) and row.get("of")}
+    share = {rank: (row["left"] / row["of"], row["seconds"]) for rank, row in links.items()}
+    blamed = [min(share, key=lambda rank: share[rank])] if len(share) == len(broken) else list(broken)
+    failed = [m for rank in blamed for m in found.ranks[rank].messages if m.state in hang.UNDONE]
+    first = min(failed, key=lambda m: (m.state != "failed", m.seconds), default=None)
+    said = f"the connections of {some(blamed)} broke, and all ranks were alive"
     advice = ["look at the links between the hosts of these ranks"]
     where = first.where() if first else {}
-    return Verdict("hang", "network", said, tuple(broken), **where, evidence=_quoted(found, broken), advice=advice)
+    evidence = [
+        f"rank {rank}: {row['left']:.0f} of {row['of']:.0f} connections are left" for rank, row in links.items()
+    ]
+    evidence = [*evidence[:8], *_quoted(found, broken)]
+    return Verdict("hang", "network", said, tuple(blamed), **where, evidence=evidence, advice=advice)
 
 
 def _follows(error: str) -> bool:
@@ -400,37 +411,39 @@ def _slow(found: Evidence, plan: Plan | None) -> Verdict | None:
     if not rows:
         return None
     typical = statistics.median(float(row["seconds"]) for each in rows.values() for row in each)
-    late = sorted(lateness(found.ranks).items(), key=lambda one: -one[1][0])
+    late = _late(found.ranks, rows)
     phases = _phases(rows)
     said_phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in phases.items())
     evidence = [f"a step takes {format_seconds(typical)}: {said_phases}"]
-    if late and late[0][1][0] > max(STRAGGLER, 2 * late[1][1][0] if len(late) > 1 else 0):
-        rank, (share, at) = late[0]
-        said = f"all others wait for rank {rank} in {share:.0%} of the time, most of all {at.item.phase or 'there'}"
+    if late is not None:
+        rank, share, at = late
+        said = f"all others wait for rank {rank} in {share:.0%} of the time"
+        said += f", most of all {at.item.phase or 'there'}" if at else ""
         advice = [f"look at the machine of rank {rank} (clocks, temperature, other processes) and its data loading"]
-        evidence += [f"{found.ranks[rank].source}: the last of its groups to post, at most {at}"]
-        return Verdict("slow", "straggler", said, (rank,), **at.where(), evidence=evidence, advice=advice)
+        evidence += [f"{found.ranks[rank].source}: the last of its groups to post, at most {at}"] if at else []
+        where = at.where() if at else {}
+        return Verdict("slow", "straggler", said, (rank,), **where, evidence=evidence, advice=advice)
     time = None if plan is None or plan.spec.other_machine() else plan.estimate().time
-    waiting = min(
-        statistics.median(float(row.get("waiting_seconds") or 0.0) / max(row["seconds"], 1e-9) for row in each)
-        for each in rows.values()
-    )
+    waiting = min(_share(each, "waiting_seconds") for each in rows.values())
+    exposed = _exposed(found.ranks, rows) if len(rows) == found.world_size else 0.0
     evidence.append(f"every rank waits for messages in {waiting:.0%} of a step or more")
+    evidence[-1] += f", for ones that all have posted in {exposed:.0%}" if exposed else ""
     if time is not None:
-        exposed = sum(value for name, value in time.step.parts.items() if "exposed" in name or "exchange" in name)
-        evidence[-1] += f"; the plan says {exposed / time.step.seconds:.0%}"
+        planned = sum(value for name, value in time.step.parts.items() if "exposed" in name or "exchange" in name)
+        evidence[-1] += f"; the plan says {planned / time.step.seconds:.0%}"
     if plan is not None and time is not None and typical > time.interval_seconds[1]:
         low, high = map(format_seconds, time.interval_seconds)
         said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
-        planned = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
+        parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
         expected = _expected(time, recomputes=plan.spec.training.activation_checkpointing == "full")
         longest = max(phases, key=lambda name: phases[name] - expected.get(name, 0.0), default=None)
         if longest is not None:
             said += f"; most of the rest {longest}: {format_seconds(phases[longest])} instead of about "
             said += format_seconds(expected.get(longest, 0.0))
-        return Verdict("slow", "longer than planned", said, phase=longest, evidence=[*evidence, f"planned: {planned}"])
-    if waiting > EXPOSED:
-        said = f"every rank waits for messages in {waiting:.0%} of a step or more: communication is exposed"
+        return Verdict("slow", "longer than planned", said, phase=longest, evidence=[*evidence, f"planned: {parts}"])
+    if exposed > EXPOSED:
+        said = f"every rank waits for messages that all have posted in {exposed:.0%} of a step or more: "
+        said += "communication is exposed"
         advice = ["`parcompile search` finds layouts that send less"]
         return Verdict("slow", "exposed communication", said, evidence=evidence, advice=advice)
     return None
@@ -476,17 +489,88 @@ def _phases(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def lateness(ranks: Mapping[int, Rank]) -> dict[int, tuple[float, Message]]:
-    """Of each rank the share of a typical step for which it was the last of a group to post, and where it was most so.
+def _seconds(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
-    Clocks of hosts differ: a rank's least distance from the first of its groups counts as the distance of its clock.
+
+def _late(
+    ranks: Mapping[int, Rank], rows: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> tuple[int, float, Message | None] | None:
+    """The rank that all others wait for, in which share of a step, and where most of all; None: there is none."""
+    shares = lateness(ranks)
+    worst = {rank: at for rank, (_, at) in shares.items()}
+    if max(_share(each, "waiting_seconds") for each in rows.values()) > STRAGGLER:  # known: the host waits itself
+        margins = _margins(rows)
+        rank = max(margins, key=lambda one: margins[one], default=None)
+        return None if rank is None or margins[rank][0] <= STRAGGLER else (rank, margins[rank][1], worst.get(rank))
+    order = sorted(shares, key=lambda rank: -shares[rank][0])
+    if order and shares[order[0]][0] > max(STRAGGLER, *(2 * shares[rank][0] for rank in order[1:2])):
+        return order[0], shares[order[0]][0], worst[order[0]]
+    return None
+
+
+def _share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Of the seconds of these steps."""
+    return sum(_seconds(row, name) for row in rows) / max(sum(float(row["seconds"]) for row in rows), 1e-9)
+
+
+def _margins(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, tuple[float, float]]:
+    """By which share of a step a rank is longer than any other one at its own work: in nearly every step, and in most.
+
+    What the system made it wait for a processor is not its own: on a machine with many processes that is everybody's.
     """
-    every = hang.Messages(ranks).posted.values()
-    met = [one for one in every if len(one) > 1 and all(m.item.phase != hang.STARTING for m in one.values())]
+    each = {rank: {int(row["step"]): row for row in some_rows} for rank, some_rows in rows.items()}
+    margins: dict[int, list[float]] = defaultdict(list)
+    for step in set.intersection(*map(set, each.values())) if len(each) > 1 else ():
+        ran = {rank: float(row[step]["seconds"]) - _seconds(row[step], "starved_seconds") for rank, row in each.items()}
+        own = {rank: ran[rank] - _seconds(row[step], "waiting_seconds") for rank, row in each.items()}
+        longest, second = sorted(own.values())[:-3:-1]
+        for rank, seconds in own.items():
+            over = seconds - (second if seconds == longest else longest)
+            margins[rank].append(over / max(ran[rank], 1e-9))
+    return {rank: (sorted(one)[len(one) // 4], statistics.median(one)) for rank, one in margins.items()}
+
+
+def _exposed(ranks: Mapping[int, Rank], rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> float:
+    """The share of a step that every rank, or more, waits for messages which all of their ranks have posted.
+
+    What it waits for a rank that posts later, such as one of another stage, or one that the system lets wait for a
+    processor, is no time of the message.
+    """
+    every = hang.Messages(ranks).posted
+    clocks, posted = _clocks(every.values()), {key: dict(met) for key, met in every.items()}
+    for rank, one in ranks.items():
+        for m in (m for m in one.messages if m.op in ("send", "recv")):
+            ends = (rank, hang.other_end(one, m))[:: 1 if m.op == "send" else -1]
+            posted.setdefault((f"{m.group} {ends}", m.number), {})[rank] = m
+    behind: dict[int, float] = defaultdict(float)
+    for met in posted.values():
+        times = {rank: m.seconds - clocks.get(rank, 0.0) for rank, m in met.items() if m.item.phase != hang.STARTING}
+        for rank, seconds in times.items():
+            behind[rank] += max(times.values()) - seconds
+    shares = []
+    for rank, each in rows.items():
+        when = [m.seconds for m in ranks[rank].messages if m.item.phase != hang.STARTING]
+        span = max(when) - min(when) if when else 0.0
+        shares.append(_share(each, "waiting_seconds") - (behind[rank] / span if span > 0 else 0.0))
+    return max(min(shares), 0.0)
+
+
+def _clocks(posted: Iterable[Mapping[int, Message]]) -> dict[int, float]:
+    """How far each rank's clock is ahead: hosts' clocks differ by a rank's least distance from the first of a group."""
     clocks: dict[int, float] = {}
-    for one in met:
+    for one in posted:
         first = min(m.seconds for m in one.values())
         clocks |= {rank: min(clocks.get(rank, math.inf), m.seconds - first) for rank, m in one.items()}
+    return clocks
+
+
+def lateness(ranks: Mapping[int, Rank]) -> dict[int, tuple[float, Message]]:
+    """Of each rank the share of a typical step for which others waited for it in a group, and where it was most so."""
+    every = hang.Messages(ranks).posted.values()
+    met = [one for one in every if len(one) > 1 and all(m.item.phase != hang.STARTING for m in one.values())]
+    clocks = _clocks(met)
     lost: dict[int, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
     times: dict[int | None, list[float]] = defaultdict(list)
     worst: dict[int, tuple[float, Message]] = {}
@@ -502,25 +586,11 @@ def lateness(ranks: Mapping[int, Rank]) -> dict[int, tuple[float, Message]]:
     # Of the first step and the last one the records hold a part.
     steps = [step for step, each in times.items() if 2 * len(each) > max(map(len, times.values()))]
     spans = {step: (max(times[step]) - min(times[step])) or math.inf for step in steps}
-    shares = {rank: statistics.median(row[step] / spans[step] for step in steps) for rank, row in lost.items()}
     if len(steps) < FEWEST_STEPS - 1:
-        shares = dict.fromkeys(shares, 0.0) | _least_waiting(ranks)
-    return {rank: (share, worst[rank][1]) for rank, share in shares.items() if rank in worst}
-
-
-def _least_waiting(ranks: Mapping[int, Rank]) -> dict[int, float]:
-    """The rank that waits least in nearly every step, and by which share of the step less than any other one."""
-    rows = {rank: {int(row["step"]): row for row in _steps(one)} for rank, one in ranks.items()}
-    margins: dict[int, list[float]] = defaultdict(list)
-    for step in set.intersection(*map(set, rows.values())) if len(rows) > 1 else ():
-        waits = {
-            rank: float(each[step].get("waiting_seconds") or 0.0) / max(float(each[step]["seconds"]), 1e-9)
-            for rank, each in rows.items()
-        }
-        least, second = sorted(waits.values())[:2]
-        for rank, waiting in waits.items():
-            margins[rank].append(second - waiting if waiting == least else 0.0)
-    return {rank: sorted(each)[len(each) // 4] for rank, each in margins.items()}
+        return {rank: (0.0, at) for rank, (_, at) in worst.items()}
+    return {
+        rank: (statistics.median(row[one] / spans[one] for one in steps), worst[rank][1]) for rank, row in lost.items()
+    }
 
 
 def _nothing(found: Evidence) -> Verdict:

@@ -96,6 +96,12 @@ class Deviation:
         return "other message"
 
 
+def other_end(one: Rank, message: Message) -> int:
+    """Of a message between two ranks the one that is not this one."""
+    members, place = one.groups.get(message.group, ("", ()))[1], message.peer or 0
+    return members[place] if place < len(members) else place
+
+
 class Messages:
     """The messages of all ranks, by group and number."""
 
@@ -133,8 +139,7 @@ class Messages:
         """Of a message between two ranks its way and the rank at the other end."""
         if message.op not in ("send", "recv"):
             return ()
-        members, place = self.ranks[rank].groups.get(message.group, ("", ()))[1], message.peer or 0
-        return message.op, members[place] if place < len(members) else place
+        return message.op, other_end(self.ranks[rank], message)
 
     def waits(self) -> list[Wait]:
         """The first message of each rank that has not come to its end though all was quiet."""
@@ -217,6 +222,24 @@ def deviations(ranks: Mapping[int, Rank]) -> list[Deviation]:
                 found.append(Deviation(rank, due, ranks[rank].messages[place : place + AHEAD], step))
                 break
     return sorted(found, key=lambda one: one.posted[0].seconds)
+
+
+def _due(one: Rank, ranks: Mapping[int, Rank]) -> tuple[Item, int | None] | None:
+    """What a rank would have posted next, and in which step: what followed on its last messages elsewhere."""
+    mine = [m.item for m in one.messages]
+    rows = {rank: [m.item for m in other.messages] for rank, other in ranks.items()}
+    known = [
+        (_alike(row, place, mine), rank == one.rank, rank, place)
+        for rank, row in rows.items()
+        for place in range(CONTEXT, len(row))
+        if row[place - CONTEXT : place] == mine[-CONTEXT:]
+    ]
+    if not known:
+        return None
+    *_, rank, place = max(known)
+    before, after = (ranks[rank].messages[at].step or 0 for at in (place - 1, place))
+    step = one.messages[-1].step
+    return rows[rank][place], None if step is None else step + after - before
 
 
 def _alike(row: Sequence[Item], place: int, mine: Sequence[Item]) -> int:
@@ -358,6 +381,11 @@ def _absent(
         cause, said = ("store", f"{who} waits for the store") if store else ("busy", f"{who} is elsewhere")
         said += f": {at}" if at else ""
     found = _hang(cause, said, blamed, wait.message if wait else None, evidence)
+    if cause in ("dead", "stopped") and one is not None and (due := _due(one, ranks)) is not None:
+        last, (item, step) = one.messages[-1], due
+        shown = f"{one.source}: {last} is what it posted last; {describe(item)} was due"
+        where = {**last.where(item), "step": step}
+        found = replace(found, **where, evidence=[evidence[0], shown, *evidence[1:]] if told else [shown, *evidence])
     if said.endswith("SIGTERM"):
         return replace(
             found, advice=["look who sends it: a scheduler at its limit, a launcher whose other rank failed"]

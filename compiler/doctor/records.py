@@ -28,7 +28,7 @@ KEPT = 512
 HEAD_BYTES, SLOT_BYTES = 2**15, 256
 """Of the mapped file: what is known of the rank as JSON, then messages as Python tuples, one in each slot."""
 MESSAGE = ("number", "group", "op", "peer", "shape", "dtype", "time", "step", "micro_batch", "phase", "layer", "state")
-STEP = ("step", "seconds", "waiting_seconds", "bytes", "phases")
+STEP = ("step", "seconds", "waiting_seconds", "bytes", "phases", "starved_seconds")
 MOST_RANKS = 2**20
 """A number of a rank above this is damage."""
 
@@ -105,6 +105,8 @@ class Rank:
     plan_hash: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Ranks of groups, as the sizes of their messages tell; 0: they do not."""
+    links: Mapping[str, float] | None = None
+    """When its first message failed: `seconds`, and how many of how many TCP connections were `left` `of` all."""
     is_cut: bool = False
     """Whether the file ends too early: what the rank did after its last message here is not known."""
 
@@ -174,6 +176,7 @@ def read_records(text: str, source: str) -> Rank:
             *(rank, source, size, groups, messages, steps, [str(one) for one in tree.get("events", [])]),
             *([str(one) for one in tree.get("stack", [])], dict(tree.get("place") or {}), tree.get("nonfinite")),
             *(float(tree["time"]), tree.get("plan")),
+            links={k: float(v) for k, v in links.items()} if (links := tree.get("links")) else None,
             is_cut=is_cut,
         )
     except DamagedError:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -34,6 +36,8 @@ from parcompile.runtime.settings import records_folder, records_wanted
 
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _ONE_TO_ONE = ("send", "recv")
+_ESTABLISHED = 1
+"""Of a TCP connection, as the kernel tells it."""
 _METHODS = (
     *_ROOTED,
     *_ONE_TO_ONE,
@@ -99,9 +103,11 @@ class Records:
         self.waiting_seconds = 0.0
         """In all that the host has waited for messages."""
         self._entered = self._began = time.perf_counter()
+        self._starved = 0.0
         self._events: list[str] = []
-        self._sums: list[tuple[Place, Tensor]] = []
-        self._sums_before: list[tuple[Place, Tensor]] = []
+        self._sums: list[tuple[Place, Tensor, str | None]] = []
+        self._sums_before: list[tuple[Place, Tensor, str | None]] = []
+        self._connections, self._links = 0, dict[str, float]()
         self._seen: tuple[object, float] = None, 0.0
         self._writing = threading.Lock()
         self._ring: mmap.mmap | None = None
@@ -135,8 +141,10 @@ class Records:
 
     def fail(self, work: object) -> None:
         """Waiting for a message has raised an error."""
+        if not self._links:
+            self._links = {"left": _connections(), "of": self._connections, "seconds": time.time()}
         for one in self.messages:
-            if one.work is not None and one.work() is work:
+            if work is not None and one.work is not None and one.work() is work:
                 one.has_failed = True
 
     def name(self, axes: Mapping[str, str]) -> None:
@@ -192,15 +200,19 @@ class Records:
     def begin_step(self) -> None:
         """A step begins here: what went on since the last one, such as an evaluation, is no part of it."""
         self._began = self._entered = time.perf_counter()
-        self._blocked = 0.0
+        self._blocked, self._starved = 0.0, _starved_seconds()
         self._phases.clear()
 
     def end_step(self, step: int) -> None:
         """The optimizer step of that number is over."""
         now = time.perf_counter()
         phases = {name: round(seconds, 6) for name, seconds in self._phases.items()}
-        row = [step, now - self._began, self._blocked, _held_bytes(), phases]
+        starved = _starved_seconds()
+        row = [step, now - self._began, self._blocked, _held_bytes(), phases, starved - self._starved]
+        if not self.steps:
+            self._connections = _connections()
         self.steps.append(row)
+        self._starved = starved
         self._began, self._blocked = now, 0.0
         self._phases.clear()
         self._sums_before, self._sums = self._sums, []
@@ -220,9 +232,9 @@ class Records:
             if not name.isdecimal():
                 continue  # a module of the user's own
             layer.register_forward_pre_hook(lambda *_, number=int(name): self.at(layer=number))
-            layer.register_forward_hook(lambda _, __, output, number=int(name): self._leave(number, output))
+            layer.register_forward_hook(lambda one, __, output, number=int(name): self._leave(one, number, output))
 
-    def _leave(self, number: int, output: Any) -> None:
+    def _leave(self, layer: nn.Module, number: int, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
         if not isinstance(x, Tensor) or not x.requires_grad or torch.compiler.is_compiling():
             return
@@ -230,21 +242,26 @@ class Records:
 
         def backward(gradient: Tensor) -> None:
             self.place = place._replace(phase=self.place.phase, layer=number)
-            self._sum(self.place, gradient)
+            self._sum(self.place, gradient, layer)
 
-        self._sum(place, x.detach())
+        self._sum(place, x.detach(), layer)
         x.register_hook(backward)  # type: ignore[no-untyped-call]
         self.at(layer=None)
 
-    def _sum(self, place: Place, x: Tensor) -> None:
-        """Keeps a number that is finite where all of x are. Nobody waits for it."""
-        self._sums.append((place, x.sum(dtype=torch.float32)))
+    def _sum(self, place: Place, x: Tensor, layer: nn.Module) -> None:
+        """Keeps a number that is finite where all of x are. Nobody waits for it, and on a CPU nobody has to."""
+        total, name = x.sum(dtype=torch.float32), None
+        if total.is_cpu and not math.isfinite(total.item()):
+            # The ranks of a tensor parallel group have the same sum: whose weights these are shows which one made it.
+            name = next((one for one, p in layer.named_parameters() if not bool(torch.isfinite(p).all())), None)
+        self._sums.append((place, total, name))
 
     def look_for_nonfinite(self) -> None:
         """Which layer of the last two steps was the first whose output, or gradient of it, holds no finite number."""
-        wrong = [place for place, total in (*self._sums_before, *self._sums) if not bool(torch.isfinite(total))]
+        every = (*self._sums_before, *self._sums)
+        wrong = [(place, name) for place, total, name in every if not bool(torch.isfinite(total))]
         if wrong and self.nonfinite is None:
-            self.nonfinite = wrong[0]._asdict()
+            self.nonfinite = {**wrong[0][0]._asdict(), "parameter": wrong[0][1]}
 
     def look_for_standstill(self, limit_seconds: float) -> None:
         """Writes the file once when a message has been under way for so long, and no other has been posted."""
@@ -288,6 +305,7 @@ class Records:
             if stack is None
             else [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(stack)],
             "nonfinite": self.nonfinite,
+            "links": self._links,
         }
 
 
@@ -325,7 +343,11 @@ def name_groups(groups: Mapping[str, dist.ProcessGroup]) -> None:
 def _posting(op: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def post(group: Any, *args: Any, **options: Any) -> Any:
         message = records.post(group, op, args)
-        work = method(group, *args, **options)
+        try:
+            work = method(group, *args, **options)
+        except BaseException:
+            records.fail(None)
+            raise
         if message is not None:
             message.work = _over if work is None else weakref.ref(work)
         return work
@@ -359,6 +381,26 @@ def _first(values: Any) -> Tensor | None:
         if isinstance(one, list | tuple) and (found := _first(one)) is not None:
             return found
     return None
+
+
+def _starved_seconds() -> float:
+    """For how long the system has let this thread wait for a processor; 0 where it does not say it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _connections() -> int:
+    """The TCP connections of this process that are whole at both ends."""
+    count = 0
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as one:
+                        count += one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    return count
 
 
 def _held_bytes() -> int:

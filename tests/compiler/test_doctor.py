@@ -398,13 +398,74 @@ def test_a_step_is_compared_with_the_plan_of_its_machine_only(
         assert "waits for messages in 27% of a step or more; the plan says 0%" in found.evidence[1]
 
 
-@pytest.mark.parametrize(("share", "cause"), [(0.8, "exposed communication"), (0.65, "too little")])
-def test_communication_is_exposed_where_ranks_wait_most_of_a_step(share: float, cause: str, tmp_path: Path) -> None:
-    tree = json.loads((SAMPLES / "slow" / "rank-00000.json").read_text())
-    for row in tree["steps"]:
-        row["waiting_seconds"] = share * row["seconds"]
-    (tmp_path / file_name(0)).write_text(json.dumps(tree))
-    assert judge(read_all([tmp_path / file_name(0)])).cause == cause
+@pytest.mark.parametrize(
+    ("share", "together", "left", "cause"),
+    [(0.6, True, 4, "exposed communication"), (0.4, True, 4, "none"), (0.6, False, 4, "none"), (0.6, True, 3, "none")],
+)
+def test_communication_is_exposed_where_ranks_wait_for_what_all_have_posted(
+    share: float, together: bool, left: int, cause: str, tmp_path: Path
+) -> None:
+    trees = [json.loads((SAMPLES / "slow" / file_name(rank)).read_text()) for rank in range(4)]
+    last: dict[object, float] = {}
+    for one in (one for tree in trees for one in tree["messages"]):
+        key = one["group"], one["number"]
+        last[key] = max(last.get(key, 0.0), one["time"])
+    for rank, tree in enumerate(trees[:left]):
+        for row in tree["steps"]:
+            row["waiting_seconds"] = share * row["seconds"]
+        for one in tree["messages"] if together else ():
+            one["time"] = last[one["group"], one["number"]]
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree))
+    found = judge(read_all([tmp_path]))
+    assert found.cause == (cause if left == 4 else "too little")
+
+
+@pytest.mark.parametrize("sent", range(12, 20))
+def test_a_rank_that_died_did_so_before_the_message_that_was_due(sent: int, tmp_path: Path) -> None:
+    for rank in range(4):
+        tree = json.loads((SAMPLES / "slow" / file_name(rank)).read_text())
+        if rank == 2:
+            due = tree["messages"][sent]
+            del tree["messages"][sent:]
+        tree["events"] = [] if rank == 2 else ["rank 2 on host a (process 7) ended without a message (killed?)"]
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree))
+    found = judge(read_all([tmp_path]))
+    assert (found.cause, found.ranks) == ("dead", (2,))
+    assert (found.step, found.micro_batch, found.layer, found.phase) == tuple(
+        due[name] for name in ("step", "micro_batch", "layer", "phase")
+    )
+
+
+@pytest.mark.parametrize(("left", "ranks"), [((9, 2, 2, 8), (1,)), ((9, None, 2, 8), (0, 1, 2, 3))])
+def test_the_rank_whose_connections_broke_has_lost_them_all_first(
+    left: tuple[int | None, ...], ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank, count in enumerate(left):
+        tree = json.loads((SAMPLES / "slow" / file_name(rank)).read_text())
+        tree["events"] = ["RuntimeError: Connection closed by peer [127.0.0.1]:4711"]
+        tree["messages"][-1]["state"] = "failed"
+        if count is not None:
+            tree["links"] = {"left": count, "of": 12, "seconds": 100.0 + rank}
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree))
+    found = judge(read_all([tmp_path]))
+    assert (found.cause, found.ranks) == ("network", ranks)
+
+
+@pytest.mark.parametrize(
+    ("own", "starved", "cause"), [(0.2, 0.0, "straggler"), (0.2, 0.2, "none"), (0.05, 0.0, "none")]
+)
+def test_a_rank_that_the_system_lets_wait_for_a_processor_is_no_straggler(
+    own: float, starved: float, cause: str, tmp_path: Path
+) -> None:
+    for rank in range(4):
+        tree = json.loads((SAMPLES / "slow" / file_name(rank)).read_text())
+        for row in tree["steps"]:
+            row |= {"seconds": 1.0, "waiting_seconds": 0.4, "starved_seconds": 0.1}
+            if rank == 2:
+                row |= {"waiting_seconds": 0.4 - own, "starved_seconds": 0.1 + starved}
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree))
+    found = judge(read_all([tmp_path]))
+    assert (found.cause, found.ranks) == (cause, (2,) if cause == "straggler" else ())
 
 
 def test_changes_that_the_rules_or_preflight_refuse_are_not_offered(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_is_recorded_of_layers_changes_no_number_and_names_the_first_that_i
     followed(x).sum().backward()
     own.look_for_nonfinite()
     assert own.nonfinite is not None
-    assert (own.nonfinite["step"], own.nonfinite["layer"]) == (2, 1)
+    assert (own.nonfinite["step"], own.nonfinite["layer"], own.nonfinite["parameter"]) == (2, 1, "weight")
 
 
 def test_nothing_is_recorded_where_the_user_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
