@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -30,6 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -597,23 +599,30 @@ def synthetic(options: argparse.Namespace) -> None:
         assert verdict.ranks == (culprit,), verdict
 
 
-def overhead(_: argparse.Namespace) -> None:
-    """What is recorded of a step, as a share of the step, in one run of one rank beside a second one."""
+def overhead(options: argparse.Namespace) -> None:
+    """What a step takes with the recorder and without it, in turn, on each of two ranks."""
     from parcompile.runtime.local import run_local
 
-    for rank, (step, messages, recording) in enumerate(run_local(2, _measure, timeout=600)):
-        print(
-            f"rank {rank}: {step * 1e3:.1f} ms a step, {messages:.0f} messages, recording {recording / step:.2%} of it"
-        )
+    for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=options.pairs), timeout=3600)):
+        without = statistics.median(one[False] for one in pairs)
+        more = sorted((one[True] - one[False]) / without for one in pairs)
+        low, middle, high = (more[int(len(more) * share)] for share in (0.25, 0.5, 0.75))
+        said = f"{middle:+.2%} with the recorder (middle half of {len(more)} pairs {low:+.2%} to {high:+.2%})"
+        print(f"rank {rank}: {without * 1e3:.0f} ms of processor time a step, {said}; load {os.getloadavg()[0]:.1f}")
 
 
-def _measure(_: int) -> tuple[float, float, float]:
-    """Seconds of a step, messages of it, and seconds of a step that recording them and their places takes."""
+def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
+    """Seconds of this rank's processor for a step with the recorder and without it, in pairs."""
     import torch
+    from torch import distributed as dist
 
+    from parcompile.pipeline import compile_file
     from parcompile.runtime import initialize
     from parcompile.runtime.liveness import records
+    from parcompile.runtime.liveness.recording import _METHODS
 
+    classes = {**{name: dist.ProcessGroup for name in _METHODS if hasattr(dist.ProcessGroup, name)}, "wait": dist.Work}
+    plain = {name: getattr(one, name) for name, one in classes.items()}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "spec.json")
         wide = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -622,40 +631,40 @@ def _measure(_: int) -> tuple[float, float, float]:
         tree["cluster"]["gpus_per_node"], tree["parallelism"] = 2, {"tp": 2, "dp": 1}
         tree["training"] |= {"sequence_length": 512, "global_batch_size": 2}
         path.write_text(json.dumps(tree), encoding="utf-8")
-        from parcompile.pipeline import compile_file
-
         plan = compile_file(path, must_fit=False)[0]
         assert plan is not None
         records.folder = Path(folder)
         samples = [torch.randint(0, 64, (512,)) for _ in range(64)]
         engine, _, loader, _ = initialize(plan=plan, training_data=samples, measurements=False, self_check=False)
-        batches, spent, seconds, messages = iter(loader), [0.0], [], 0
-        for name in ("post", "waited", "enter", "at", "end_step", "_leave", "_sum"):
-            setattr(records, name, _timed(getattr(records, name), spent))
-        for step in range(12):
-            if step == 2:
-                spent[0], messages = 0.0, len(records.messages)
-            started = time.perf_counter()
+        recorded = {name: getattr(one, name) for name, one in classes.items()}
+        assert recorded["allreduce"] is not plain["allreduce"]
+        # The recorder's hooks of layers, and its wrappers of the engine's passes.
+        hooks = [one for m in engine.module.modules() for one in (m._forward_pre_hooks, m._forward_hooks)]
+        hooks = [one for one in hooks if any("follow_layers" in call.__qualname__ for call in one.values())]
+        kept = [dict(one) for one in hooks]
+        passes = {name: getattr(engine, name) for name in ("backward", "step")}
+        inner = {name: inspect.getclosurevars(call).nonlocals["call"] for name, call in passes.items()}
+        assert len(hooks) == 2 * tree["model"]["num_hidden_layers"]
+
+        def switch(*, on: bool) -> None:
+            for name, one in classes.items():
+                setattr(one, name, (recorded if on else plain)[name])
+            for one, calls in zip(hooks, kept, strict=True):
+                one.clear()
+                one.update(calls if on else {})
+            for name in passes:
+                setattr(engine, name, (passes if on else inner)[name])
+
+        def step(*, on: bool) -> float:
+            switch(on=on)
+            started = time.thread_time()
             engine.train_batch(batches)
-            seconds.append(time.perf_counter() - started)
-        sent = (len(records.messages) - messages) / 10
-        return sum(seconds[2:]) / 10, sent, spent[0] / 10
+            return time.thread_time() - started
 
-
-def _timed(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    depth = [0]
-
-    def call(*args: Any, **options: Any) -> Any:
-        depth[0] += 1
-        started = time.perf_counter()
-        try:
-            return method(*args, **options)
-        finally:
-            depth[0] -= 1
-            if not depth[0]:
-                spent[0] += time.perf_counter() - started
-
-    return call
+        batches = iter(itertools.cycle(list(loader)))
+        found = [{on: step(on=on) for on in (turn % 2 == 0, turn % 2 == 1)} for turn in range(pairs + 2)]
+        switch(on=True)
+        return found[2:]
 
 
 def main() -> None:
@@ -679,7 +688,9 @@ def main() -> None:
     one = commands.add_parser("synthetic")
     one.add_argument("--ranks", type=int, default=1024)
     one.set_defaults(does=synthetic)
-    commands.add_parser("overhead").set_defaults(does=overhead)
+    one = commands.add_parser("overhead")
+    one.add_argument("--pairs", type=int, default=40)
+    one.set_defaults(does=overhead)
     options = parser.parse_args()
     options.does(options)
 

@@ -154,7 +154,8 @@ def _nonfinite(found: Evidence) -> Verdict | None:
     if not places:
         step = int(rows[0]["step"]) if rows else None
         said = f"a loss or norm is not finite{'' if step is None else f', first at step {step}'}"
-        return Verdict("wrong", "not finite", said, step=step, evidence=evidence, advice=[*advice, _RECORD[0]])
+        who = tuple(sorted({one.rank for one in lines if one.rank is not None}))
+        return Verdict("wrong", "not finite", said, who, step=step, evidence=evidence, advice=[*advice, _RECORD[0]])
     first = min(places.values(), key=_order)
     alike = {rank: one for rank, one in places.items() if _order(one) == _order(first)}
     own = {rank: one["parameter"] for rank, one in alike.items() if one.get("parameter")}

@@ -364,7 +364,8 @@ def _absent(
     one, who = ranks.get(blamed[0]), some(blamed)
     if (told := lost.get(blamed[0])) is not None:
         stopped = "no sign of life" in told or "answered nothing" in told
-        cause, said = ("stopped", f"{who} is stopped") if stopped else ("dead", f"{who} has died")
+        verb = ("is", "has") if len(blamed) == 1 else ("are", "have")
+        cause, said = ("stopped", f"{who} {verb[0]} stopped") if stopped else ("dead", f"{who} {verb[1]} died")
         if one is not None and "SIGTERM" in one.events:
             cause, said = "dead", f"{who} was sent SIGTERM"
         evidence = [told, *evidence]

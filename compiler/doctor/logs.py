@@ -92,12 +92,13 @@ _PATTERNS = (
     ("versions", r"the ranks do not run the same: .*"),
     ("stopped", r"rank (?P<who>\d+)\b[^;]*?(has given no sign of life|has answered nothing)[^;]*"),
     ("dead", r"rank (?P<who>\d+)\b[^;]*?ended without a message[^;]*"),
-    ("dead", r"(srun: error: .*\btask (?P<who>\d+): (Killed|Segmentation fault|Bus error).*)"),
-    ("dead", r"^ +exitcode +: -(?!15 |2 )\d+ .*"),
-    ("exit", r"^ +exitcode +: [1-9].*"),
+    ("dead", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): (Killed|Segmentation fault|Bus error|Aborted).*)"),
+    ("dead", r"^ +exitcode +: -(?!15 |2 )\d+ .*|.*\bfailed \(exitcode: -(?!15\)|2\))\d+\).*"),
+    ("dead", r"(Fatal Python error: (Segmentation fault|Bus error|Aborted)|(Segmentation fault|Bus error) \(core).*"),
+    ("exit", r"^ +exitcode +: [1-9].*|srun: error: .*\btasks? (?P<who>[\d,-]+): Exited with exit code [1-9].*"),
     ("killed", r".*\[launch\.py:.* exits with return code = -(?!15$|2$)\d+$"),
     ("build", r"Using (?P<root>\S+) as PyTorch extensions root.*"),
-    ("host memory", r"(srun: error: .*\btask (?P<who>\d+): Out Of Memory.*)"),
+    ("host memory", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): Out Of Memory.*)"),
     ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
     ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
     ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
@@ -110,12 +111,12 @@ _PATTERNS = (
     ("lost", r".*(Connection closed by peer|Connection reset by peer|remote process exited).*"),
     (
         "nonfinite",
-        r".*(is not a finite number|\b(loss|grad(ient)?[ _]norm)\S{0,2} (is |= )?'?[-+]?(nan|inf)\b"
-        r"|Current loss scale already at minimum).*",
+        r".*(is not a finite number|\b(loss|grad(ient)?[ _]norm)\S{0,2} +(is |= )?'?[-+]?(nan|inf)\b"
+        r"|Unexpected result (nan|inf)\b|Current loss scale already at minimum).*",
     ),
     ("time limit", r".*(DUE TO TIME LIMIT|CANCELLED AT .*).*"),
     ("data", r"^(\S*: )?(StopIteration\b.*|.*the batches ended after .*)"),
-    ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*"),
+    ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*|.*terminated with exception: .*"),
 )
 OF_RANKS = ("host memory", "device memory", "watchdog", "store", "network", "lost", "nonfinite", "data", "error")
 """What a rank says of itself, and not another process of it."""
@@ -123,13 +124,14 @@ _FINDERS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in _PATTERNS
 )
 _SIGNS = re.compile(
-    r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|inf|Iter|batches"
-    r"|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|return code|PyTorch ext|MiB"
+    r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|NAN|inf"
+    r"|INF|Iter|batches|Fatal|core dumped|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|return code|PyTorch ext|MiB"
 )
 """What a line has that a finder may find something in: looking for all of them takes longer."""
 _TORCHRUN = re.compile(r" +rank +: (\d+) \(local_rank: \d+\)$")
 """The line of torchrun's summary that says of which rank the next one is."""
 _RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LABEL = re.compile(r"\[rank\d+\]:| *\d+: ")
 """Whose line it is, as torchrun and `srun --label` write it before each."""
 _SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
@@ -144,7 +146,7 @@ def read_log(text: str, source: str) -> list[Fact]:
     frames: dict[str, list[str]] = {}
     whose = ""
     for number, line in enumerate(text.splitlines(), 1):
-        line = line[:LINE]
+        line = _COLOUR.sub("", line[:LINE])
         speaker = line[: label.end()] if (label := _LABEL.match(line)) else ""
         if _FRAME.match(line):
             frames[speaker] = [*frames.get(speaker, ())[-60:], line.strip()]
@@ -174,14 +176,23 @@ def _facts(line: str, place: str, frames: Sequence[str], exited: str) -> Iterato
             named = match.groupdict()
             whose = _RANK.search(line)
             rank = named.get("who") or (next((one for one in whose.groups() if one), None) if whose else None)
-            rank = exited or None if "exitcode " in match[0] else rank
+            rank = exited or None if "exitcode " in match[0] else None if "exitcode:" in match[0] else rank
             numbers = {"seq": float(named["seq"])} if named.get("seq") else {}
             if kind == "device memory":
                 numbers = _sizes(line) | {"phase": _phase(frames)}
             text = named.get("root") or match[0].strip()
-            yield Fact(kind, text[:300], place, None if rank is None else int(rank[:7]), numbers)
+            for one in (None,) if rank is None else _numbers(rank):
+                yield Fact(kind, text[:300], place, one, numbers)
         if finder.search(line) and kind not in ("stopped", "dead"):
             return
+
+
+def _numbers(text: str) -> list[int]:
+    """Of "3", or of "4,7-9" as Slurm writes it; of a long list the first ones."""
+    found: list[int] = []
+    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text):
+        found += range(int(first), min(int(last or first), int(first) + MOST_FACTS) + 1)
+    return found[:MOST_FACTS]
 
 
 def _sizes(line: str) -> dict[str, float]:

@@ -17,8 +17,9 @@ import math
 import pickle
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 FORMAT = 1
@@ -29,6 +30,10 @@ HEAD_BYTES, SLOT_BYTES = 2**15, 256
 """Of the mapped file: what is known of the rank as JSON, then messages as Python tuples, one in each slot."""
 MESSAGE = ("number", "group", "op", "peer", "shape", "dtype", "time", "step", "micro_batch", "phase", "layer", "state")
 STEP = ("step", "seconds", "waiting_seconds", "bytes", "phases", "starved_seconds")
+MOST_VALUE = 2.0**62
+"""A number that is larger is damage: seconds and bytes are not."""
+MOST_MEMORY = 2**31
+"""Of what a file of 32 MiB becomes when it is read."""
 MOST_RANKS = 2**20
 """A number of a rank above this is damage."""
 
@@ -171,11 +176,11 @@ def read_records(text: str, source: str) -> Rank:
             said = f"format {tree['format']}, rank {rank} of {size}: this version reads format {FORMAT}"
             raise DamagedError(said)  # noqa: TRY301
         messages = [_message(one, groups) for one in tree["messages"]]
-        steps = [one for one in tree.get("steps", []) if isinstance(one.get("step"), int)]
+        steps = [_step(one) for one in tree.get("steps", []) if isinstance(one.get("step"), int)]
         return Rank(
             *(rank, source, size, groups, messages, steps, [str(one) for one in tree.get("events", [])]),
-            *([str(one) for one in tree.get("stack", [])], dict(tree.get("place") or {}), tree.get("nonfinite")),
-            *(float(tree["time"]), tree.get("plan")),
+            *([str(one) for one in tree.get("stack", [])], dict(tree.get("place") or {}), _nonfinite(tree)),
+            *(float(tree["time"]), None if tree.get("plan") is None else str(tree["plan"])),
             links={k: float(v) for k, v in links.items()} if (links := tree.get("links")) else None,
             is_cut=is_cut,
         )
@@ -199,6 +204,20 @@ def read_ring(content: bytes, source: str) -> Rank:
     messages.sort(key=lambda one: float(one["time"]))
     head = content[:HEAD_BYTES].decode("utf-8", "replace").strip()
     return read_records(f'{head[:-1]}, "time": 0, "messages": {json.dumps(messages)}}}', source)
+
+
+def _step(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A step whose values are finite numbers, and its phases."""
+    names = [name for name in one if name != "phases"]
+    numbers = {name: one[name] for name in names if isinstance(one[name], int | float) and abs(one[name]) < MOST_VALUE}
+    return {**numbers, "phases": {str(name): float(value) for name, value in dict(one.get("phases") or {}).items()}}
+
+
+def _nonfinite(tree: Mapping[str, Any]) -> dict[str, Any] | None:
+    if (one := tree.get("nonfinite")) is None:
+        return None
+    numbers = {name: int(one[name]) for name in ("step", "micro_batch", "layer") if one.get(name) is not None}
+    return {**numbers, **{name: str(one[name]) for name in ("phase", "parameter") if one.get(name) is not None}}
 
 
 def _message(one: Mapping[str, Any], groups: Mapping[str, tuple[str, tuple[int, ...]]]) -> Message:
@@ -250,6 +269,25 @@ class _Parts(pickle._Unpickler):
     find_class = _Plain.find_class
 
 
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Within it, a few bytes of a pickle that ask for 64 GB get a MemoryError, where the system can limit a process."""
+    try:
+        import resource
+
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError, ValueError):
+        yield
+        return
+    limit = min(one for one in (used + MOST_MEMORY, soft, hard) if one != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def _salvaged_dump(content: bytes) -> dict[str, Any]:
     """The messages of a pickle that are whole.
 
@@ -286,7 +324,8 @@ def read_dump(content: bytes, source: str) -> Rank:
     try:
         is_cut = False
         try:
-            tree = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+            with _bounded_memory():
+                tree = json.loads(content) if content[:1] == b"{" else _Plain(io.BytesIO(content)).load()
         except (EOFError, pickle.UnpicklingError):
             tree, is_cut = _salvaged_dump(content), True
         done = {str(pg): int(one["last_completed_collective"]) for pg, one in (tree.get("pg_status") or {}).items()}

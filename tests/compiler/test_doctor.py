@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -418,6 +419,67 @@ def test_communication_is_exposed_where_ranks_wait_for_what_all_have_posted(
         (tmp_path / file_name(rank)).write_text(json.dumps(tree))
     found = judge(read_all([tmp_path]))
     assert found.cause == (cause if left == 4 else "too little")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "cause", "ranks"),
+    [
+        ("\x1b[31mstep:  5  \x1b[32mloss:      nan  \x1b[36mmemory:  1.00GiB", "wrong", "not finite", ()),
+        (
+            "[rank2]: RuntimeError: iteration 5: Unexpected result nan (message=",
+            "wrong",
+            "not finite",
+            (2,),
+        ),
+        (" iteration  5/ 100 | lm loss: NAN | loss scale: 1.0 | grad norm: nan |", "wrong", "not finite", ()),
+        ("[rank1]:[E11] Process group watchdog thread terminated with exception: CUDA error", "died", "error", (1,)),
+        ("srun: error: node1: task 3: Exited with exit code 1", "died", "error", (3,)),
+        ("srun: error: node1: tasks 4,7-8: Killed", "died", "dead", (4, 7, 8)),
+        ("0: Fatal Python error: Aborted", "died", "dead", (0,)),
+        ("Segmentation fault (core dumped)", "died", "dead", ()),
+        ("E1101 api.py:869] failed (exitcode: -9) local_rank: 3 (pid: 55) of binary: python", "died", "dead", ()),
+        (
+            "E1101 api.py:869] failed (exitcode: -15) local_rank: 3 (pid: 55) of",
+            "unknown",
+            "too little",
+            (),
+        ),
+        ("srun: error: node1: tasks 0-3: Terminated", "unknown", "too little", ()),
+    ],
+)
+def test_lines_of_other_engines_and_launchers(
+    line: str, kind: str, cause: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "all.log").write_text(f"{line}\n")
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == (kind, cause, ranks)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"plan": {"a": [1]}},
+        {"nonfinite": 3},
+        {"nonfinite": {"layer": "x", "phase": 1}},
+        {"links": {"left": []}},
+        {"steps": [{"step": 3, "seconds": "x", "bytes": [], "waiting_seconds": {}, "phases": None}] * 9},
+        {"steps": [{"step": 3, "seconds": 1e308, "bytes": float("nan"), "waiting_seconds": float("inf")}] * 9},
+    ],
+)
+def test_values_that_no_runtime_writes_are_damage(damage: dict[str, object], tmp_path: Path) -> None:
+    for rank in range(4):
+        tree = json.loads((SAMPLES / "nan" / file_name(rank)).read_text())
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree | damage if rank == 1 else tree))
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.step) == ("wrong", 6)
+    assert found.text()
+
+
+def test_a_pickle_that_asks_for_all_memory_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "trace_0").write_bytes(b"\x80\x04Nr\xff\xff\xff\x0f.")  # keep this as number 2**28 of what was seen
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    assert "MemoryError" in read_all([tmp_path]).unreadable["trace_0"]
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 @pytest.mark.parametrize("sent", range(12, 20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import time
 import weakref
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from parcompile.doctor import judge, read_all
 from parcompile.doctor.records import KEPT, file_name, ring_name
-from parcompile.runtime.liveness import records
+from parcompile.runtime.liveness import recording, records
 from parcompile.runtime.liveness.recording import Records, name_groups, start
 
 pytestmark = pytest.mark.ranks
@@ -103,6 +104,26 @@ def test_what_is_recorded_of_layers_changes_no_number_and_names_the_first_that_i
     own.look_for_nonfinite()
     assert own.nonfinite is not None
     assert (own.nonfinite["step"], own.nonfinite["layer"], own.nonfinite["parameter"]) == (2, 1, "weight")
+
+
+def test_connections_that_are_lost_and_waits_for_a_processor_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    starved = iter((1.0, 3.5, 3.5))
+    monkeypatch.setattr(recording, "_starved_seconds", lambda: next(starved))
+    own = Records()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        own.begin_step()
+        own.end_step(1)
+        accepted.close()
+        own.fail(None)
+        first = dict(own.to_json()["links"])
+        time.sleep(0.01)
+        own.fail(None)
+    links = own.to_json()["links"]
+    assert links == first
+    assert links["left"] == links["of"] - 2  # both ends are of this process
+    (row,) = own.to_json()["steps"]
+    assert row["starved_seconds"] == 2.5
 
 
 def test_nothing_is_recorded_where_the_user_wants_that(monkeypatch: pytest.MonkeyPatch) -> None:
