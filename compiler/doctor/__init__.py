@@ -54,6 +54,7 @@ _BROKEN = (
     "Broken pipe",
     "remote process exited",
     "imed out wait",
+    "pair closure",
 )
 
 
@@ -67,6 +68,7 @@ def judge(found: Evidence, plan: Plan | None = None, preflight: Preflight | None
         _start(found)
         or _build(found, is_waiting=True)
         or (hung if hung and hung.cause in hang.DIVERGED else None)
+        or _exchanged(found)
         or _nonfinite(found)
         or _out_of_memory(found, plan, preflight)
         or hung
@@ -168,6 +170,18 @@ def _nonfinite(found: Evidence) -> Verdict | None:
     said = f"step {first['step']}: {said}"
     said += f"; {some(ranks)}: {own[ranks[0]]} of it holds such values" if own else ""
     return Verdict("wrong", "not finite", said, ranks, **_place(first), evidence=evidence, advice=advice)
+
+
+def _exchanged(found: Evidence) -> Verdict | None:
+    """A rank that posted like messages in another order, and a loss or norm that came of it: nobody waits there."""
+    if (wrong := _nonfinite(found)) is None:
+        return None
+    verdict = hang.strayed(found.ranks)
+    if verdict is None or verdict.cause not in ("skipped", "swapped order", "skipped or swapped"):
+        return None
+    if wrong.step is not None and (verdict.step or 0) > wrong.step:
+        return None
+    return replace(verdict, kind="wrong", evidence=[*verdict.evidence, wrong.summary, *wrong.evidence])
 
 
 def _place(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +294,8 @@ def _network(found: Evidence, lost: Mapping[int, str]) -> Verdict | None:
     share = {rank: (row["left"] / row["of"], row["seconds"]) for rank, row in links.items()}
     blamed = [min(share, key=lambda rank: share[rank])] if len(share) == len(broken) else list(broken)
     failed = [m for rank in blamed for m in found.ranks[rank].messages if m.state in hang.UNDONE]
-    first = min(failed, key=lambda m: (m.state != "failed", m.seconds), default=None)
+    # Where none has failed yet, it waits in the one that it has posted last: it does not wait for what it sent before.
+    first = next((m for m in failed if m.state == "failed"), failed[-1] if failed else None)
     said = f"the connections of {some(blamed)} broke, and all ranks were alive"
     advice = ["look at the links between the hosts of these ranks"]
     where = first.where() if first else {}
@@ -504,7 +519,9 @@ def _late(
     if max(_share(each, "waiting_seconds") for each in rows.values()) > STRAGGLER:  # known: the host waits itself
         margins = _margins(rows)
         rank = max(margins, key=lambda one: margins[one], default=None)
-        return None if rank is None or margins[rank][0] <= STRAGGLER else (rank, margins[rank][1], worst.get(rank))
+        if rank is None or margins[rank][0] <= STRAGGLER / 2 or margins[rank][1] <= STRAGGLER:
+            return None
+        return rank, margins[rank][1], worst.get(rank)
     order = sorted(shares, key=lambda rank: -shares[rank][0])
     if order and shares[order[0]][0] > max(STRAGGLER, *(2 * shares[rank][0] for rank in order[1:2])):
         return order[0], shares[order[0]][0], worst[order[0]]

@@ -263,11 +263,11 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
     evidence = [str(one) for one in waits[:4]] + [f"and {len(waits) - 4} more ranks wait"] * (len(waits) > 4)
     involved = {rank for one in waits for rank in (one.rank, *one.missing)} | set(first)
     is_stuck = bool(waits or lost) or any(one.error or one.seconds is None for one in ranks.values())
-    strayed = [one for one in deviations(ranks) if one.rank in involved or one.rank in lost]
-    if strayed and (earlier := _outvoted(first, ranks)) and earlier.posted[0].seconds < strayed[0].posted[0].seconds:
-        strayed = [earlier]
-    if strayed:
-        found = _strayed(strayed[0], ranks, evidence)
+    own = [one for one in deviations(ranks) if one.rank in involved or one.rank in lost]
+    if own and (earlier := _outvoted(first, ranks)) and earlier.posted[0].seconds < own[0].posted[0].seconds:
+        own = [earlier]
+    if own:
+        found = _strayed(own[0], ranks, evidence)
         return found if is_stuck else replace(found, kind="wrong")
     if first and not lost:
         return _differing(first, ranks, evidence, is_stuck=is_stuck)
@@ -294,6 +294,12 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
         cause = "network"
         said = f"all ranks have posted {one.message}, and it does not end: the network between them drops messages"
     return _hang(cause, said, [wait.rank for wait in stuck or waits], one.message, evidence)
+
+
+def strayed(ranks: Mapping[int, Rank]) -> Verdict | None:
+    """The first rank whose order of messages is its own, whether or not anybody waits."""
+    found = deviations(ranks)
+    return _strayed(found[0], ranks, []) if found else None
 
 
 def _is_busy(ranks: Mapping[int, Rank], rank: int) -> bool:

@@ -498,6 +498,26 @@ def test_a_rank_that_died_did_so_before_the_message_that_was_due(sent: int, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("event", "cause", "ranks"),
+    [("step 8: the gradient norm is not a finite number", "swapped order", (2,)), ("ended", "none", ())],
+)
+def test_messages_that_changed_places_are_blamed_for_what_is_not_finite(
+    event: str, cause: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank in range(4):
+        tree = json.loads((SAMPLES / "slow" / file_name(rank)).read_text())
+        rows = tree["messages"]
+        if rank == 2:
+            rows[16], rows[17] = rows[17], rows[16]
+        for row in tree["steps"]:
+            row["waiting_seconds"] = 0.5 * row["seconds"]
+        tree["events"] = [event, "ended"]
+        (tmp_path / file_name(rank)).write_text(json.dumps(tree))
+    found = judge(read_all([tmp_path]))
+    assert (found.kind, found.cause, found.ranks) == ("wrong" if ranks else "nothing", cause, ranks)
+
+
 @pytest.mark.parametrize(("left", "ranks"), [((9, 2, 2, 8), (1,)), ((9, None, 2, 8), (0, 1, 2, 3))])
 def test_the_rank_whose_connections_broke_has_lost_them_all_first(
     left: tuple[int | None, ...], ranks: tuple[int, ...], tmp_path: Path
@@ -514,16 +534,22 @@ def test_the_rank_whose_connections_broke_has_lost_them_all_first(
 
 
 @pytest.mark.parametrize(
-    ("own", "starved", "cause"), [(0.2, 0.0, "straggler"), (0.2, 0.2, "none"), (0.05, 0.0, "none")]
+    ("own", "starved", "steps", "cause"),
+    [
+        (0.2, 0.0, 1, "straggler"),
+        (0.2, 0.0, 3, "none"),  # in two steps of three
+        (0.2, 0.2, 1, "none"),  # the system let it wait for a processor
+        (0.05, 0.0, 1, "none"),
+    ],
 )
-def test_a_rank_that_the_system_lets_wait_for_a_processor_is_no_straggler(
-    own: float, starved: float, cause: str, tmp_path: Path
+def test_a_straggler_takes_longer_for_work_of_its_own_in_nearly_every_step(
+    own: float, starved: float, steps: int, cause: str, tmp_path: Path
 ) -> None:
     for rank in range(4):
         tree = json.loads((SAMPLES / "slow" / file_name(rank)).read_text())
         for row in tree["steps"]:
             row |= {"seconds": 1.0, "waiting_seconds": 0.4, "starved_seconds": 0.1}
-            if rank == 2:
+            if rank == 2 and (steps == 1 or row["step"] % steps):
                 row |= {"waiting_seconds": 0.4 - own, "starved_seconds": 0.1 + starved}
         (tmp_path / file_name(rank)).write_text(json.dumps(tree))
     found = judge(read_all([tmp_path]))
