@@ -519,7 +519,7 @@ def _late(
     if max(_share(each, "waiting_seconds") for each in rows.values()) > STRAGGLER:  # known: the host waits itself
         margins = _margins(rows)
         rank = max(margins, key=lambda one: margins[one], default=None)
-        if rank is None or margins[rank][0] <= STRAGGLER / 2 or margins[rank][1] <= STRAGGLER:
+        if rank is None or margins[rank][0] <= STRAGGLER / 3 or margins[rank][1] <= STRAGGLER:
             return None
         return rank, margins[rank][1], worst.get(rank)
     order = sorted(shares, key=lambda rank: -shares[rank][0])
