@@ -35,7 +35,7 @@ FEWEST_STEPS, WARM_UP = 4, 2
 """Steps of which memory and time are judged, after the first ones."""
 GROWTH = 0.03
 """The share of what a rank holds by which it has to grow."""
-STRAGGLER = 0.08
+STRAGGLER = 0.05
 """The share of a step for which all others wait for one rank."""
 EXPOSED = 0.5
 """The share of a step that every rank waits for messages which all of their ranks have posted."""
@@ -519,7 +519,7 @@ def _late(
     if max(_share(each, "waiting_seconds") for each in rows.values()) > STRAGGLER:  # known: the host waits itself
         margins = _margins(rows)
         rank = max(margins, key=lambda one: margins[one], default=None)
-        if rank is None or margins[rank][0] <= STRAGGLER / 3 or margins[rank][1] <= STRAGGLER:
+        if rank is None or margins[rank][0] <= STRAGGLER / 2 or margins[rank][1] <= STRAGGLER:
             return None
         return rank, margins[rank][1], worst.get(rank)
     order = sorted(shares, key=lambda rank: -shares[rank][0])

@@ -539,7 +539,7 @@ def test_the_rank_whose_connections_broke_has_lost_them_all_first(
         (0.2, 0.0, 1, "straggler"),
         (0.2, 0.0, 3, "none"),  # in two steps of three
         (0.2, 0.2, 1, "none"),  # the system let it wait for a processor
-        (0.05, 0.0, 1, "none"),
+        (0.03, 0.0, 1, "none"),
     ],
 )
 def test_a_straggler_takes_longer_for_work_of_its_own_in_nearly_every_step(
