@@ -389,7 +389,7 @@ def _drop(store: int) -> None:
 
 
 def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> bool:
-    """One run with one fault, until it ends or stands still. Whether all ranks have ended as they should."""
+    """One run with one fault, until it ends or stands still. Whether all ranks have ended as they should, or go on."""
     import torch.distributed as dist
 
     if "plain" not in fault:
@@ -406,6 +406,7 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
         if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
             end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
+    goes_on = all(one.is_alive() for one in ranks) and _last_step(folder) > fault["step"] + 1
     end = time.monotonic() + 10
     while "plain" in fault and time.monotonic() < end:
         time.sleep(0.5)  # ranks that are done end a moment after their dumps
@@ -425,7 +426,13 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
     for one in ranks:
         one.kill()
         one.join()
-    return all(one.exitcode == 0 for one in ranks)
+    return goes_on or all(one.exitcode == 0 for one in ranks)
+
+
+def _last_step(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[str, bool]:
