@@ -482,7 +482,7 @@ def try_one(
     elif truth is None:
         row["why"] = "no message of the layout can have the fault, or the run ended before it"
     elif is_whole and kind in PLACED:
-        row["why"] = "it changed nothing"  # messages of two groups may change places
+        row["why"] = "the run went on"  # messages of two groups may change places
     else:
         row["right"] = right(fault, truth, verdict)
     if not options.keep or (row["right"] is not None and all(row["right"].values())):
