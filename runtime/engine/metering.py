@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parcompile.cost.step import utilisation
 from parcompile.cost.workload import Workload
+from parcompile.doctor.records import STEP
 from parcompile.runtime.data import Batch
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
@@ -107,7 +108,7 @@ class StepMeter:
         if self._work is not None:
             row["mfu"] = utilisation(self._work, row["tokens_per_s"] / self._world_size)
         if self._on_cpu and records.steps:
-            phases = records.steps[-1][-1]
+            phases = records.steps[-1][STEP.index("phases")]
             row |= {f"phase_seconds/{short}": phases[name] for name, short in PHASES.items() if name in phases}
         if self._scales:
             row["skipped_steps"] = engine.skipped_steps

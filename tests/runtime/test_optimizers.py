@@ -296,6 +296,15 @@ def test_stages_have_other_groups_of_weight_decay() -> None:
     judge(compared(plan, ranks, plain))
 
 
+@pytest.mark.parametrize(("kind", "axes"), [("adamw", {"tp": 2, "cp": 2}), ("muon", {"tp": 2}), ("muon", {"pp": 2})])
+def test_weight_decay_rises_in_other_layouts_as_in_one_process(kind: str, axes: dict[str, int]) -> None:
+    decay = {"start_weight_decay": 0.5, "weight_decay": 5.0, "weight_decay_style": "cosine"}
+    settings = {"type": kind, "eps": 1e-3, **({"ns_dtype": "fp32"} if kind == "muon" else {}), **decay}
+    plan = make_plan(4, axes, training={"micro_batch_size": 1, "train_steps": 4, "optimizer": settings})
+    ranks = run_ranks(4, train_with_engine, plan, False, 4)
+    judge(compared(plan, ranks, lambda seed: train_in_one_process(plan, steps=4, seed=seed)))
+
+
 def test_a_checkpoint_holds_momentum_alone_of_matrices_and_converts_and_exports(tmp_path: Path) -> None:
     plan, target = saved_plan("tp2 dp2"), saved_plan("tp4")
     whole = go_on(plan, None, 4, {2: tmp_path / "a"})

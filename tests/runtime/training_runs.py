@@ -17,7 +17,7 @@ from parcompile.plan import Plan, compile_plan
 from parcompile.plan.holding import Holding
 from parcompile.rules import check
 from parcompile.runtime.labels import IGNORED_LABEL
-from parcompile.spec import learning_rate
+from parcompile.spec import learning_rate, weight_decay_of
 from parcompile.spec.resolve import Resolution
 
 STEPS = 5
@@ -339,6 +339,9 @@ def train_in_one_process(
         loss.backward()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step + 1)
+        if training.optimizer.start_weight_decay is not None:
+            for group in (*optimizer.param_groups, *getattr(optimizer, "muon", optimizer).param_groups):
+                group["weight_decay"] = weight_decay_of(training, step + 1) if group["weight_decay"] else 0.0
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clipping or math.inf)))
         optimizer.step()
         losses.append(float(loss.detach()))
