@@ -119,7 +119,7 @@ parcompile.compile(found.spec, "plan")
 
 ```text
 {'pp': 1, 'tp': 2, 'cp': 1, 'sequence_parallel': True}
-4.6 s; the next one lost because: 1.0% faster, within the error of 8%: the first needs 50.42 GiB, not 63.37 GiB
+4.8 s; the next one lost because: 0.8% slower, mostly because of cp, exposed (+35.9 ms)
 ```
 '''
 

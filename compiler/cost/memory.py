@@ -170,6 +170,15 @@ def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
     return 5.0 * MASTER_BYTES * max(whole, default=0)
 
 
+def reduction_bytes(work: Workload, bucket: float) -> float:
+    """Copies of a bucket while it is reduced: as a whole, at stage 1 in place of its gradients, and in a wider type."""
+    if work.zero_stage not in (1, 2):
+        return 0.0
+    width = work.gradient_bytes if work.zero_stage == 1 else work.element_bytes
+    copied = work.message_bytes / width * bucket if width < work.message_bytes else 0.0
+    return copied + (bucket if work.zero_stage == 2 else 0.0)
+
+
 def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
     """What the end of a step takes, when activations are gone: the reduction of gradients, or the optimizer.
 
@@ -186,12 +195,12 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    # A bucket is copied as a whole, at stage 1 in place of its gradients, and again where messages have a wider type.
-    width = work.gradient_bytes if work.zero_stage == 1 else work.element_bytes
-    copied = work.message_bytes / width * bucket if width < work.message_bytes else 0.0
-    copied += bucket if work.zero_stage == 2 else 0.0
+    copied = reduction_bytes(work, bucket)
     if work.on_host:
         return 0.0 if work.shards_weights else copied
+    if work.zero_stage == 1 and work.gradient_bytes > work.element_bytes:
+        # From the first bucket on the sums of the shard lie in a tensor of their own.
+        copied = max(copied, float(work.gradient_bytes * shard))
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam

@@ -96,6 +96,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
     "activations on the host": {"activation_offloading": True},
+    "sums of gradients in bf16": {"gradient_accumulation_dtype": "bf16"},
 }
 """What lets a rank hold less, and is tried where nothing fits without: what it sets, by what it is called."""
 
@@ -139,6 +140,7 @@ _SHORT = {
     "tiled_mlp": "tiled",
     "offload_optimizer": "offload",
     "activation_offloading": "offload_acts",
+    "gradient_accumulation_dtype": "bf16_sums",
 }
 
 
@@ -228,13 +230,14 @@ class Space:
     def with_options(self) -> list[list[Space]]:
         """The same with more and more of `OPTIONS` that the spec leaves open.
 
-        First without the host, then with the optimizer there, then with activations there. Only the runtime has them,
-        DeepSpeed offloads from stage 1 on, and of recomputed layers alone activations go to the host.
+        First without the host, then with the optimizer there, then with activations there; then all of these with sums
+        in bf16, which lose digits. Only the runtime has them, DeepSpeed offloads from stage 1 on, and of recomputed
+        layers alone activations go to the host.
         """
         if not self.executable:
             return []
         given = {name for section in ("training", "zero") for name in self.tree.get(section) or {}}
-        *chunks, host, kept = ({} if one.keys() & given else one for one in OPTIONS.values())
+        *chunks, host, kept, sums = ({} if one.keys() & given else one for one in OPTIONS.values())
         shape = Resolution(self.tree, (), self.variants.folder).shape
         few = [one for one in chunks if any(has_use_for(shape, name) for name in one)]
         sets = [{name: value for one in each for name, value in one.items()} for each in _subsets(few)]
@@ -249,6 +252,9 @@ class Space:
             if host and stages:
                 more = ({**host, **kept, **one} for one in sets)
                 found[-1] += [replace(of_layers, switched_on=one, zero_stages=stages) for one in more]
+        if sums and (self.tree.get("training") or {}).get("precision", "bf16") == "bf16":
+            every = [[self], *found]
+            found += [[replace(one, switched_on={**sums, **one.switched_on}) for one in each] for each in every]
         return [one for one in found if one]
 
 

@@ -62,7 +62,8 @@ Changed:
   `take_over_gradients`
 - `async_accumulate_grad_in_cpu_via_gpu` (runtime/zero/stage_1_and_2.py), which adds up whole parameters of which this
   rank has a part, with `temp_grad_buffer_for_cpu_offload` and `temp_grad_buffer_for_gpu_offload`; between
-  `_wait_for_offload_copies` and `_record_offload_copy`. `take_over_gradients`
+  `_wait_for_offload_copies` and `_record_offload_copy`; and `_use_compact_grad_partition_buffer`, which asks for fp32
+  sums of the shard on the accelerator too. `take_over_gradients`
 - `complete_grad_norm_calculation_for_cpu_offload` and the parts in `norm_for_param_grads` (runtime/zero/stage3.py and
   stage_1_and_2.py), in the place of `get_grad_norm_direct` on the host. `count_on_host`
 - `defragment` (runtime/zero/stage3.py), which copies over the host, and the autocast that `runtime/zero/linear.py` asks

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from parcompile.cost.collectives import RankPlace, collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
-from parcompile.cost.memory import gathered_numels, static_memory
+from parcompile.cost.memory import gathered_numels, reduction_bytes, static_memory
 from parcompile.cost.offload import host_activations, host_memory
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
@@ -157,8 +157,10 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     error = planned / of_one - 1
     wrong = abs(error) > ACTIVATION_TOLERANCE
     detail = [f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed"] if wrong else []
-    # With activations on the host a layer takes most, behind whose gradients others are reduced at stages 2 and 3.
-    if kept is None or spec.zero_stage < 2:
+    # At stage 2 the copies of a bucket may take most. With activations on the host a layer does, behind whose gradients
+    # others are reduced at stages 2 and 3.
+    copies = reduction_bytes(work, step.static.bucket) if spec.zero_stage == 2 else 0.0
+    if copies <= planned and (kept is None or spec.zero_stage < 2):
         yield _finding(
             rank,
             "activations of a micro-batch",
