@@ -314,7 +314,8 @@ def test_beside_small_changes_stands_what_a_search_chooses(tmp_path: Path) -> No
     for edit in chosen.edits:
         tree.setdefault(str(edit.path[0]), {})[str(edit.path[1])] = edit.value
     assert parcompile.check(tree).valid
-    best = parcompile.search({**tree, "parallelism": {}, "training": training}).best
+    given = {**training, "gradient_accumulation_dtype": "bf16"}
+    best = parcompile.search({**tree, "parallelism": {}, "training": given}).best
     assert best is not None
     assert compile_tree(tree, tmp_path).estimate().time.step.seconds == pytest.approx(best.seconds)
 
