@@ -28,7 +28,13 @@ SPECS = {
     "four stages": spec_tree(
         2, 8, parallelism={"pp": 4, "tp": 2}, training={"gradient_accumulation_dtype": "fp32", "global_batch_size": 8}
     ),
-    "experts": spec_tree(2, 8, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 2, "ep": 4}),
+    "experts": spec_tree(
+        2,
+        8,
+        model={"preset": "mixtral-8x7b"},
+        parallelism={"tp": 2, "ep": 4},
+        training={"gradient_accumulation_dtype": "bf16"},
+    ),
     "gpt2": spec_tree(1, 4, model={"preset": "gpt2-xl"}, parallelism={"cp": 2}),
     "preset": spec_tree(4, 8, model={"preset": "llama-3-8b"}, parallelism={"tp": 4, "cp": 4}),
 }

@@ -485,10 +485,10 @@ def test_the_first_offer_of_init_is_the_best_of_the_search() -> None:
 
 
 def test_init_takes_tp_over_nodes_where_nothing_else_fits_and_warns_of_it() -> None:
-    cluster = {"nodes": 4, "gpus_per_node": 2, "accelerator": "rtx-4090"}
+    cluster = {"nodes": 4, "gpus_per_node": 2, "accelerator": {"memory_gib": 20, "like": "rtx-4090"}}
     offer, *_ = first_spec("small", {"preset": "llama-3.1-8b"}, cluster, 4096, Path()).offers
-    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["pp"]) == (4, 2)
-    assert any("tp 4 leaves the node of 2 GPUs" in warning for warning in offer.warnings)
+    assert (offer.spec["parallelism"]["tp"], offer.spec["parallelism"]["pp"]) == (8, 1)
+    assert any("tp 8 leaves the node of 2 GPUs" in warning for warning in offer.warnings)
 
 
 def test_zero_stage_3_is_tried_where_else_tp_would_leave_its_node() -> None:
