@@ -74,7 +74,7 @@ def take_over_gradients(optimizer: Any) -> None:
     if is_on_host(optimizer) and not is_of_stage_3(optimizer):
         optimizer.async_accumulate_grad_in_cpu_via_gpu = functools.partial(_add_up, optimizer)
         if not optimizer.partition_gradients:
-            # For fp32 sums a second shard of gradients would be made on the accelerator, which nobody reads.
+            # fp32 sums go to the host from where they are: DeepSpeed would copy the shard's on the accelerator first.
             optimizer._use_compact_grad_partition_buffer = lambda _: False
         # As large as the largest parameter, for DeepSpeed's own sums.
         optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None

@@ -62,8 +62,14 @@ def with_own_optimizer(_rank: int, plan: Plan) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world", "parallelism", "stage", "sums"),
-    [(2, {"pp": 2}, 1, "fp32"), (4, {"tp": 2, "cp": 2}, 2, "fp32"), (2, {}, 2, "bf16"), (2, {}, 3, "fp32")],
-    ids=["pp2 at stage 1", "tp2 cp2 at stage 2", "dp2 at stage 2, sums in bf16", "dp2 at stage 3"],
+    [
+        (2, {"pp": 2}, 1, "fp32"),
+        (2, {}, 1, "fp32"),
+        (4, {"tp": 2, "cp": 2}, 2, "fp32"),
+        (2, {}, 2, "bf16"),
+        (2, {}, 3, "fp32"),
+    ],
+    ids=["pp2 at stage 1", "dp2 at stage 1", "tp2 cp2 at stage 2", "dp2 at stage 2, sums in bf16", "dp2 at stage 3"],
 )
 def test_steps_in_bf16_are_the_same_bits_on_the_host(
     world: int, parallelism: dict[str, Any], stage: int, sums: str
