@@ -93,7 +93,7 @@ print(f"{gib:.1f} GiB, fits: {estimate.memory.fits}, {estimate.time.step.seconds
 
 ```text
 16 (1, 5) (1, 5, 9, 13)
-22.5 GiB, fits: True, 5.1 s per step
+27.2 GiB, fits: True, 5.3 s per step
 ```
 
 `parcompile.compile(spec)` without a folder writes nothing. A spec with errors raises `SpecError`, whose `diagnostics`
