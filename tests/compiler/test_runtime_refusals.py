@@ -78,7 +78,7 @@ def test_a_plan_that_nobody_runs_is_refused(rule: Rule) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("sums", ["bf16", "fp32"])
-def test_rows_on_several_ranks_need_an_optimizer_that_counts_them_once(
+def test_rows_on_several_ranks_are_no_obstacle_to_sums_of_any_type(
     tp: int, stage: int, sums: str, tmp_path: Path
 ) -> None:
     """phi3 fuses queries with 2 kv heads: on 4 ranks two of them hold each."""

@@ -101,6 +101,16 @@ def test_repeated_rows_count_once_in_the_norm(stage: int) -> None:
     judge(compared(plan, ranks, lambda seed: train_in_one_process(plan, masked=True, steps=3, seed=seed)))
 
 
+@pytest.mark.ranks
+def test_repeated_rows_count_once_where_bf16_is_summed_in_fp32() -> None:
+    """At stage 1 by DeepSpeed's norm, at stage 0 by one of ours."""
+    training = {**TWO, "precision": "bf16"}
+    at_0, at_1 = (plan_of(4, {"tp": 4}, stage, on_host=False, training=training, **REPEATED) for stage in (0, 1))
+    for own, deepspeeds in zip(*(run_ranks(4, train_with_engine, plan, True, 3) for plan in (at_0, at_1)), strict=True):
+        assert own["losses"] == pytest.approx(deepspeeds["losses"], rel=1e-5)
+        assert own["norms"] == pytest.approx(deepspeeds["norms"], rel=1e-5)
+
+
 def without_a_part(_rank: int, plan: Plan) -> list[float]:
     """Losses and norms of steps of which the second does not use an MLP."""
     from parcompile.runtime import initialize

@@ -23,6 +23,7 @@ _TYPE: SpecPath = (*_OPTIMIZER, "type")
 _PARAMS = "optimizer.params."
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
 _PRECISION: SpecPath = ("training", "precision")
+SUMS: SpecPath = ("training", "gradient_accumulation_dtype")
 _TRAINER = "the Trainer of transformers"
 _BATCH = {
     "train_batch_size": ("training", "global_batch_size"),
@@ -100,11 +101,15 @@ def _precision(source: Source, draft: Draft) -> None:
         for name in source.under("fp16"):
             if name != "fp16.enabled":
                 source.ignore(name, "fp16 is off")
-    name, path = "data_types.grad_accum_dtype", ("training", "gradient_accumulation_dtype")
-    if source.has(name) and source.given[name] is not None:
-        draft.carry(source, name, path)
+    if source.has("data_types.grad_accum_dtype") and source.given["data_types.grad_accum_dtype"] is not None:
+        draft.carry(source, "data_types.grad_accum_dtype", SUMS)
     elif precision is not None:
-        draft.set(path, precision, said=precision != "fp32")  # what DeepSpeed sums in, if nobody says it
+        sum_as_weights(draft, precision)
+
+
+def sum_as_weights(draft: Draft, precision: Any) -> None:
+    """DeepSpeed sums gradients in the type of the weights where nobody says another; a spec's default is fp32."""
+    draft.set(SUMS, precision, said=precision != "fp32")
 
 
 def _optimizer(source: Source, draft: Draft) -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed.read import read_further, read_offload
+from parcompile.backends.deepspeed.read import SUMS, read_further, read_offload, sum_as_weights
 from parcompile.backends.reading import (
     Draft,
     Importer,
@@ -203,9 +203,9 @@ def _precision(source: Source, draft: Draft) -> None:
                 source.ignore(name, f"{section} is off")
     sums = "data_types.grad_accum_dtype"
     if source.has(sums):
-        draft.carry(source, sums, ("training", "gradient_accumulation_dtype"))
+        draft.carry(source, sums, SUMS)
     else:
-        draft.set(("training", "gradient_accumulation_dtype"), precision, said=precision != "fp32")
+        sum_as_weights(draft, precision)
 
 
 def _optimizer(source: Source, draft: Draft) -> None:

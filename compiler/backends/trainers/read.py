@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends import deepspeed
+from parcompile.backends.deepspeed.read import SUMS, sum_as_weights
 from parcompile.backends.deepspeed.read import read as read_keys
 from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
@@ -103,10 +104,9 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
 
 def sum_as_deepspeed(draft: Draft, inner: Draft | None) -> None:
     """Gradients are summed in the type of the weights where a DeepSpeed configuration `inner` does not say it."""
-    path: SpecPath = ("training", "gradient_accumulation_dtype")
     precision = draft.values.get(("training", "precision"), draft.answers.get(("training", "precision")))
-    if (inner is None or path not in inner.said) and precision is not None:
-        draft.set(path, precision, said=precision != "fp32")
+    if (inner is None or SUMS not in inner.said) and precision is not None:
+        sum_as_weights(draft, precision)
 
 
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
