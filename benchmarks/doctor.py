@@ -629,7 +629,7 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
     from parcompile.runtime.liveness.recording import _METHODS
 
     classes = {**{name: dist.ProcessGroup for name in _METHODS if hasattr(dist.ProcessGroup, name)}, "wait": dist.Work}
-    plain = {name: getattr(one, name) for name, one in classes.items()}
+    plain = {name: inspect.getattr_static(one, name) for name, one in classes.items()}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "spec.json")
         wide = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -643,7 +643,7 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
         records.folder = Path(folder)
         samples = [torch.randint(0, 64, (512,)) for _ in range(64)]
         engine, _, loader, _ = initialize(plan=plan, training_data=samples, measurements=False, self_check=False)
-        recorded = {name: getattr(one, name) for name, one in classes.items()}
+        recorded = {name: inspect.getattr_static(one, name) for name, one in classes.items()}
         assert recorded["allreduce"] is not plain["allreduce"]
         # The recorder's hooks of layers, and its wrappers of the engine's passes.
         hooks = [one for m in engine.module.modules() for one in (m._forward_pre_hooks, m._forward_hooks)]
@@ -668,7 +668,7 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
             engine.train_batch(batches)
             return time.thread_time() - started
 
-        batches = iter(itertools.cycle(list(loader)))
+        batches = iter(loader)
         found = [{on: step(on=on) for on in (turn % 2 == 0, turn % 2 == 1)} for turn in range(pairs + 2)]
         switch(on=True)
         return found[2:]

@@ -137,6 +137,17 @@ def test_defaults_of_the_optimizer_are_deepspeeds_own(params: dict[str, Any], de
     assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ((0.9, 0.999), 1e-8, decay)
 
 
+@pytest.mark.parametrize("said", [None, "fp32", "bf16"])
+def test_who_sums_in_fp32_hears_that_deepspeed_reduces_in_bf16(said: str | None) -> None:
+    """`DeepSpeedEngine.communication_data_type` is the type of the weights where nobody says it."""
+    sums = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}}
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, **sums, "communication_data_type": said})
+    changed = {one.option: one.detail for one in result.accounts if one.changes}
+    heard = "DeepSpeed reduces in bf16" in changed.get("data_types.grad_accum_dtype", "")
+    assert heard == (said is None)
+    assert result.plan is None or result.plan.spec.training.gradient_accumulation_dtype.value == "fp32"
+
+
 def test_our_table_of_defaults_is_that_of_the_classes() -> None:
     import torch
     from deepspeed.ops.adam import FusedAdam

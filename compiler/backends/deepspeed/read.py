@@ -102,9 +102,18 @@ def _precision(source: Source, draft: Draft) -> None:
             if name != "fp16.enabled":
                 source.ignore(name, "fp16 is off")
     if source.has("data_types.grad_accum_dtype") and source.given["data_types.grad_accum_dtype"] is not None:
-        draft.carry(source, "data_types.grad_accum_dtype", SUMS)
+        carry_sums(source, draft, precision)
     elif precision is not None:
         sum_as_weights(draft, precision)
+
+
+def carry_sums(source: Source, draft: Draft, precision: Any) -> None:
+    """The type that sums gradients; DeepSpeed reduces in that of the weights, where nobody says another."""
+    name, said = "data_types.grad_accum_dtype", source.given.get("communication_data_type")
+    if source.given[name] == "fp32" and precision in ("fp16", "bf16") and said is None:
+        why = f"DeepSpeed reduces in {precision}, as communication_data_type is left out: a plan reduces in fp32"
+        source.remark(name, why)
+    draft.carry(source, name, SUMS)
 
 
 def sum_as_weights(draft: Draft, precision: Any) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed.read import SUMS, read_further, read_offload, sum_as_weights
+from parcompile.backends.deepspeed.read import carry_sums, read_further, read_offload, sum_as_weights
 from parcompile.backends.reading import (
     Draft,
     Importer,
@@ -201,9 +201,8 @@ def _precision(source: Source, draft: Draft) -> None:
         for name in source.under(section):
             if section != precision and name != f"{section}.enabled":
                 source.ignore(name, f"{section} is off")
-    sums = "data_types.grad_accum_dtype"
-    if source.has(sums):
-        draft.carry(source, sums, SUMS)
+    if source.has("data_types.grad_accum_dtype"):
+        carry_sums(source, draft, precision)
     else:
         sum_as_weights(draft, precision)
 
