@@ -77,6 +77,8 @@ class Monitor:
         self._channel = StoreChannel(store, rank, world_size, name, requests)
         self._beats = 0
         self._is_over, self._may_lose_store = threading.Event(), False
+        self._leaves_store = False
+        """Whether rank 0 may end with its store at any moment: a request would fail with a page of frames of C++."""
         self.has_failed = False
         self._hears, self._tells = os.pipe()
         os.set_blocking(self._tells, False)
@@ -153,13 +155,13 @@ class Monitor:
         """What another rank has told of an error, for one that has lost its connection; it waits some seconds."""
         end = time.monotonic() + PARTING_SECONDS
         with contextlib.suppress(*LOST):
-            while True:
+            while not self._leaves_store and time.monotonic() < end:
                 said = self._channel.posted("cause")
                 if said is not None and said[0] != self.rank:
                     return str(said[1])
-                if time.monotonic() > end:
-                    break
                 time.sleep(0.05)
+        if self._leaves_store:
+            self.wait_for_end()
         return None
 
     def wait_for_end(self) -> None:
@@ -230,6 +232,7 @@ class Monitor:
         first, why = self._channel.posted("off")
         host, pid = self._neighbours.process(int(first))
         records.write(str(why))
+        self._leaves_store = True
         self._channel.count("heard", 1)
         if self.rank == 0:
             self._wait_for_others("heard", without=lost)
