@@ -49,7 +49,7 @@ _TOGETHER = {
     "advisories": "reference",
     "calibrate": "profile",
     "diff": "showing",
-    "doctor": "preflight",
+    "doctor": "report",
     "explain": "reference",
     "groups": "showing",
     "local": "preflight",

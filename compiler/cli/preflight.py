@@ -1,4 +1,4 @@
-"""`parcompile preflight`, `local` and `doctor`: a rank of a plan built, all of them run here, or why a run failed."""
+"""`parcompile preflight` and `local`: ranks of a plan are built, or all of them run here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from parcompile.api import compile as compiled
-from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import say
 from parcompile.cli.options import positive_number, read_plan
 from parcompile.diagnostics.reporters import writable
-from parcompile.doctor import judge, read_all
 from parcompile.version import how_to_install
 
 if TYPE_CHECKING:
@@ -120,13 +117,13 @@ def command(
         raise click.UsageError("--checkpoints, --wait, --limit and --seconds need --live")
     loaded = read_plan(plan)[0]
     chosen = None if ranks is None else _numbers(ranks)
-    found = _preflight()(loaded, chosen, None if model is None else _builder(model))
+    found = preflight_builder()(loaded, chosen, None if model is None else _builder(model))
     say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.agrees:
         context.exit(1)
 
 
-def _preflight() -> Callable[..., Report]:
+def preflight_builder() -> Callable[..., Report]:
     """What builds ranks of a plan; what it refuses is told to the user.
 
     Raises:
@@ -180,44 +177,7 @@ def _numbers(text: str) -> list[int]:
         raise click.BadParameter(f"{text!r} is not a list of ranks, as in 0,8,15", param_hint="--ranks") from None
 
 
-# `parcompile doctor` says why a run hangs, died or went wrong; `parcompile local` runs all ranks of a plan here.
-
-
-@click.command("doctor")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
-@click.option("--plan", "plan", help="The plan or spec of the run: says how far memory and time are from it.")
-@click.option("--preflight", "counts", is_flag=True, help="Offer only changes that pass preflight; takes minutes.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict here too (HTML).")
-@click.pass_context
-def doctor_command(
-    context: click.Context, /, paths: tuple[str, ...], plan: str | None, counts: bool, form: str, page: Path | None
-) -> None:
-    """Say why a run hangs, died, is slow, or went wrong.
-
-    PATHS are files and folders of any engine's run, in any state: records of the runtime, Flight Recorder dumps,
-    output of ranks, launchers and Slurm, `py-spy` dumps, metrics.jsonl, nvidia-smi logs. A folder of a plan, or a
-    plan.json, may be among them. Exit code 1 when something is wrong, 0 when nothing is found.
-    """
-    given = [one for one in paths if Path(one).name == "plan.json" or Path(one, "plan.json").is_file()]
-    if plan is None and given:
-        plan = given[0]
-    if counts and plan is None:
-        raise click.UsageError("--preflight checks changes of a plan: name it with --plan")
-    loaded = None if plan is None else read_plan(plan)[0]
-    found = read_all(one for one in paths if Path(one).name != "plan.json")
-    build = _preflight() if counts else None
-    verdict = judge(found, loaded, None if build is None else lambda tree: build(compiled(tree)).agrees)
-    if page is not None:
-        from parcompile.show.page.doctor_page import doctor_page
-
-        try:
-            write_file(page, doctor_page(verdict, found))
-        except OSError as error:
-            raise click.ClickException(f"{page} cannot be written: {error.strerror}") from None
-    say(to_text(verdict.to_json()) if form == "json" else verdict.text(), nl=form == "text")
-    if verdict.kind != "nothing":
-        context.exit(1)
+# `parcompile local` runs all ranks of a plan here.
 
 
 @click.command("local")

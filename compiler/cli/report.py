@@ -1,4 +1,4 @@
-"""`parcompile report RUN`: how a run went beside what its plan predicted."""
+"""`parcompile report` and `doctor`: how a run went beside what its plan predicted, and why it failed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from parcompile.api import compile as compiled
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.diagnostics.reporters import Style
+from parcompile.doctor import judge, read_all
 from parcompile.plan import Plan, PlanError
 from parcompile.show.page.run_page import run_page, short, text
 from parcompile.show.pictures import Subject
@@ -17,6 +19,7 @@ from parcompile.show.run import NoRunError, Run, figures, read_run
 
 from . import say
 from .options import read_plan
+from .preflight import preflight_builder
 
 _BESIDE = ("plan.json", "plan/plan.json", "../plan.json", "../plan/plan.json")
 """Where the plan of a run is looked for, from its folder."""
@@ -94,3 +97,40 @@ def _subject(plan: Plan) -> Subject:
         return Subject.of(plan)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
+
+
+@click.command("doctor")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--plan", "plan", help="The plan or spec of the run: says how far memory and time are from it.")
+@click.option("--preflight", "counts", is_flag=True, help="Offer only changes that pass preflight; takes minutes.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict here too (HTML).")
+@click.pass_context
+def doctor_command(
+    context: click.Context, /, paths: tuple[str, ...], plan: str | None, counts: bool, form: str, page: Path | None
+) -> None:
+    """Say why a run hangs, died, is slow, or went wrong.
+
+    PATHS are files and folders of any engine's run, in any state: records of the runtime, Flight Recorder dumps,
+    output of ranks, launchers and Slurm, `py-spy` dumps, metrics.jsonl, nvidia-smi logs. A folder of a plan, or a
+    plan.json, may be among them. Exit code 1 when something is wrong, 0 when nothing is found.
+    """
+    given = [one for one in paths if Path(one).name == "plan.json" or Path(one, "plan.json").is_file()]
+    if plan is None and given:
+        plan = given[0]
+    if counts and plan is None:
+        raise click.UsageError("--preflight checks changes of a plan: name it with --plan")
+    loaded = None if plan is None else read_plan(plan)[0]
+    found = read_all(one for one in paths if Path(one).name != "plan.json")
+    build = preflight_builder() if counts else None
+    verdict = judge(found, loaded, None if build is None else lambda tree: build(compiled(tree)).agrees)
+    if page is not None:
+        from parcompile.show.page.doctor_page import doctor_page
+
+        try:
+            write_file(page, doctor_page(verdict, found))
+        except OSError as error:
+            raise click.ClickException(f"{page} cannot be written: {error.strerror}") from None
+    say(to_text(verdict.to_json()) if form == "json" else verdict.text(), nl=form == "text")
+    if verdict.kind != "nothing":
+        context.exit(1)
