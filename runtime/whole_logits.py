@@ -31,6 +31,7 @@ class WholeLogits:
         self.whole, self._mesh, self._length = False, mesh, 0
         self._of_loops = of_loops
         self._generates = False
+        self._as_tuple = False
         self._fused: Tensor | None = None
         self._planned = mesh.plan.spec.training.sequence_length
         self._labels = mesh.plan.spec.model.shape.head.labels
@@ -50,6 +51,9 @@ class WholeLogits:
         if self._generates:
             return args, kwargs
         kwargs = with_positions(kwargs)
+        wanted = kwargs.get("return_dict")
+        self._as_tuple = not (getattr(model.config, "return_dict", True) if wanted is None else wanted)
+        kwargs = kwargs | {"return_dict": True} if self._as_tuple else kwargs
         # Under this name trl calls models, and wants values of single tokens in the place of logits.
         self._fused = kwargs.get("labels") if kwargs.pop("fused_lm_head", False) else None
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -87,19 +91,20 @@ class WholeLogits:
         return args[1:], kwargs
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        if self._fused is not None and not self._generates:
+        if self._generates:
+            return None
+        if self._fused is not None:
             return self._of_tokens(output, self._fused)
-        if self._of_loops and not self._generates:
+        if self._of_loops:
             self.whole = output.loss is None or not torch.is_grad_enabled()
             if not self.whole:
                 output.logits = None
-        if self._generates or not self.whole or self._labels:
-            return None
-        mesh = self._mesh
-        logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))
-        size = mesh.plan.spec.model.shape.vocab_size
-        output.logits = whole_sequences(logits, mesh)[:, : self._length, :size]
-        return output
+        if self.whole and not self._labels:
+            mesh = self._mesh
+            logits = gather_from_group(output.logits, -1, mesh.parallel_group("tp"))
+            size = mesh.plan.spec.model.shape.vocab_size
+            output.logits = whole_sequences(logits, mesh)[:, : self._length, :size]
+        return output.to_tuple() if self._as_tuple else output
 
     def _of_tokens(self, output: Any, labels: Tensor) -> Any:
         """What trl's `add_fused_lm_head` computes from a whole head, at temperature 1, from logits that are split."""

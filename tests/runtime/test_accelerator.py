@@ -72,6 +72,7 @@ def train(rank: int, plan: Plan, alone: bool, masked: bool, folder: str, seed: i
     model.eval()
     with torch.no_grad():
         logits = model(**batch).logits
+        assert torch.equal(model(**batch, return_dict=False)[1], logits)
         found["logits"] = accelerator.gather_for_metrics(logits).double().sum()
     whole = accelerator.get_state_dict(model)
     found["parameters"] = {name: whole[name] for name in names if name in whole}
