@@ -32,7 +32,7 @@ EXAMPLES = (
     ("mistral/config.yml", "mistral", CP),
     ("mistral/lora.yml", "mistral", TP),
     ("mistral/mixtral/mixtral.yml", "mixtral", TP),
-    ("qwen2/adamw-pretrain-fsdp2.yaml", "qwen2", CP),
+    ("qwen2/qlora-fsdp.yaml", "qwen2", CP),
     ("qwen3/8b-qat-fsdp2.yml", "qwen3", TP),
     ("qwen3/8b-lora-fused-attn.yaml", "qwen3", CP),
     ("gemma2/qlora.yml", "gemma2", TP),

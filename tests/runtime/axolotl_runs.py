@@ -39,6 +39,10 @@ NOT_HERE = (
     ),
     *("saves_per_epoch", "loss_watchdog_threshold", "loss_watchdog_patience", "use_tensorboard", "max_steps"),
     *("dp_shard_size", "tensor_parallel_size", "context_parallel_size", "activation_offloading", "use_wandb"),
+    *("early_stopping_patience", "eval_table_size", "eval_max_new_tokens", "resize_token_embeddings_to_32x"),
+    *("do_causal_lm_eval", "eval_causal_lm_metrics"),
+    # In one process the balancing loss of experts stands in the log, and no gradient of it reaches the adapters.
+    "model_config",
     *("activation_checkpointing", "fused_attn_kernel", "include_tokens_per_second", "expert_parallel_size"),
 )
 """What needs an accelerator, the Hub or another trainer, and what a plan refuses."""
@@ -64,6 +68,7 @@ def shrunken(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     if adapter:
         kept |= {"adapter": "lora", "lora_dropout": 0.0, "lora_r": 4, "lora_target_linear": None}
         kept["lora_target_modules"] = ["q_proj", "v_proj", "o_proj"]
+        kept |= dict.fromkeys(("lora_qkv_kernel", "lora_mlp_kernel", "lora_o_kernel"), False)
     kept |= {
         "base_model": str(folder / "model"),
         "datasets": [{"path": str(folder / f"{kind}.jsonl"), "ds_type": "json", "type": kind}],
@@ -105,7 +110,8 @@ def plan_for(given: dict[str, Any], family: str, world: int, parallelism: dict[s
         "activation_checkpointing": "full" if given.get("gradient_checkpointing") else "none",
         "optimizer": {"lr": given["learning_rate"], "eps": 1e-3, "weight_decay": given["weight_decay"]},
     }  # fmt: skip
-    return make_plan(world, parallelism, model=tiny_config(family), whole_model=True, training=training)
+    room = {"vocab_size": 64} if family == "qwen2" else {}  # axolotl adds a token to Qwen's tokenizers
+    return make_plan(world, parallelism, model=tiny_config(family) | room, whole_model=True, training=training)
 
 
 def write(folder: Path, plan: Plan, given: dict[str, Any]) -> tuple[Path, Path]:
@@ -182,6 +188,10 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 def compare(given: dict[str, Any], family: str, world: int, parallelism: dict[str, Any], folder: Path) -> list[Margin]:
     """How far ranks of a plan are from axolotl in one process: each number of the log, each saved weight."""
     tree = shrunken(given, folder)
+    if parallelism.get("cp") and tree.get("sample_packing"):
+        tree["micro_batch_size"] = 1  # axolotl takes no more there
+    if family == "gemma2":
+        tree["attn_implementation"] = "eager"  # transformers' other kernels on CPUs leave out the soft-cap
     alone, planned = write(folder, plan_for(tree, family, world, parallelism), tree)
     (one,), ranks = runs(1, alone), runs(world, planned)
     for rank in ranks[1:]:
