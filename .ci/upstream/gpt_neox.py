@@ -66,6 +66,8 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
                 world *= max(1, batch // given.get("gradient_accumulation_steps", 1) // micro(given))
             if hasattr(neox, "global_num_gpus"):
                 rest["global_num_gpus"] = world
+            os.environ["SLURM_NTASKS"] = str(world)  # where a fork has the number from, or from the devices that it finds
+            torch.cuda.device_count = lambda: world
             with contextlib.redirect_stdout(io.StringIO()):
                 made = neox.from_ymls([str(file)], overwrite_values=rest)
             numbers = {name: made.optimizer["params"].get(name) for name in ("lr", "eps", "betas")}
@@ -123,7 +125,7 @@ def main() -> None:
     __import__("shortuuid").uuid = lambda: "a name"  # a value of a key, whose type is checked
     NeoXArgs = imported()
     NeoXArgs.enable_logging = lambda _self: None
-    os.environ.update({f"SLURM_{one}": "0" for one in ("LOCALID", "PROCID", "NODEID")}, SLURM_NTASKS="1")
+    os.environ.update({f"SLURM_{one}": "0" for one in ("LOCALID", "PROCID", "NODEID")})
     logging.error = lambda message, *_rest: _SAID.append(str(message))  # type: ignore[assignment]
     logging.disable()
     for line in sys.stdin:

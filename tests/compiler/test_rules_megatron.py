@@ -239,6 +239,7 @@ group.add_argument('--optimizer', default='adam',
                    choices=['adam', 'onebitlion'], help='(any)')
 group.add_argument('--position-embedding-type', choices=['learned', 'rope'])
 group.add_argument('--train-iters', type=int)
+group.add_argument('--log-interval', '--log_interval', type=int)
 kw_args['layernorm_epsilon'] = args.norm_epsilon
 """
 
@@ -254,6 +255,8 @@ kw_args['layernorm_epsilon'] = args.norm_epsilon
         ("--num-query-groups 4 --swiglu", "K001", "no --num-query-groups"),
         ("--layernorm-epsilon 1e-5", "K001", "no --layernorm-epsilon: Megatron-LM had it until"),
         ("--rotary-percent 0.5 --norm-epsilon 1e-6", "K001", "no --rotary-percent"),
+        ("--train_iters 10", "K001", "no --train_iters: it tells _ from -"),
+        ("--log_interval 5", None, ""),
     ],
 )
 def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
@@ -273,6 +276,13 @@ def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
         told = [one for one in found if one.code in ("K001", "K003", "K004")]
         assert {(one.code, one.severity.value) for one in told} == ({(code, severity)} if code else set())
         assert not code or said in told[0].message
+
+
+def test_an_option_of_megatrons_own_program_has_hyphens(tmp_path: Path) -> None:
+    text = f"torchrun pretrain_gpt.py {LAYOUT} --train_iters 10\n"
+    (found,) = [one for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "K001"]
+    assert (found.severity.value, found.help) == ("error", "write --train-iters")
+    assert "K001" not in codes(text.replace("pretrain_gpt", "train"), tmp_path)  # whose parser nobody here knows
 
 
 def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Path) -> None:

@@ -160,3 +160,29 @@ def experts_go_with_the_layout(settings: Settings) -> Iterator[Finding]:
         yield Finding(f"experts with ZeRO stage {zero:.0f}", path, help="write stage 1", related=here)
     if stages is not None and stages >= 1 and "MoE not supported with pipeline parallelism" in checks:
         yield Finding(f"experts with {_PP} {stages:.0f}", (_PP,), help="write 0", related=here)
+
+
+_SPLITS = ("train", "valid", "test")
+
+
+@file_rule("F209", GPT_NEOX)
+def data_has_paths_and_weights(settings: Settings) -> Iterator[Finding]:
+    """Fires for what the file has; what it leaves to another file of the run is a warning."""
+    checks = _fork(settings).checks
+    if checks and "has_separate_path" not in checks:
+        return
+    paths = {one: found for one in _SPLITS if isinstance(found := settings.get(f"{one}_data_paths"), list)}
+    for split, own in paths.items():
+        weights = settings.get(f"{split}_data_weights")
+        if isinstance(weights, list) and len(weights) != len(own):
+            message = f"{split}_data_paths has {len(own)} files, {split}_data_weights {len(weights)} numbers"
+            here = (Related(f"{split}_data_paths is set here", (f"{split}_data_paths",)),)
+            yield Finding(message, (f"{split}_data_weights",), help="write a number for each file", related=here)
+    lacking = [f"{one}_data_paths" for one in _SPLITS if one not in paths]
+    if paths and lacking and not any(settings.get(one) for one in lacking):
+        message = f"{next(iter(paths))}_data_paths without {' and '.join(lacking)}: gpt-neox wants all three or none"
+        help_ = "write them, unless another file of the run does"
+        yield Finding(message, (f"{next(iter(paths))}_data_paths",), help=help_, severity=Severity.WARNING)
+    if not lacking and settings.get("data_path") is not None:
+        message = "data_path beside train_data_paths, valid_data_paths and test_data_paths: gpt-neox takes either"
+        yield Finding(message, ("data_path",), help="remove one of both")

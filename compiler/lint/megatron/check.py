@@ -24,7 +24,7 @@ from parcompile.text import Document
 from parcompile.user_files import shipped
 
 from . import MegatronSettings
-from .program import OWN_PROGRAMS, SHORT, Program
+from .program import OWN_PROGRAMS, SHORT, Program, hyphened
 
 
 def check_file(document: Document) -> list[Diagnostic]:
@@ -100,6 +100,9 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
             yield _placed(call, Diagnostic("J009", Severity.WARNING, message, (name,), help="keep one"), None)
     # A program with options of its own has its own history of them too.
     is_known = call.is_command_line and (program.is_own or not any(one.kind == "unknown" for one in arguments.problems))
+    if call.is_command_line and program.is_own and not program.words:
+        flags = arguments.line.flags
+        lacking |= {one for one in arguments.flags.values() if one not in flags and hyphened(one) in flags}
     versions = [*_refused(arguments, program, lacking)] or (_versions(arguments) if is_known else ())
     others = (*_of_values(arguments, program), *_out_of_range(arguments, program))
     yield from (_placed(call, one, None) for one in (*versions, *others))
@@ -197,10 +200,13 @@ def _tool(parsers: Line) -> str:
 
 def _refused(arguments: Arguments, program: Program, lacking: frozenset[str]) -> Iterator[Diagnostic]:
     """Options that Megatron-LM has or had, and of which the parser near the script knows not even the name."""
-    severity = Severity.ERROR if program.is_found else Severity.WARNING
+    severity = Severity.ERROR if program.is_found or not program.words else Severity.WARNING
     for name in arguments.values:
         flag, having = arguments.flags[name], arguments.versions_of(name)
-        if flag in lacking and having:
+        if flag in lacking and flag not in arguments.line.flags and hyphened(flag) in arguments.line.flags:
+            message = f"the parser of this program has no {flag}: it tells _ from -"
+            yield Diagnostic("K001", severity, message, (name,), help=f"write {hyphened(flag)}")
+        elif flag in lacking and having:
             first, last = (arguments.line.versions[one] for one in (min(having), max(having)))
             when = f"has it since {first}" if max(having) == arguments.line.newest else f"had it until {last}"
             message = f"the parser of this program has no {flag}: {_tool(arguments.line)} {when}"

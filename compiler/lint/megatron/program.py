@@ -89,6 +89,7 @@ class Program:
             return frozenset()
         is_made = "ArgumentGroupFactory" in self.words  # of dataclasses
         left = {one: _texts(one, is_made) for one in flags if SHORT.match(one) or spelling(one) not in self.words}
+        left |= {one: _quoted(one) for one in flags if self._has_hyphens(one)}
         files = (file for folder in self.folders for file in folder.rglob("*.py"))
         for file in islice(files, _SEARCHED) if left else ():
             with suppress(OSError):
@@ -97,6 +98,12 @@ class Program:
             if not left:
                 break
         return frozenset(left)
+
+    def _has_hyphens(self, flag: str) -> bool:
+        """Whether its files add `--a-b` for an option that is written `--a_b`, which argparse tells apart."""
+        name = spelling(flag)
+        texts = [one.text[at : at + len(flag) + 40] for one in self.files for at in one.added.get(name, ())]
+        return hyphened(flag) != flag and any(hyphened(flag) in one for one in texts)
 
     @classmethod
     def of(cls, call: Call) -> Program:
@@ -189,14 +196,22 @@ def _of_call(call: ast.Call) -> Added:
     return Added(name, choices if name in (None, "str", *_TYPES) else None)
 
 
+def hyphened(flag: str) -> str:
+    """An option as nearly all of them are written."""
+    return f"--{spelling(flag).replace('_', '-')}"
+
+
+def _quoted(flag: str) -> list[bytes]:
+    return [f"{quote}{flag}".encode() for quote in "\"'"]
+
+
 def _texts(flag: str, is_made: bool) -> list[bytes]:
     """An option as a file may have it: in quotes, or as the field of a dataclass of which the parser is made."""
     if SHORT.match(flag):
-        return [f"{quote}{flag}".encode() for quote in "\"'"]
+        return _quoted(flag)
     name = spelling(flag)
-    names = {flag, f"--{name}", f"--{name.replace('_', '-')}"}
     fields = [f" {name}:".encode()] if is_made else []
-    return [*(f"{quote}{one}".encode() for one in names for quote in "\"'"), *fields]
+    return [*(text for one in {flag, f"--{name}", hyphened(flag)} for text in _quoted(one)), *fields]
 
 
 def _packages(folder: Path) -> list[Path]:
