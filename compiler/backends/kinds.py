@@ -160,7 +160,7 @@ def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
         return ACCELERATE
     if "base_model" in keys or ("rl" in keys and "datasets" in keys):
         return AXOLOTL
-    if isinstance(tree.get("model"), str) and keys & {"tuner_type", "train_type", "sft_type"}:
+    if isinstance(tree.get("model"), str) and keys & {"tuner_type", "train_type", "sft_type", "rlhf_type"}:
         return MEGATRON_SWIFT if keys & _MEGATRON_SWIFT else SWIFT
     if "model_name_or_path" in keys and keys & {"finetuning_type", "stage", "template", "adapter_name_or_path"}:
         return LLAMA_FACTORY
