@@ -176,6 +176,8 @@ def _swift(source: SourceText, variables: dict[str, str]) -> tuple[Document, str
                 tree = dict(_arguments(one.words[at + 2 :]))
                 tree |= _ranks(source.text, run.states) | {"command": words[at + 1]}
                 return _document(source, tree), SWIFT if name == "swift" else MEGATRON_SWIFT
+    if named := re.search(rf"{_CALL.pattern}[\s\\\\]+([^\s-]\S*\.(?:ya?ml|json))", source.text):
+        raise SourceError(f"{source.file}: the arguments of {named[1]} {named[2]} are in {named[3]}: import that file")
     return None
 
 

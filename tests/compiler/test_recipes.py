@@ -358,6 +358,13 @@ def test_a_script_of_ms_swift_is_read_with_its_own_defaults(tmp_path: Path) -> N
     assert fate(result, "tuner_type")[0] is Outcome.NO_EFFECT
 
 
+def test_a_script_of_ms_swift_that_names_a_file_says_which(tmp_path: Path) -> None:
+    file = tmp_path / "sft.sh"
+    file.write_text("NPROC_PER_NODE=2 \\\nswift sft \\\\\n  examples/sft.yaml\n", encoding="utf-8")
+    with pytest.raises(SourceError, match="the arguments of swift sft are in examples/sft.yaml: import that file"):
+        recipe(str(file))
+
+
 def test_yaml_of_megatron_swift_is_read_in_megatrons_words(tmp_path: Path) -> None:
     spec, result = imported(tmp_path, "sft.yaml", MEGATRON_SWIFT)
     assert (spec["parallelism"], spec["zero"]) == ({"tp": 2}, {"stage": 1})
