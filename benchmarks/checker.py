@@ -52,7 +52,7 @@ from parcompile.backends.megatron.arguments import Unknown  # noqa: E402
 from parcompile.backends.megatron.file import Call  # noqa: E402
 from parcompile.cli.check import command as check_command  # noqa: E402
 from parcompile.diagnostics import Diagnostic, Severity  # noqa: E402
-from parcompile.lint.deepspeed import UsageOptions, usage_context  # noqa: E402
+from parcompile.lint.deepspeed import LIGHTNING, UsageOptions, usage_context  # noqa: E402
 from parcompile.pipeline import Checked, check_any  # noqa: E402
 
 NEWEST = UsageOptions(version="99")
@@ -97,7 +97,7 @@ def filler_of(checked: Checked, file: Path) -> str:
     found = usage_context(tree, file, UsageOptions()).filler
     if found is None and checked.document is None and '"auto"' in checked.text.text:
         found = "transformers"
-    return found if found in ("transformers", "accelerate") else "bare"
+    return found if found in ("transformers", "accelerate", LIGHTNING) else "bare"
 
 
 def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
@@ -107,6 +107,9 @@ def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
     if checked.kind != DEEPSPEED:
         return
     filler = filler_of(checked, file)
+    if filler == LIGHTNING:
+        tally.unjudged["files that Lightning fills"] += 1
+        return
     verdict = judge.ask(checked.text.text, filler=filler)
     if verdict.refused and ABSENT in verdict.refused:
         verdict = judge.ask(checked.text.text, filler=filler, engine=False)

@@ -114,6 +114,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _ODD_SPACE = re.compile(r"[\u00a0\u2000-\u200b\u2028\u2029\u202f\u3000\ufeff\x0b\x0c\x85]+")
 _COMMENT = re.compile(r"//[^\n\r]*|#[^\n\r]*|/\*.*?\*/", re.DOTALL)
 _BARE = re.compile(r"[^\s\"'{}\[\],:]+")
+_LINE = re.compile(r"[^\s=;#][^\r\n]*[^\s,;\]}\"'](?=[ \t]*[\r\n])")
+"""Text up to the end of its line, which Hjson takes for a string."""
+_VALUE_LIKE = re.compile(r"[+-]?\.?[0-9]|[+-]?(?i:true|false|none|null|\.?nan|\.?inf|infinity)\b|//|/\*")
 _NUMBER_LIKE = re.compile(r"[+-]?\.?[0-9]")
 _PYTHON_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][+-]?[0-9_]+)?")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -321,6 +324,12 @@ class Scanner:
             self.offset = placeholder.end()
             return Token(STRING, placeholder[0], start, placeholder.end(), valid=False)
         bare = _BARE.match(self.text, start)
+        line = _LINE.match(self.text, start)
+        if not as_key and line is not None and not _VALUE_LIKE.match(line[0]):
+            message, advice = f"text without quotes: {shown(line[0])}", f'write "{shown(line[0])}"'
+            self.once(self.source.problem("J016", message, start, advice=advice))
+            self.offset = line.end()
+            return Token(STRING, line[0], start, line.end())
         if bare is None or not re.match(r"[\w.+\-$]", bare[0]):
             advice = {"=": "write : between a key and its value", ";": "write , between two entries"}.get(
                 self.text[start]

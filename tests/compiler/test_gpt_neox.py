@@ -171,6 +171,18 @@ def test_a_fork_beside_the_file_says_what_it_validates(tmp_path: Path) -> None:
     assert {one.code for one in check_any(own).diagnostics} == {"F201", "F203", "F208"}
 
 
+@pytest.mark.parametrize(("least", "codes"), [(">= 1", {"F202"}), ("> 1 and self.moe_num_experts == 1", set())])
+def test_a_fork_says_from_how_many_stages_on_there_is_a_pipeline(least: str, codes: set[str], tmp_path: Path) -> None:
+    classes = tmp_path / "megatron" / "neox_arguments"
+    classes.mkdir(parents=True)
+    (classes / "deepspeed_args.py").write_text("class One:\n    zero_optimization: dict = None\n")
+    (classes / "neox_args.py").write_text("class Two:\n    pipe_parallel_size: int = 0\n")
+    (classes / "arguments.py").write_text(f'self.update_value(\n  "is_pipe_parallel", self.pipe_parallel_size {least})\n')
+    own = tmp_path / "one.yml"
+    own.write_text("pipe_parallel_size: 1\nzero_optimization: {stage: 2}\n")
+    assert {one.code for one in check_any(own).diagnostics} - {"F201"} == codes
+
+
 def test_what_a_fork_sets_and_refuses_itself_is_told(tmp_path: Path) -> None:
     """`save_iters` is set before types are looked at, `ntk` has a default of another type, PyYAML takes the last."""
     own = tmp_path / "one.yml"

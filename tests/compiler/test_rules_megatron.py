@@ -193,6 +193,7 @@ def test_torch_refuses_what_the_ranges_say_that_it_refuses() -> None:
         ("slime/train.py", "--normalization RMSnorm --lr-warmup-iters 0.04", {"warning"}),
         ("pretrain_gpt.py", "--normalization RMSnorm", {"error"}),
         ("$PROGRAM", "--num-layer 32", {"warning"}),
+        ("pretrain_gpt.py", "--tokenizer-type QwenTokenizer", {"warning"}),
     ],
 )
 def test_what_a_fork_may_take_is_no_error(program: str, words: str, severities: set[str], tmp_path: Path) -> None:
@@ -297,6 +298,21 @@ def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Pa
         assert found.message == "the parser of this program has no --DDP-impl: Megatron-LM had it until 23.06"
     (tmp_path / "tasks.py").write_text("parser.add_argument('--DDP-impl')\n")
     assert {one.severity.value for one in checked(text, tmp_path / "train.sh").diagnostics} == {"info"}
+
+
+def test_the_parser_of_another_clone_is_not_that_of_a_program(tmp_path: Path) -> None:
+    """The script and its program stand in two folders of a fork whose package has a name of its own."""
+    for name, text in (
+        ("other/megatron/arguments.py", OLD_PARSER),
+        ("fork/speed/__init__.py", ""),
+        ("fork/speed/arguments.py", "group.add_argument('--not-use-fast', action='store_true')\n"),
+        ("fork/tasks/main.py", "from speed import arguments\n"),
+        ("fork/examples/eval.sh", f"python ./tasks/main.py {LAYOUT} --not-use-fast --optimizer lion\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = check_any(tmp_path / "fork" / "examples" / "eval.sh").diagnostics
+    assert {(one.code, one.severity.value) for one in found} <= {("K004", "warning")}
 
 
 def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_path: Path) -> None:

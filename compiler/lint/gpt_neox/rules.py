@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from parcompile.backends.gpt_neox import attention_kinds, fields, replaced_fields
@@ -39,11 +40,16 @@ def keys_of_its_own(settings: Settings) -> Iterator[Finding]:
         )
 
 
+_PIPELINE = re.compile(r"\"is_pipe_parallel\",\s*self\.pipe_parallel_size >(=?) (\d)")
+
+
 @file_rule("F202", GPT_NEOX)
 def a_pipeline_goes_with_stage_one(settings: Settings) -> Iterator[Finding]:
-    """Fires when both stand in the file."""
+    """Fires when both stand in the file; to some versions a pipeline of one stage is none."""
     stages, zero = settings.number(_PP), settings.number("zero_optimization", "stage")
-    if stages is not None and zero is not None and stages >= 1 and zero in (2, 3):
+    said = _PIPELINE.search(_fork(settings).checks)
+    least = int(said[2]) + (not said[1]) if said else 1
+    if stages is not None and zero is not None and stages >= least and zero in (2, 3):
         yield Finding(
             f"ZeRO stage {zero:.0f} with pipe_parallel_size {stages:.0f}: DeepSpeed's pipeline engine refuses it",
             ("zero_optimization", "stage"),

@@ -115,6 +115,7 @@ def _placed(call: Call, found: Diagnostic, span: Span | None) -> Diagnostic:
     return replace(found, file=source.file, position=source.position(span[0]), end=source.position(span[1]))
 
 
+_ALIKE = 0.85
 _SEVERAL, _NAMED = 3, 8
 """From so many on, unknown options of another program are one warning, which names so many of them."""
 
@@ -152,6 +153,8 @@ def _found(arguments: Arguments, problem: Problem, program: Program, lacking: fr
         choices = [str(one) for one in problem.facts.choices or ()]
         near = closest(problem.value, choices)
         message = f"{problem.flag} is one of {', '.join(choices)}, not {problem.value!r}"
+        # A fork whose parser is not at hand may have choices of its own: only what looks like one is a mistake.
+        error = error if closest(problem.value, choices, least=_ALIKE) else Severity.WARNING
         return Diagnostic("K004", error, message, path, help=f"did you mean {near}?" if near else None)
     if problem.kind == "missing":
         return Diagnostic("K007", error, f"{problem.flag} has no value", path)

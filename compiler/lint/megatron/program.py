@@ -133,11 +133,13 @@ def _near(call: Call) -> Program:
     tail = _UNSAID.sub("", call.program)
     program = next((Path(normpath(folder / tail)) for folder in places if (folder / tail).is_file()), None)
     above = list(script.parents)[:PARENTS]
-    if program is not None and program.parent in above:
-        above = above[: above.index(program.parent) + 1]  # what stands above the program is another project's
+    common = next((one for one in above if program is not None and program.is_relative_to(one)), None)
+    if common is not None:
+        above = above[: above.index(common) + 1]  # what stands above both is another project's
     beside: list[Iterable[Path]] = list(_forks(above))
     if program is not None:
-        beside += [one.glob("arg*.py") for one in _packages(program.parent)] + [program.parent.glob("*.py")]
+        folders_ = {program.parent, common or program.parent}
+        beside += [file.glob("arg*.py") for one in folders_ for file in _packages(one)] + [program.parent.glob("*.py")]
     read, is_whole, folders = list[_File](), False, dict[Path, None]()
     for file in islice((file for files in beside for file in sorted(files)), _FILES):
         with suppress(OSError):
