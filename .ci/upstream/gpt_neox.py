@@ -66,7 +66,9 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
                 world *= max(1, batch // given.get("gradient_accumulation_steps", 1) // micro(given))
             if hasattr(neox, "global_num_gpus"):
                 rest["global_num_gpus"] = world
-            os.environ["SLURM_NTASKS"] = str(world)  # where a fork has the number from, or from the devices that it finds
+            os.environ["SLURM_NTASKS"] = str(
+                world
+            )  # where a fork has the number from, or from the devices that it finds
             torch.cuda.device_count = lambda: world
             with contextlib.redirect_stdout(io.StringIO()):
                 made = neox.from_ymls([str(file)], overwrite_values=rest)

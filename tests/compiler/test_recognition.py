@@ -60,7 +60,11 @@ def write(name: str, tree: Any) -> str:
         (TRAINER, kinds.TRAINER, Certainty.CERTAIN),
         ({"base_model": "x", "datasets": [], "micro_batch_size": 1, "zero_stage": 2}, kinds.AXOLOTL, Certainty.CERTAIN),
         ({**TRAINER, "stage": "sft", "finetuning_type": "lora"}, kinds.LLAMA_FACTORY, Certainty.CERTAIN),
-        ({"model": "m", "rlhf_type": "grpo", "lr": 5e-5, "train": {"gpus": 4}}, kinds.MEGATRON_SWIFT, Certainty.CERTAIN),
+        (
+            {"model": "m", "rlhf_type": "grpo", "lr": 5e-5, "train": {"gpus": 4}},
+            kinds.MEGATRON_SWIFT,
+            Certainty.CERTAIN,
+        ),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {}}, kinds.ACCELERATE, Certainty.CERTAIN),
         ({"trainer": {"devices": 8, "max_epochs": 3}, "model": {}}, kinds.LIGHTNING, Certainty.CERTAIN),
         ({"model_type": "llama", "hidden_size": 64}, kinds.MODEL, Certainty.CERTAIN),

@@ -283,7 +283,9 @@ def test_an_option_of_megatrons_own_program_has_hyphens(tmp_path: Path) -> None:
     text = f"torchrun pretrain_gpt.py {LAYOUT} --train_iters 10\n"
     (found,) = [one for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "K001"]
     assert (found.severity.value, found.help) == ("error", "write --train-iters")
-    assert "K001" not in codes(checked(text.replace("pretrain_gpt", "train"), tmp_path / "train.sh"))  # whose parser nobody here knows
+    assert "K001" not in codes(
+        checked(text.replace("pretrain_gpt", "train"), tmp_path / "train.sh")
+    )  # whose parser nobody here knows
 
 
 def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Path) -> None:

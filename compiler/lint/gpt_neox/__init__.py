@@ -44,7 +44,9 @@ def check_file(document: Document) -> list[Diagnostic]:
         *map(own.in_file, _of_keys(own.document, fork)),
         *(own.in_file(own.document.locate(one)) for one in rules),
     ):
-        found.setdefault((one.code, one.path), one)
+        first = found.setdefault((one.code, one.path), one)
+        if one.is_error and not first.is_error:
+            found[one.code, one.path] = one  # gpt-neox refuses what DeepSpeed would take for another value
     return list(found.values())
 
 
@@ -99,6 +101,19 @@ class _Places:
     places: tuple[tuple[str, ...], ...]
 
 
+_NEEDED = {
+    **dict.fromkeys(("optimizer", "scheduler"), ("type", "params")),
+    **dict.fromkeys(("fp16", "amp", "flops_profiler"), ("enabled",)),
+}
+"""Keys of sections that `validate_types` asks for; a section of one file takes the place of that of another."""
+_ASKS = "must contain key"
+_DERIVED = {
+    ("zero_optimization", "reduce_bucket_size"): "zero_reduce_bucket_size",
+    ("zero_optimization", "allgather_bucket_size"): "zero_allgather_bucket_size",
+    ("zero_optimization", "reduce_scatter"): "zero_reduce_scatter",
+    ("zero_optimization", "contiguous_gradients"): "zero_contiguous_gradients",
+}
+"""Fields that gpt-neox fills from keys of a section before it looks at types."""
 _SEVERAL = 2
 """From so many unknown keys on, a file may be one of a fork, which is not at hand."""
 
@@ -132,6 +147,16 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
             message = f"the gpt-neox of this file refuses its own {field.default!r} for {name}"
             help_ = f"write {name}, {' or '.join(field.types)}, unless another file of the run does"
             found.say("K003", (next(iter(tree)),), message, help_, at_key=True, severity=Severity.WARNING)
+    for (section, key), name in _DERIVED.items():
+        holder = tree.get(section)
+        if isinstance(holder, dict) and key in holder and name in current and not tree.get("autotuning"):
+            _value((section, key), holder[key], current[name], found)
+    for section, keys in _NEEDED.items():
+        holder = tree.get(section)
+        for key in keys if isinstance(holder, dict) and (fork is None or _ASKS in fork.checks) else ():
+            if key not in holder:
+                message = f"{section} has no {key!r}{consequence}"
+                found.say("K002", (section, key), message, f"add {key} to {section}")
     for path, literal in _texts(tree, document.root, document.text, ()):
         _no_number(path, literal, found)
     said = [

@@ -137,6 +137,9 @@ def warm_up_is_a_share(settings: Settings) -> Iterator[Finding]:
 def every_layer_has_an_attention(settings: Settings) -> Iterator[Finding]:
     """Fires where both numbers are known."""
     layers, config = settings.number("num_layers"), settings.get("attention_config")
+    if layers is not None and layers < 0:
+        yield Finding(f"num_layers {layers:.0f} is below 0", ("num_layers",), help="write how many layers there are")
+        return
     if layers is None or not isinstance(config, list):
         return
     count = 0
