@@ -361,7 +361,7 @@ def test_a_script_of_ms_swift_is_read_with_its_own_defaults(tmp_path: Path) -> N
 def test_a_script_of_ms_swift_that_names_a_file_says_which(tmp_path: Path) -> None:
     file = tmp_path / "sft.sh"
     file.write_text("NPROC_PER_NODE=2 \\\nswift sft \\\\\n  examples/sft.yaml\n", encoding="utf-8")
-    with pytest.raises(SourceError, match="the arguments of swift sft are in examples/sft.yaml: import that file"):
+    with pytest.raises(SourceError, match=r"the arguments of swift sft are in examples/sft\.yaml: import that file"):
         recipe(str(file))
 
 

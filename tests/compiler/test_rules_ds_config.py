@@ -59,6 +59,7 @@ def without(key: str) -> dict[str, Any]:
             "zero_optimization.offload_param",
         ),
         (without("gradient_clipping"), "A001", "gradient_clipping"),
+        ({**BASE, "wall_clock_breakdown": 3.5}, "K003", "wall_clock_breakdown"),
     ],
     ids=[
         "typo-of-zero",
@@ -66,6 +67,7 @@ def without(key: str) -> dict[str, Any]:
         "unknown-optimizer",
         "offload-at-stage-1",
         "clipping-default",
+        "switch-with-a-fraction",
     ],
 )
 def test_silent_failures_are_caught_once(tree: object, code: str, path: str, tmp_path: Path) -> None:

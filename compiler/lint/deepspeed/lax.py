@@ -192,7 +192,7 @@ def as_written(value: Any, facts: Mapping[str, Any]) -> Read:
     if kind in ("bool", "int", "float") and (isinstance(value, str) or (kind != "bool" and isinstance(value, bool))):
         return _REFUSED
     if kind == "bool" and isinstance(value, (int, float)):
-        return Read(How.SAME, bool(value))
+        return Read(How.SAME if value in (0, 1) else How.CONVERTED, bool(value))
     if kind == "list" and "of" in facts and isinstance(value, list):
         if any(as_written(one, facts["of"]).how is How.REFUSED for one in value):
             return Read(How.REFUSED, why="entry")
