@@ -137,6 +137,7 @@ LAYOUT = "--tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096 --nu
         ("--ffn-hidden-size 1e3", "K003", "--ffn-hidden-size takes a whole number, not '1e3'"),
         ("--seq-length", "K007", "--seq-length has no value"),
         ("--bf16 1", "K007", "--bf16 takes no value: '1' has no place"),
+        ("--cp-comm-type", "K007", "--cp-comm-type has no value"),
         ("--seq-length 2048 4096", "K007", "--seq-length takes one value: '4096' has no place"),
         ("--num-layers 48", "J009", "--num-layers is given 2 times with other values; the last one counts"),
         ("--fp32-allreduce --muon-momentum 0.9", "K001", "no version of Megatron-LM has --fp32-allreduce"),
@@ -154,6 +155,9 @@ def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str
     ("words", "severity"),
     [
         ("--micro-batch-size 0", "error"),
+        ("--num-layers -3", "error"),
+        ("--hidden-size -3", "error"),
+        ("--save-interval 0", "warning"),
         ("--min-lr -0.1", "error"),
         ("--attention-dropout 1.5", "error"),
         ("--adam-beta2 9.5", "error"),
@@ -164,11 +168,12 @@ def test_what_the_parser_does_not_take_is_named(words: str, code: str, said: str
     ],
 )
 def test_numbers_out_of_range_are_named(words: str, severity: str, tmp_path: Path) -> None:
-    (found,) = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
-    assert (found.code, found.severity.value) == ("K005", severity)
-    assert words.split()[1] in found.message
-    (found,) = checked(f"torchrun train.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
-    assert (found.code, found.severity.value) == ("K005", "warning")
+    layout = LAYOUT if words.split()[0] not in LAYOUT else "--tensor-model-parallel-size 2 --num-attention-heads 32"
+    for program, how in (("pretrain_gpt.py", severity), ("train.py", "warning")):
+        found = checked(f"torchrun {program} {layout} {words}\n", tmp_path / "train.sh").diagnostics
+        (told,) = [one for one in found if one.code == "K005"]
+        assert told.severity.value == how
+        assert words.split()[1] in told.message
 
 
 def test_torch_refuses_what_the_ranges_say_that_it_refuses() -> None:

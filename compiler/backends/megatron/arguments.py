@@ -310,6 +310,8 @@ def _take(found: Arguments, word: Word, following: Sequence[Word]) -> int:
             found.problems.append(Problem("surplus", name, flag, values[0].shown, values[0].span, facts))
     elif facts.kind == "list":
         used = values
+        if not used:
+            found.problems.append(Problem("missing", name, flag, "", span, facts))
         value = [_value(found, name, flag, facts, one) for one in used if not one.many]
         if any(one.many for one in used) or (len(value) == 1 and isinstance(value[0], Unknown)):
             value = Unknown(" ".join(one.shown for one in used), tuple(n for one in used for n in one.names))

@@ -157,6 +157,7 @@ def _found(arguments: Arguments, problem: Problem, program: Program, lacking: fr
         error = error if closest(problem.value, choices, least=_ALIKE) else Severity.WARNING
         return Diagnostic("K004", error, message, path, help=f"did you mean {near}?" if near else None)
     if problem.kind == "missing":
+        error = Severity.WARNING if problem.facts.kind == "list" else error  # some take none for an empty list
         return Diagnostic("K007", error, f"{problem.flag} has no value", path)
     what = "takes no value" if problem.facts.is_flag else "takes one value"
     return Diagnostic("K007", error, f"{problem.flag} {what}: {problem.value!r} has no place", path)
