@@ -17,6 +17,8 @@ a fork add to their parser (without a folder, the files in the first sources are
 the first ones import), and for files of gpt-neox, judged by `NeoXArgs.from_ymls` of its sources. Of Megatron-LM's
 arguments only errors about options, types and choices are judged (K001, K003, K004): what the rules say of values is
 judged where the rules are tested.
+
+With `--mutants N` so many copies of these files are judged in their place, each with one drawn mistake.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import io
 import itertools
 import json
 import multiprocessing
+import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -193,6 +197,40 @@ def planted() -> tuple[int, int, list[str]]:
     return count - len(missed), count, missed
 
 
+def mutants(files: Sequence[Path], count: int, folder: Path) -> list[Path]:
+    """Copies of files without an error, each with a key misspelt or left out, or a value of another type or number."""
+    draw, made = random.Random(1), list[Path]()
+    read = [one for one in map(check_any, files) if one.kind in (DEEPSPEED, GPT_NEOX, MEGATRON) and one.document]
+    bases = [one.document for one in read if one.document and not any(found.is_error for found in one.diagnostics)]
+    while bases and len(made) < count:
+        base = draw.choice(bases)
+        tree = json.loads(json.dumps(given(base) if isinstance(base, Call) else base.tree))
+        holder, key = draw.choice(list(_entries(tree)))
+        value, how = holder.pop(key), draw.choice(("misspelt", "left out", "twice", "abc", -3, True, 2.5))
+        at = draw.randrange(max(len(key) - 1, 1))
+        if how == "misspelt":
+            holder[key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]] = value
+        elif how != "left out":
+            holder[key] = [value, value] if how == "twice" else how
+        made.append(folder / f"{len(made)}{'.sh' if isinstance(base, Call) else Path(base.file).suffix}")
+        said = (
+            f"{flag} {'' if value is True else shlex.join(map(str, _listed(value)))}" for flag, value in tree.items()
+        )
+        text = f"torchrun pretrain_gpt.py {' '.join(said)}\n" if isinstance(base, Call) else json.dumps(tree, indent=1)
+        made[-1].write_text(text, encoding="utf-8")
+    return made
+
+
+def _entries(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for key, value in tree.items():
+        yield tree, key
+        yield from _entries(value) if isinstance(value, dict) else ()
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
 def draws(count: int, judge: Judge) -> tuple[int, list[str]]:
     """How many of so many drawn configurations, from two seeds, both or neither refuse, and those that they do not."""
     texts = (*itertools.islice(drawn(1), count - count // 2), *itertools.islice(drawn(2), count // 2))
@@ -315,20 +353,29 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="so many drawn values (0)")
     parser.add_argument("--megatron", action="append", type=Path, metavar="SOURCES", help="of Megatron-LM or a fork")
     parser.add_argument("--neox", type=Path, metavar="SOURCES", help="of gpt-neox")
+    parser.add_argument("--mutants", type=int, default=0, metavar="N", help="judge so many copies with a mistake (0)")
     chosen = parser.parse_args()
-    if chosen.megatron is not None:
-        report(of_megatron(chosen.megatron, written(chosen.folders or chosen.megatron[:1], MEGATRON)))
-        return
-    if chosen.neox is not None:
-        report(of_neox(chosen.neox, written(chosen.folders, GPT_NEOX)))
-        return
-    files = list(configurations(chosen.folders))
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.megatron is not None:
+            files = written(chosen.folders or chosen.megatron[:1], MEGATRON)
+        else:
+            files = written(chosen.folders, GPT_NEOX) if chosen.neox else list(configurations(chosen.folders))
+        files = mutants(files, chosen.mutants, Path(folder)) if chosen.mutants else files
+        if chosen.megatron is not None:
+            report(of_megatron(chosen.megatron, files))
+        elif chosen.neox is not None:
+            report(of_neox(chosen.neox, files))
+        else:
+            of_deepspeed(files, chosen.drawn)
+
+
+def of_deepspeed(files: Sequence[Path], count: int) -> None:
     tally = Tally()
     with Judge() as judge:
         for file in files:
             judge_file(tally, file, judge)
-        agreed, disputed = draws(chosen.drawn, judge)
-    found, count, missed = planted()
+        agreed, disputed = draws(count, judge)
+    found, mistaken, missed = planted()
     right = tally.errors - len(tally.false_errors)
     judged = tally.right_warnings + len(tally.wrong_warnings)
     print(f"files                        {tally.files}")
@@ -340,8 +387,8 @@ def main() -> None:
     print(f"warnings that nothing shows  {dict(tally.unjudged)}")
     print(f"remarks                      {tally.infos}")
     print(f"files that --fix changes     {tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}")
-    print(f"planted mistakes found       {share(found, count)}")
-    print(f"drawn values agreed upon     {share(agreed, chosen.drawn)}")
+    print(f"planted mistakes found       {share(found, mistaken)}")
+    print(f"drawn values agreed upon     {share(agreed, count)}")
     if files:
         low, middle, high = files_per_second(files)
         print(f"files per second             {middle:.0f} ({low:.0f} to {high:.0f}), one core")
