@@ -292,6 +292,8 @@ def of_neox(sources: Path, files: Sequence[Path]) -> Tally:
         why = verdict.get("refused")
         words = set(_WORD.findall(why)) if why else set()
         keys = {str(step).replace("-", "_") for one in checked.diagnostics for step in one.path} & words
+        field = why.split()[-1] if why else ""  # the field whose own default is of another type, say
+        keys |= {field} if field and any(is_named(field, one) for one in checked.diagnostics) else set()
         judge_errors(tally, file, checked, dict.fromkeys(keys or ["the file"], why) if why else {}, None)
     return tally
 

@@ -64,12 +64,10 @@ def verdict(neox: Any, text: str) -> dict[str, Any]:
             batch = given.get("train_batch_size")
             if isinstance(batch, int):
                 world *= max(1, batch // given.get("gradient_accumulation_steps", 1) // micro(given))
-            if hasattr(neox, "global_num_gpus"):
-                rest["global_num_gpus"] = world
-            os.environ["SLURM_NTASKS"] = str(
-                world
-            )  # where a fork has the number from, or from the devices that it finds
-            torch.cuda.device_count = lambda: world
+            number = "global_num_gpus" if hasattr(neox, "global_num_gpus") else "num_gpus"
+            if hasattr(neox, number):
+                rest[number] = world
+            os.environ.update(SLURM_NTASKS=str(world), WORLD_SIZE=str(world))  # where some forks have it from
             with contextlib.redirect_stdout(io.StringIO()):
                 made = neox.from_ymls([str(file)], overwrite_values=rest)
             numbers = {name: made.optimizer["params"].get(name) for name in ("lr", "eps", "betas")}

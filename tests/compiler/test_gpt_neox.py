@@ -191,6 +191,21 @@ def test_a_fork_says_from_how_many_stages_on_there_is_a_pipeline(least: str, cod
     assert {one.code for one in check_any(own).diagnostics} - {"F201"} == codes
 
 
+def test_fields_of_a_fork_are_those_of_the_classes_that_it_joins(tmp_path: Path) -> None:
+    classes = tmp_path / "megatron" / "neox_arguments"
+    classes.mkdir(parents=True)
+    (classes / "deepspeed_args.py").write_text("class One:\n    pipe_parallel_size: int = 0\n")
+    fields_ = "class Two:\n    ports: Union[int, List[int]] = 1\nclass Teacher:\n    distil: bool = False\n"
+    (classes / "neox_args.py").write_text(fields_)
+    (classes / "arguments.py").write_text("BASE_CLASSES = [\n    One,\n    Two,\n]\n")
+    own = tmp_path / "one.yml"
+    own.write_text("pipe_parallel_size: 1\nports: [1, 2]\ndistil: true\n")
+    assert {(one.code, one.path) for one in check_any(own).diagnostics if one.is_error} == {
+        ("K003", ("ports",)),
+        ("K001", ("distil",)),
+    }
+
+
 def test_what_a_fork_sets_and_refuses_itself_is_told(tmp_path: Path) -> None:
     """`save_iters` is set before types are looked at, `ntk` has a default of another type, PyYAML takes the last."""
     own = tmp_path / "one.yml"

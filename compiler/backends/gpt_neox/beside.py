@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,9 +50,12 @@ def beside(file: str) -> Beside | None:
 @functools.lru_cache(maxsize=8)
 def _read(texts: tuple[bytes, ...]) -> Beside:
     found, attention = dict[str, Field](), ()
+    listed = re.search(rb"^BASE_CLASSES[^=]*=\s*[\[(]([^\])]*)", texts[-1], re.MULTILINE)
+    bases = set(re.findall(r"\w+", listed[1].decode())) if listed else set[str]()  # others are another program's
     for name, text in zip(_FILES[:-1], texts, strict=False):
         tree = parsed_python(SourceText(name, text.decode("utf-8", errors="replace")))
-        for one in (inner for node in tree.body for inner in (node.body if isinstance(node, ast.ClassDef) else [node])):
+        parts = [node for node in tree.body if not isinstance(node, ast.ClassDef) or not bases or node.name in bases]
+        for one in (inner for node in parts for inner in (node.body if isinstance(node, ast.ClassDef) else [node])):
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                 types, choices = _described(one.annotation)
                 default = one.value.value if isinstance(one.value, ast.Constant) else None
@@ -88,7 +92,9 @@ def _described(annotation: ast.expr) -> tuple[tuple[str, ...], tuple[object, ...
     if kind == "Literal" and all(isinstance(one, ast.Constant) for one in inner):
         return (), tuple(one.value for one in inner)  # type: ignore[attr-defined]
     if kind in ("Union", "Optional"):
-        return tuple(name for one in inner for name in _types(one)), ()
+        # `validate_types` looks for the type of a value among these: `List[int]` is that of none.
+        plain = [one for one in inner if not isinstance(one, ast.Subscript)] or inner
+        return tuple(name for one in plain for name in _types(one)), ()
     return _types(annotation.value), ()
 
 
