@@ -246,6 +246,7 @@ group.add_argument('--optimizer', default='adam',
 group.add_argument('--position-embedding-type', choices=['learned', 'rope'])
 group.add_argument('--train-iters', type=int)
 group.add_argument('--log-interval', '--log_interval', type=int)
+parser = deepspeed.add_config_arguments(parser)
 kw_args['layernorm_epsilon'] = args.norm_epsilon
 """
 
@@ -263,6 +264,7 @@ kw_args['layernorm_epsilon'] = args.norm_epsilon
         ("--rotary-percent 0.5 --norm-epsilon 1e-6", "K001", "no --rotary-percent"),
         ("--train_iters 10", "K001", "no --train_iters: it tells _ from -"),
         ("--log_interval 5", None, ""),
+        ("--deepspeed_config a.json", None, ""),
     ],
 )
 def test_the_parser_beside_the_program_decides_what_it_has_and_takes(

@@ -40,6 +40,8 @@ _FILES = 200
 _SEARCHED = 4000
 """So many are searched before an option is said to be nowhere: NVIDIA/Megatron-LM has about 1,000 in `megatron`."""
 _TYPES = {"int": int, "float": float}
+_BY_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepscale", "deepscale_config")
+"""Options that `deepspeed.add_config_arguments` adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Program:
         if not self.words:
             return frozenset()
         is_made = "ArgumentGroupFactory" in self.words  # of dataclasses
+        if "add_config_arguments" in self.words:
+            flags = [one for one in flags if spelling(one) not in _BY_DEEPSPEED]
         left = {one: _texts(one, is_made) for one in flags if SHORT.match(one) or spelling(one) not in self.words}
         left |= {one: _quoted(one) for one in flags if self._has_hyphens(one)}
         files = (file for folder in self.folders for file in folder.rglob("*.py"))
