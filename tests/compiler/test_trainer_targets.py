@@ -111,6 +111,13 @@ def test_what_the_yaml_has_no_word_for_is_named() -> None:
     assert "lr_scheduler" not in yaml.safe_load(render(plan, ("axolotl",))["axolotl.yaml"])
 
 
+def test_llama_factory_says_what_deepspeed_sums_in_without_zero() -> None:
+    for stage in (0, 1):
+        plan = plan_of({}, model={"preset": "qwen3-0.6b"}, zero={"stage": stage})
+        said = [one.what for one in losses(plan, ("llamafactory",))["llamafactory"]]
+        assert ("gradient_accumulation_dtype fp32" in said) == (stage == 0)
+
+
 def test_llama_factory_keeps_the_optimizer_on_the_host_and_has_no_batch_that_grows() -> None:
     plan = plan_of({}, training=RAMP, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}})
     said = {one.what: one.fatal for one in losses(plan, ("llamafactory",))["llamafactory"]}

@@ -53,6 +53,15 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     return _merged(config, spec.deepspeed)
 
 
+def sums_losses(plan: Plan, instead: str) -> list[Loss]:
+    """What DeepSpeed itself sums gradients in otherwise than the plan."""
+    sums, precision = plan.spec.training.gradient_accumulation_dtype, plan.spec.training.precision
+    if sums is precision or plan.spec.zero_stage:
+        return []
+    why = f"DeepSpeed has no optimizer for sums of {precision.value} gradients in {sums.value} at ZeRO stage 0"
+    return [Loss(f"gradient_accumulation_dtype {sums.value}", why, instead)]
+
+
 def losses(plan: Plan) -> list[Loss]:
     """What DeepSpeed alone, with the configuration and no runtime, does otherwise than the plan."""
     found: list[Loss] = []
@@ -67,10 +76,7 @@ def losses(plan: Plan) -> list[Loss]:
         for key in ("linear_cross_entropy", "tiled_mlp")
         if getattr(plan.spec.training, key)
     ]
-    sums, precision = plan.spec.training.gradient_accumulation_dtype, plan.spec.training.precision
-    if sums is not precision and not plan.spec.zero_stage:
-        why = f"DeepSpeed has no optimizer for sums of {precision.value} gradients in {sums.value} at ZeRO stage 0"
-        found.append(Loss(f"gradient_accumulation_dtype {sums.value}", why, "parcompile.runtime sums in it"))
+    found += sums_losses(plan, "parcompile.runtime sums in it")
     found += rampup_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
     found += decay_schedule_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
     optimizer = plan.spec.training.optimizer

@@ -12,7 +12,7 @@ import yaml
 
 from parcompile.backends import launch
 from parcompile.backends.artefacts import Loss, decay_schedule_losses, header, memory_losses, rampup_losses, to_text
-from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.deepspeed.write import ds_config, sums_losses
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import BIASES_AND_NORMS
@@ -178,6 +178,7 @@ def llama_factory_losses(plan: Plan) -> list[Loss]:
     found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
     if training.router is not None:
         found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
+    found += sums_losses(plan, f"it sums in {spec.training.precision.value}; compile with ZeRO stage 1")
     found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
     found += decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
     return [*found, *memory_losses(spec, None), _DATA]
