@@ -18,7 +18,7 @@ the first ones import), and for files of gpt-neox, judged by `NeoXArgs.from_ymls
 arguments only errors about options, types and choices are judged (K001, K003, K004): what the rules say of values is
 judged where the rules are tested.
 
-With `--mutants N` so many copies of these files are judged in their place, each with one drawn mistake.
+With `--mutants N` so many copies of files of DeepSpeed or gpt-neox are judged instead, each with a drawn mistake.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import json
 import multiprocessing
 import random
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -200,11 +199,11 @@ def planted() -> tuple[int, int, list[str]]:
 def mutants(files: Sequence[Path], count: int, folder: Path) -> list[Path]:
     """Copies of files without an error, each with a key misspelt or left out, or a value of another type or number."""
     draw, made = random.Random(1), list[Path]()
-    read = [one for one in map(check_any, files) if one.kind in (DEEPSPEED, GPT_NEOX, MEGATRON) and one.document]
+    read = [one for one in map(check_any, files) if one.kind in (DEEPSPEED, GPT_NEOX) and one.document]
     bases = [one.document for one in read if one.document and not any(found.is_error for found in one.diagnostics)]
     while bases and len(made) < count:
         base = draw.choice(bases)
-        tree = json.loads(json.dumps(given(base) if isinstance(base, Call) else base.tree))
+        tree = json.loads(json.dumps(base.tree))
         holder, key = draw.choice(list(_entries(tree)))
         value, how = holder.pop(key), draw.choice(("misspelt", "left out", "twice", "abc", -3, True, 2.5))
         at = draw.randrange(max(len(key) - 1, 1))
@@ -212,12 +211,8 @@ def mutants(files: Sequence[Path], count: int, folder: Path) -> list[Path]:
             holder[key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :]] = value
         elif how != "left out":
             holder[key] = [value, value] if how == "twice" else how
-        made.append(folder / f"{len(made)}{'.sh' if isinstance(base, Call) else Path(base.file).suffix}")
-        said = (
-            f"{flag} {'' if value is True else shlex.join(map(str, _listed(value)))}" for flag, value in tree.items()
-        )
-        text = f"torchrun pretrain_gpt.py {' '.join(said)}\n" if isinstance(base, Call) else json.dumps(tree, indent=1)
-        made[-1].write_text(text, encoding="utf-8")
+        made.append(folder / f"{len(made)}{Path(base.file).suffix}")
+        made[-1].write_text(json.dumps(tree, indent=1), encoding="utf-8")
     return made
 
 
@@ -225,10 +220,6 @@ def _entries(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     for key, value in tree.items():
         yield tree, key
         yield from _entries(value) if isinstance(value, dict) else ()
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
 
 
 def draws(count: int, judge: Judge) -> tuple[int, list[str]]:
@@ -357,15 +348,13 @@ def main() -> None:
     parser.add_argument("--neox", type=Path, metavar="SOURCES", help="of gpt-neox")
     parser.add_argument("--mutants", type=int, default=0, metavar="N", help="judge so many copies with a mistake (0)")
     chosen = parser.parse_args()
+    if chosen.megatron is not None:
+        report(of_megatron(chosen.megatron, written(chosen.folders or chosen.megatron[:1], MEGATRON)))
+        return
+    files = written(chosen.folders, GPT_NEOX) if chosen.neox else list(configurations(chosen.folders))
     with tempfile.TemporaryDirectory() as folder:
-        if chosen.megatron is not None:
-            files = written(chosen.folders or chosen.megatron[:1], MEGATRON)
-        else:
-            files = written(chosen.folders, GPT_NEOX) if chosen.neox else list(configurations(chosen.folders))
         files = mutants(files, chosen.mutants, Path(folder)) if chosen.mutants else files
-        if chosen.megatron is not None:
-            report(of_megatron(chosen.megatron, files))
-        elif chosen.neox is not None:
+        if chosen.neox is not None:
             report(of_neox(chosen.neox, files))
         else:
             of_deepspeed(files, chosen.drawn)
