@@ -176,6 +176,12 @@ def test_numbers_out_of_range_are_named(words: str, severity: str, tmp_path: Pat
         assert words.split()[1] in told.message
 
 
+def test_recompute_activations_takes_the_place_of_the_granularity(tmp_path: Path) -> None:
+    for more, expected in (("", {"F123"}), ("--recompute-activations", set())):
+        text = f"torchrun pretrain_gpt.py {LAYOUT} --recompute-granularity full {more}\n"
+        assert codes(checked(text, tmp_path / "train.sh")) == expected
+
+
 def test_torch_refuses_what_the_ranges_say_that_it_refuses() -> None:
     torch = pytest.importorskip("torch")
     weights = [torch.nn.Parameter(torch.zeros(1))]
@@ -345,6 +351,19 @@ def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_
     ):
         done = checked(f"{call} --micro-batch-size 1 {more}\n", script)
         assert {(one.code, one.severity.value) for one in done.diagnostics if one.code == "K001"} == codes_, more
+
+
+def test_packages_that_a_program_of_the_fork_imports_may_add_options(tmp_path: Path) -> None:
+    for name, text in (
+        ("megatron/arguments.py", OLD_PARSER),
+        ("own_args/noise.py", "group.add_argument('--noise-steps')\n"),
+        ("pretrain_noise.py", "from own_args.noise import extra\n"),
+        ("tools/verify/it.py", "import pretrain_noise\n"),
+        ("examples/verify.sh", f"python tools/verify/it.py {LAYOUT} --noise-steps 4\n"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert not any(one.is_error for one in check_any(tmp_path / "examples" / "verify.sh").diagnostics)
 
 
 def test_what_only_one_way_through_a_script_does_is_a_warning(tmp_path: Path) -> None:

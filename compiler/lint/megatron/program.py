@@ -30,6 +30,7 @@ OWN_PROGRAMS = frozenset(
 """Programs in the root of NVIDIA/Megatron-LM, core_v0.8.0 to core_v0.16.0, that take its arguments."""
 SHORT = re.compile(r"-[A-Za-z]")
 _ADDED = re.compile(r"""add_argument\(\s*["'](--[A-Za-z][\w-]*)""")
+_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"""(?<!\w)(?<!\w\[["'])[A-Za-z][\w-]+""")
 """A word, but for the key of a mapping (`config['layernorm_epsilon']`), which adds nothing."""
 _UNSAID = re.compile(r"^.*(?:[`)}]|\$\w+)/")
@@ -152,6 +153,10 @@ def _near(call: Call) -> Program:
             package = next((one for one in file.parents[:2] if one.name == "megatron"), None)
             is_whole |= file.name == "arguments.py" and package is not None
             folders[package or file.parent] = None
+    if common is not None:  # packages of the project that its programs import may add options too
+        programs = [one.read_text(encoding="utf-8", errors="replace") for one in islice(common.glob("*.py"), _FILES)]
+        imported = {name for text in programs for name in _IMPORTED.findall(text)}
+        folders |= {common / name: None for name in imported if (common / name).is_dir()}
     words = frozenset[str]().union(*(one.words for one in read)) if is_whole else frozenset[str]()
     is_whole &= {"num_attention_heads", "micro_batch_size"} <= words
     return Program(

@@ -351,6 +351,7 @@ def _has_what_it_needs(settings: Settings, name: str, needed: tuple[tuple[str, .
 def recomputation_is_complete(settings: Settings) -> Iterator[Finding]:
     """Fires for each of them."""
     kind, path = settings.get("recompute_granularity"), ("recompute_granularity",)
+    kind = "selective" if settings.get("recompute_activations") is True else kind  # it comes last
     if kind == "full":
         # The number of layers has the default 1 and nothing to fall back on for a method.
         if settings.left_out("recompute_method") and not is_open(settings):
