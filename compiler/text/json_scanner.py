@@ -326,8 +326,8 @@ class Scanner:
         bare = _BARE.match(self.text, start)
         line = _LINE.match(self.text, start)
         if not as_key and line is not None and not _VALUE_LIKE.match(line[0]):
-            message, advice = f"text without quotes: {shown(line[0])}", f'write "{shown(line[0])}"'
-            self.once(self.source.problem("J016", message, start, advice=advice))
+            message = f"text without quotes: {shown(line[0])}"
+            self.once(self.source.problem("J016", message, start, advice=f'write "{shown(line[0])}"'))
             self.offset = line.end()
             return Token(STRING, line[0], start, line.end())
         if bare is None or not re.match(r"[\w.+\-$]", bare[0]):

@@ -270,6 +270,7 @@ kw_args['layernorm_epsilon'] = args.norm_epsilon
         ("--rotary-percent 0.5 --norm-epsilon 1e-6", "K001", "no --rotary-percent"),
         ("--train_iters 10", "K001", "no --train_iters: it tells _ from -"),
         ("--log_interval 5", None, ""),
+        ("--train-iters $EMPTY", "K007", "--train-iters has no value"),
         ("--deepspeed_config a.json", None, ""),
     ],
 )
@@ -286,9 +287,10 @@ def test_the_parser_beside_the_program_decides_what_it_has_and_takes(
     for is_there, severity in ((False, "warning"), (True, "error")):
         if is_there:
             (tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain\n")
-        found = checked(f"torchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
-        told = [one for one in found if one.code in ("K001", "K003", "K004")]
-        assert {(one.code, one.severity.value) for one in told} == ({(code, severity)} if code else set())
+        found = checked(f"EMPTY=\ntorchrun pretrain_gpt.py {LAYOUT} {words}\n", tmp_path / "train.sh").diagnostics
+        told = [one for one in found if one.code in ("K001", "K003", "K004", "K007")]
+        how = severity if code != "K007" else "error"
+        assert {(one.code, one.severity.value) for one in told} == ({(code, how)} if code else set())
         assert not code or said in told[0].message
 
 
@@ -328,6 +330,11 @@ def test_the_parser_of_another_clone_is_not_that_of_a_program(tmp_path: Path) ->
         (tmp_path / name).write_text(text, encoding="utf-8")
     found = check_any(tmp_path / "fork" / "examples" / "eval.sh").diagnostics
     assert {(one.code, one.severity.value) for one in found} <= {("K004", "warning")}
+    script = tmp_path / "fork" / "tasks" / "main.sh"
+    script.write_text("SAVE=\npython main.py --num-layers 4 --hidden-size 64 --train-iters 3 --save $SAVE\n")
+    (tmp_path / "fork" / "tasks" / "arguments.py").write_text("group.add_argument('--save')\n")
+    said = {(one.code, one.severity.value) for one in check_any(script).diagnostics}
+    assert said == {("K007", "warning")}
 
 
 def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_path: Path) -> None:

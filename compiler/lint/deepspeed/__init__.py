@@ -258,7 +258,7 @@ def _neighbours(folder: Path) -> tuple[tuple[str, str], ...]:
 # Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
 
 _TAKEN = ("J013", "J014", "J015")
-_ALSO_TAKEN = {"J016": ("the key ", "text without quotes"), "J004": "a comma is missing here"}
+_ALSO_TAKEN = {"J016": ("the key ", "text without quotes"), "J004": ("a comma is missing here",)}
 """Of these those whose message begins so: keys and text without quotes, commas that Hjson can do without."""
 
 

@@ -153,8 +153,8 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
             _value((section, key), holder[key], current[name], found)
     for section, keys in _NEEDED.items():
         holder = tree.get(section)
-        for key in keys if isinstance(holder, dict) and (fork is None or _ASKS in fork.checks) else ():
-            if key not in holder:
+        for key in keys if fork is None or _ASKS in fork.checks else ():
+            if isinstance(holder, dict) and key not in holder:
                 message = f"{section} has no {key!r}{consequence}"
                 found.say("K002", (section, key), message, f"add {key} to {section}")
     for path, literal in _texts(tree, document.root, document.text, ()):

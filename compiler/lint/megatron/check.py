@@ -101,8 +101,8 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
     # A program with options of its own has its own history of them too.
     is_known = call.is_command_line and (program.is_own or not any(one.kind == "unknown" for one in arguments.problems))
     if call.is_command_line and program.is_own and not program.words:
-        flags = arguments.line.flags
-        lacking |= {one for one in arguments.flags.values() if one not in flags and hyphened(one) in flags}
+        known = arguments.line.flags
+        lacking |= {one for one in arguments.flags.values() if one not in known and hyphened(one) in known}
     versions = [*_refused(arguments, program, lacking)] or (_versions(arguments) if is_known else ())
     others = (*_of_values(arguments, program), *_out_of_range(arguments, program))
     yield from (_placed(call, one, None) for one in (*versions, *others))
@@ -140,7 +140,7 @@ def _found(arguments: Arguments, problem: Problem, program: Program, lacking: fr
         return Diagnostic("K001", severity, f"{_tool(parsers)} has no {problem.value}", path, help=help_)
     if problem.kind in ("type", "choice") and program.adds(problem.flag):
         return None  # the fork's parser decides what its values are
-    if not program.is_own and program.adds(problem.flag):
+    if not program.is_own and program.adds(problem.flag) and problem.kind != "missing":
         return None
     if problem.kind == "type":
         if _some_version_takes(parsers.options[problem.name], problem.value):

@@ -153,10 +153,10 @@ def _near(call: Call) -> Program:
             package = next((one for one in file.parents[:2] if one.name == "megatron"), None)
             is_whole |= file.name == "arguments.py" and package is not None
             folders[package or file.parent] = None
-    if common is not None:  # packages of the project that its programs import may add options too
-        programs = [one.read_text(encoding="utf-8", errors="replace") for one in islice(common.glob("*.py"), _FILES)]
-        imported = {name for text in programs for name in _IMPORTED.findall(text)}
-        folders |= {common / name: None for name in imported if (common / name).is_dir()}
+    for file in islice(common.glob("*.py"), _FILES) if common is not None else ():
+        with suppress(OSError):  # packages of the project that its programs import may add options too
+            text = read_bytes(file, LARGEST_SOURCED_BYTES).decode("utf-8", errors="replace")
+            folders |= {folder: None for name in _IMPORTED.findall(text) if (folder := file.parent / name).is_dir()}
     words = frozenset[str]().union(*(one.words for one in read)) if is_whole else frozenset[str]()
     is_whole &= {"num_attention_heads", "micro_batch_size"} <= words
     return Program(
