@@ -2,19 +2,23 @@
 
     OMP_NUM_THREADS=1 python .ci/prover_matrix.py [--right 400] [--cells 20] [--only PART] > docs/prover.md
 
-For each mutant of `tests/runtime/mutants.py` it draws cells, as `parcompile prove --cells` does, until one is red. The
-exit code is 1 when the right engine is red in a cell, or fewer than 95 % of the mutants in any.
+For each mutant of `tests/runtime/mutants.py` it draws cells, as `parcompile prove --cells` does, until one is red; and
+for each of `tests/runtime/engine_mutants.py`, where the same cell without the mistake is not red. The exit code is 1
+when the right engine is red in a cell, or fewer than 95 % of the mutants in any.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ADAPTER = Path(__file__).parents[1] / "tests" / "runtime" / "mutants.py"
+ENGINES = ("deepspeed", "transformers", "accelerate", "megatron")
 START = """# Proof of the prover
 
 This page shows that `parcompile prove` finds mistakes, and that it blames no correct engine. The correct engine is
@@ -23,19 +27,27 @@ shards of the weights. Each *mutant* is that engine with one mistake. The table 
 red first.
 `python .ci/prover_matrix.py > docs/prover.md` makes this page again, in about half an hour on one core.
 """
+HEAD = "| mutant | cells until red | the cell | why |\n|---|---|---|---|"
+IN_ENGINES = """## Mistakes in engines
+
+Mistakes in functions of the engines themselves, for features that the engine written by hand has not. In the same cell
+the engine without the mistake is right. `python .ci/prover_matrix.py --engines` prints this part alone."""
+NONE, RIGHT = "in none of", ("equal", "rounding")
 
 
 def main() -> int:
     """The page on standard output, what goes on on the other."""
     from parcompile.runtime.prove import Engine, prove
-    from parcompile.runtime.prove.ranks.cells import text_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--right", type=int, default=400, help="cells of the engine without a mistake")
     parser.add_argument("--cells", type=int, default=20, help="at most so many of each mutant")
     parser.add_argument("--only", default="", help="mutants whose name has this part")
+    parser.add_argument("--engines", action="store_true", help="mistakes in engines alone, the second part of the page")
     options = parser.parse_args()
-    rows, found, missed = list[str](), Counter[int](), list[str]()
+    if options.engines:
+        return in_engines(options)
+    rows, found = list[str](), Counter[int]()
     with Engine(str(ADAPTER)) as engine:
         right = Counter[str]()
         wrong = list[str]()
@@ -45,22 +57,13 @@ def main() -> int:
             done = prove(engine, cells, shrinks=False, each=lambda number, one: say(number, one.verdict))
             right.update(one.verdict for one in done.cells)
             wrong += [done.line(one) for one in done.cells if one.verdict == "red"]
-        for number, name in enumerate(engine.features["mutant"][1:]):
-            if options.only not in name:
-                continue
-            for tried, cell in enumerate(engine.draw(options.cells, number, 4, {"mutant": name}), 1):
-                answer: dict[str, Any] = engine.run(cell)
-                if answer["verdict"] == "red":
-                    shown = text_of({**cell, "mutant": "none"}, engine.features)
-                    rows.append(f"| {name} | {tried} | {shown} | {answer['why']} |")
-                    found[tried] += 1
-                    break
-            else:
-                missed.append(name)
-                rows.append(f"| {name} | in none of {options.cells} | | |")
-            say(number, rows[-1])
+        for row, tried in mutants(engine, options):
+            rows.append(row)
+            found[tried] += 1
         versions = ", ".join(f"{name} {version}" for name, version in engine.versions.items())
-    red, count = sum(found.values()), len(rows)
+    count, missed = len(rows), [row.split(" | ")[0].removeprefix("| ") for row in rows if NONE in row]
+    del found[0]
+    red = sum(found.values())
     print(START)
     print(f"Made with {versions}.\n")
     print(f"- {red} of {count} mutants are red: {found[1]} in their first cell, all within {max(found, default=0)}.")
@@ -68,10 +71,46 @@ def main() -> int:
     print(", ".join(f"{number} {verdict}" for verdict, number in right.items()) + ".\n")
     if missed:
         print("Not found: the mutant " + "; ".join(f'"{one}"' for one in missed) + ".\n")
-    print("| mutant | cells until red | the cell | why |\n|---|---|---|---|\n" + "\n".join(rows))
+    print("\n".join([HEAD, *rows, ""]))
     for line in wrong:
         say(0, line)
-    return int(bool(wrong) or red < 0.95 * count)
+    return int(bool(wrong) or red < 0.95 * count) or in_engines(options)
+
+
+def in_engines(options: argparse.Namespace) -> int:
+    """The second part of the page."""
+    from parcompile.runtime.prove import Engine
+
+    lines, found = list[str](), list[int]()
+    for name in ENGINES:
+        os.environ["PROVE_ENGINE"] = name
+        with Engine(str(ADAPTER.with_name("engine_mutants.py"))) as engine:
+            lines += ["", f"### {name} {engine.versions.get(name) or engine.versions[f'{name}-core']}", "", HEAD]
+            for row, tried in mutants(engine, options, within=True):
+                lines.append(row)
+                found.append(tried)
+    red = sum(tried > 0 for tried in found)
+    print(f"{IN_ENGINES}\n\n- {red} of {len(found)} mistakes are red: {found.count(1)} in their first cell.")
+    print("\n".join(lines))
+    return int(red < 0.95 * len(found))
+
+
+def mutants(engine: Any, options: argparse.Namespace, within: bool = False) -> Iterator[tuple[str, int]]:
+    """The row of each mutant, and in which of its cells it was red, from 1; 0: in none."""
+    from parcompile.runtime.prove.ranks.cells import text_of
+
+    for number, name in enumerate(engine.features["mutant"][1:]):
+        if options.only not in name:
+            continue
+        row, red = f"| {name} | {NONE} {options.cells} | | |", 0
+        for tried, cell in enumerate(engine.draw(options.cells, number, 4, {"mutant": name}), 1):
+            answer: dict[str, Any] = engine.run(cell)
+            right = {**cell, "mutant": "none"}
+            if answer["verdict"] == "red" and not (within and engine.run(right)["verdict"] not in RIGHT):
+                row, red = f"| {name} | {tried} | {text_of(right, engine.features)} | {answer['why']} |", tried
+                break
+        say(number, row)
+        yield row, red
 
 
 def say(number: int, text: str) -> None:

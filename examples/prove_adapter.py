@@ -1,100 +1,60 @@
 """An adapter for `parcompile prove --engine examples/prove_adapter.py`: data parallelism by hand.
 
-Four functions make an engine's adapter, and two more let it resume. FEATURES adds features to the common ones, or
-narrows them; the first value of each is the simplest. PACKAGES are named in the certificate. Put your own engine in
-place of `Plain`.
+Four functions make an engine's adapter, and two more let it resume. PACKAGES are named in the certificate. FEATURES
+narrows the common features or adds some; the first value of each is the simplest. Put your engine in place of `Plain`.
 """
-
-import math
 
 import torch
 import torch.distributed as dist
 
-PACKAGES = ("torch", "transformers")
-FEATURES = {
-    "dtype": ("fp32", "fp64"),
-    # What a wrong engine may do: `prove` has to find each of these.
-    "mistake": (
-        "none",
-        "mean of means",
-        "no all-reduce",
-        "clipped before the all-reduce",
-        "ranks weigh alike",
-        "stale",
-        "moments are not saved",
-    ),
-}
+PACKAGES, FEATURES = ("torch", "transformers"), {"dtype": ("fp32", "fp64"), "average": (False, True)}
 
 
 def supports(cell):
     """None where the engine has such a run, else why it has not."""
-    needs = {"no all-reduce": cell["dp"] > 1, "moments are not saved": cell["resume"]}
-    return None if needs.get(cell["mistake"], True) else f"the mistake {cell['mistake']!r} cannot show here"
+    return "one rank has nothing to average" if cell["average"] and cell["dp"] == 1 else None
 
 
-def build(model, cell):
-    """The engine of this rank, around a model that every rank has alike."""
-    dist.init_process_group("gloo")
-    return Plain(model, cell["packed"])
+class Plain:
+    def __init__(self, model, cell):  # noqa: ARG002
+        dist.init_process_group("gloo")
+        self.model = model  # every rank has the same
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
+
+
+build = Plain
 
 
 def step(engine, batch, cell):
     """One optimizer step on a global batch (tensors [samples, S]): its loss, and the norm before clipping or None."""
-    mistake, dp = cell["mistake"], cell["dp"]
-    share = len(batch["input_ids"]) // dp
-    own = {name: tensor[dist.get_rank() * share :][:share] for name, tensor in batch.items()}
-    counted = max(1, int((batch["labels"][:, 1:] != -100).sum()))
-    if mistake == "mean of means":  # of the tokens of each rank: right only where all have as many
-        counted = dp * max(1, int((own["labels"][:, 1:] != -100).sum()))
-    if mistake == "ranks weigh alike":
-        counted *= dp
-    loss = engine.loss(own) / counted
-    loss.backward()
-    parameters = list(engine.model.parameters())
-    if mistake == "clipped before the all-reduce":
-        torch.nn.utils.clip_grad_norm_(parameters, cell["clipping"] or math.inf)
-    if mistake != "no all-reduce":
-        for parameter in parameters:
-            dist.all_reduce(parameter.grad)
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, cell["clipping"] or math.inf))
+    times = cell["dp"] if cell["average"] else 1  # what the reduction divides by
+    own = {name: rows.chunk(cell["dp"])[dist.get_rank()] for name, rows in batch.items()}
+    places = {"position_ids": own["position_ids"]} if cell["packed"] else {}
+    logits = engine.model(input_ids=own["input_ids"], **places).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, own["labels"][:, 1:].flatten(), reduction="sum")
+    loss = loss / max(1, int((batch["labels"][:, 1:] != -100).sum()))  # the mean over all ranks' tokens that count
+    (loss * times).backward()
+    for parameter in engine.model.parameters():
+        dist.all_reduce(parameter.grad.div_(times))
+    norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), cell["clipping"] or float("inf"))
     engine.optimizer.step()
-    if mistake != "stale":
-        engine.optimizer.zero_grad()
-    total = loss.detach().double()
-    dist.all_reduce(total)
-    return float(total), norm
+    engine.optimizer.zero_grad()
+    dist.all_reduce(total := loss.detach())
+    return float(total), float(norm)
 
 
-def save(engine, folder, cell):  # noqa: ARG001
-    """Two more functions, for the feature `resume`: every rank writes what `load` goes on from, in new processes."""
-    states = {"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()}
-    if dist.get_rank() == 0:
-        torch.save(states, folder / "states.pt")
-
-
-def load(model, folder, cell):
-    """The engine that was saved."""
-    engine, states = build(model, cell), torch.load(folder / "states.pt")
-    engine.model.load_state_dict(states["model"])
-    if cell["mistake"] != "moments are not saved":
-        engine.optimizer.load_state_dict(states["optimizer"])
-    return engine
-
-
-def full_parameters(engine, cell):  # noqa: ARG001 -- some engines gather by layout
+def full_parameters(engine, cell):  # noqa: ARG001
     """Whole parameters by the names of transformers; every rank calls it."""
     return {name: one.detach() for name, one in engine.model.named_parameters()}
 
 
-class Plain:
-    """The model, and the optimizer that the reference has."""
+def save(engine, folder, cell):  # noqa: ARG001
+    """For the feature `resume`: every rank writes what `load` goes on from, in new processes."""
+    torch.save([engine.model.state_dict(), engine.optimizer.state_dict()], folder / f"{dist.get_rank()}.pt")
 
-    def __init__(self, model, packed):
-        self.model, self.packed = model, packed
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.01)
 
-    def loss(self, batch):
-        """The sum over labels that count."""
-        given = {name: batch[name] for name in ("input_ids", *(("position_ids",) if self.packed else ()))}
-        logits = self.model(**given).logits[:, :-1].flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+def load(model, folder, cell):
+    engine, states = build(model, cell), torch.load(folder / f"{dist.get_rank()}.pt")
+    engine.model.load_state_dict(states[0])
+    engine.optimizer.load_state_dict(states[1])
+    return engine

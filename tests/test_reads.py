@@ -38,9 +38,8 @@ OWN = {
     "runtime/preflight/live/facts.py": 5,
     "runtime/profiling/__init__.py": 1,
     "runtime/profiling/recorder.py": 1,
-    "runtime/prove/engine.py": 2,
     "runtime/prove/ranks/cells.py": 1,
-    "runtime/prove/ranks/server.py": 5,
+    "runtime/prove/ranks/server.py": 6,
     "runtime/prove/certificate.py": 2,
     "runtime/run_log.py": 4,
 }

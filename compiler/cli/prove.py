@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def command(
                 raise click.ClickException("--config is read by --engine deepspeed alone")
             if plan is not None and "plan" not in running.features:
                 raise click.ClickException("--plan is executed by --engine parcompile alone")
-            shown = Certificate(name, running.versions, "", seed, (), running.features)
+            shown = Certificate(name, running.versions, {}, "", seed, (), running.features)
             asked = [_cell(one, running.features, decided or {}) for one in chosen]
             if not asked:
                 asked = running.draw(cells, seed, ranks, decided and {"pp": 1, **decided})
@@ -108,7 +109,9 @@ def command(
     for number, one in enumerate(found.cells, 1):
         if scripts is not None and "script" in one.answer:
             scripts.mkdir(parents=True, exist_ok=True)
-            (scripts / f"{name}_{number}.py").write_text(one.answer["script"], encoding="utf-8")
+            (scripts / f"{Path(name).stem}_{number}.py").write_text(one.answer["script"], encoding="utf-8")
+            if name.endswith(".py"):
+                shutil.copy(name, scripts)  # beside the script that imports it
     if form == "text":
         say(found.summary())
     else:

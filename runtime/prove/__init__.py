@@ -51,7 +51,8 @@ def prove(
             proved = Proved(cell, {**proved.answer, **says}, smallest)
         ended.append(proved)
         each(number, proved)
-    return Certificate(engine.name, engine.versions, engine.code, seed, tuple(ended), engine.features)
+    who = (engine.name, engine.versions, engine.wheels, engine.code)
+    return Certificate(*who, seed, tuple(ended), engine.features)
 
 
 def _explained(
@@ -128,10 +129,12 @@ def verify(engine: Engine, certificate: Certificate, most_ranks: int = MOST_RANK
     said = []
     if certificate.code != engine.code:
         said.append(f"the code that judges has {engine.code}, that of the certificate {certificate.code}")
-    for name in {**certificate.versions, **engine.versions}:
-        ours, theirs = (versions.get(name, "not there") for versions in (engine.versions, certificate.versions))
-        if ours != theirs:
-            said.append(f"{name} is {ours}, that of the certificate {theirs}")
+    for what in ("versions", "wheels"):
+        both: list[Mapping[str, str]] = [getattr(one, what) for one in (engine, certificate)]
+        for name in {**both[1], **both[0]}:
+            ours, theirs = (one.get(name, "not there") for one in both)
+            if ours != theirs:
+                said.append(f"{'the wheel of ' * (what == 'wheels')}{name} is {ours}, that of the certificate {theirs}")
     for proved, cell in zip(certificate.cells, whole, strict=True):
         again = engine.run(cell)
         if again["verdict"] != proved.verdict:

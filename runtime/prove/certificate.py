@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -14,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .engine import Engine
-from .ranks.cells import FAMILIES, text_of, without_folders, world_size
+from .ranks.cells import FAMILIES, FEATURES, text_of, without_folders, world_size
 from .ranks.comparison import CANNOT, RED, VERDICTS
 
 VERSION = 1
@@ -44,10 +46,11 @@ class Proved:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The cells of one engine with the versions, the seed and the code that made their verdicts."""
+    """The cells of one engine with the versions, wheels, seed and code that made their verdicts."""
 
     engine: str
     versions: Mapping[str, str]
+    wheels: Mapping[str, str]
     code: str
     seed: int
     cells: tuple[Proved, ...]
@@ -96,6 +99,7 @@ class Certificate:
             "version": VERSION,
             "engine": self.engine,
             "versions": dict(self.versions),
+            "wheels": dict(self.wheels),
             "code": self.code,
             "seed": self.seed,
             "counts": self.counts,
@@ -123,7 +127,8 @@ class Certificate:
                     raise ValueError(f"verdict {answer['verdict']!r} is not known; known are {', '.join(VERDICTS)}")
                 cells.append(Proved(dict(written["cell"]), answer, written.get("smallest")))
             features = {str(name): tuple(values) for name, values in tree["features"].items()}
-            return cls(tree["engine"], dict(tree["versions"]), tree["code"], int(tree["seed"]), tuple(cells), features)
+            who = (tree["engine"], dict(tree["versions"]), dict(tree["wheels"]), tree["code"])
+            return cls(*who, int(tree["seed"]), tuple(cells), features)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is no certificate ({type(error).__name__}: {error})") from None
 
@@ -141,15 +146,23 @@ class Certificate:
         return ElementTree.tostring(suite, encoding="unicode")
 
 
-_SUSPECTS = ("resume", "aux_loss", "clipping", "packed", "masks", "dtype", "accumulation", "micro_batch", "tied", "dp")
-_READ = (*_SUSPECTS, "pp", "stage", "seed")
+_SUSPECTS = ("resume", "aux_loss", "clipping", "packed", "masks", "dtype", "accumulation", "micro_batch", "tied")
+_SUSPECTS = (*_SUSPECTS, "offload", "sequence_parallel", "checkpointing", "stage", "ep", "dp", "pp", "cp", "tp")
+_APART = {"looped": {"pp", "cp"}, "whole": {"pp", "tp"}}
+"""What a template calls cells that have none of these."""
 _SECONDS, _LINES = 300.0, 100
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def suspect(cell: Mapping[str, Any], features: Mapping[str, tuple[Any, ...]]) -> str | None:
+def suspect(engine: Engine, cell: Mapping[str, Any]) -> str | None:
     """The feature of a red cell that is turned off: of those that it needs, the most particular one."""
-    return next((name for name in _SUSPECTS if name in features and cell[name] != features[name][0]), None)
+    own = [name for name in engine.features if name not in (*FEATURES, *_SUSPECTS)] if _is_file(engine) else []
+    every = [name for name in (*own, *_SUSPECTS) if name in engine.features]
+    return next((name for name in every if cell[name] != engine.features[name][0]), None)
+
+
+def _is_file(engine: Engine) -> bool:
+    return engine.name.endswith(".py")
 
 
 class NoScriptError(Exception):
@@ -162,25 +175,34 @@ def script_of(engine: Engine, cell: Mapping[str, Any]) -> str:
     Raises:
         NoScriptError: none is written for such a cell.
     """
-    off, own = suspect(cell, engine.features), _TEMPLATES / f"{engine.name}.txt"
     used = {name for name, values in engine.features.items() if cell[name] != values[0]} - {"family"}
-    if off is None:
+    if (off := suspect(engine, cell)) is None:
         raise NoScriptError("the cell has no feature that can be turned off")
-    if unread := sorted(used - set(_READ)):
+    spread = engine.name in ("transformers", "accelerate") and used & {"tp", "ep"}
+    own = _TEMPLATES / f"{'adapter' if _is_file(engine) else 'distributed' if spread else engine.name}.txt"
+    if not own.exists():
+        raise NoScriptError(f"what {engine.name} needs to run on CPUs does not fit into {_LINES} lines")
+    family, text = FAMILIES[cell["family"]], (_TEMPLATES / "one_process.txt").read_text(encoding="utf-8")
+    text = text.replace("@ENGINE@", own.read_text(encoding="utf-8").strip())
+    read = set(re.findall(r'(?:#\?!?|CELL(?:\[|\.get\()")(\w+)', text))
+    read |= set(engine.features) - {"resume", "isolation"} if _is_file(engine) else set()
+    if unread := sorted(used - read):
         raise NoScriptError(f"scripts do not have {', '.join(unread)}")
-    family, settings = FAMILIES[cell["family"]], {name: cell[name] for name in _READ if name in cell}
-    text = (_TEMPLATES / "one_process.txt").read_text(encoding="utf-8")
+    first = engine.features[off][0]
+    version = engine.versions.get(engine.name, "")
     for name, value in {
-        "TITLE": f"{engine.name} {engine.versions[engine.name]} beside one process: {text_of(cell, engine.features)}",
+        "TITLE": f"{Path(engine.name).name} {version} beside one process: {text_of(cell, engine.features)}",
         "RANKS": str(world_size(cell)),
+        "FEWER": str(world_size({**cell, off: first})),
         "OFF": off,
-        "SIMPLEST": repr(engine.features[off][0]),
-        "CELL": repr(settings),
+        "SIMPLEST": repr(first),
+        "CELL": repr({name: value for name, value in cell.items() if name in read}),
         "CLASS": family["class"],
         "KEYS": repr(dict(family["keys"])),
-        "ENGINE": own.read_text(encoding="utf-8").strip(),
+        "FILE": Path(engine.name).name,
     }.items():
         text = text.replace(f"@{name}@", value)
+    used |= {name for name, others in _APART.items() if not used & others}
     used |= {cell["masks"]} | ({"drawn"} if used & {"masks", "packed"} else set())
     lines = [line.partition("  #?") for line in text.splitlines()]
     kept = [line for line, _, tag in lines if not tag or (tag.removeprefix("!") in used) != tag.startswith("!")]
@@ -190,9 +212,7 @@ def script_of(engine: Engine, cell: Mapping[str, Any]) -> str:
 
 
 def shown(engine: Engine, cell: Mapping[str, Any]) -> dict[str, str]:
-    """`script` of a red cell, or `no_script`: why there is none; neither for engines that have no scripts."""
-    if not (_TEMPLATES / f"{engine.name}.txt").exists():
-        return {}
+    """`script` of a red cell, or `no_script`: why there is none."""
     try:
         return {"script": _confirmed(engine, cell)}
     except NoScriptError as error:
@@ -204,18 +224,26 @@ def _confirmed(engine: Engine, cell: Mapping[str, Any]) -> str:
     text = script_of(engine, cell)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cell.py").write_text(text, encoding="utf-8")
+        if _is_file(engine):
+            shutil.copy(engine.name, folder)
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
         clean = {**kept, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [engine.python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size(cell)}"]
-        for further, code in (((), "differs"), (("--without",), "equal")):
+        command = [engine.python, "-m", "torch.distributed.run", "--standalone"]
+        off = str(suspect(engine, cell))
+        fewer = world_size({**cell, off: engine.features[off][0]})
+        for further, code, ranks in (((), "differs", world_size(cell)), (("--without",), "equal", fewer)):
             try:
                 done = subprocess.run(  # noqa: S603 -- the interpreter that the user names
-                    [*command, "cell.py", *further], cwd=folder, env=clean, capture_output=True, timeout=_SECONDS
+                    [*command, f"--nproc_per_node={ranks}", "cell.py", *further],
+                    cwd=folder,
+                    env=clean,
+                    capture_output=True,
+                    timeout=_SECONDS,
                 )
             except subprocess.TimeoutExpired:
                 raise NoScriptError(f"it did not end in {_SECONDS:g} s") from None
             last = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
-            about = f"without {suspect(cell, engine.features)} " if further else ""
+            about = f"without {off} " if further else ""
             if not last:
                 said = without_folders(done.stderr.decode(errors="replace"))
                 raise NoScriptError(f"{about}it stops: {said.strip()[-200:]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
@@ -72,8 +71,9 @@ class Engine:
         except EngineError:
             self.close()
             raise
-        self.code = _code_hash(Path(name) if name.endswith(".py") else None)
+        self.code: str = first["code"]
         self.versions: Mapping[str, str] = first["versions"]
+        self.wheels: Mapping[str, str] = first["wheels"]
         self.features = {feature: tuple(values) for feature, values in first["features"].items()}
 
     def __enter__(self) -> Self:
@@ -136,13 +136,3 @@ class Engine:
         self._said.seek(0)
         lines = [line for line in self._said.read().decode(errors="replace").splitlines() if line.strip()]
         return lines[-1][:400] if lines else f"exit code {self._process.poll()}"
-
-
-def _code_hash(adapter: Path | None) -> str:
-    """Of everything that decides a verdict, a user's adapter included."""
-    digest = hashlib.sha256()
-    for file in sorted((*_RANKS.rglob("*.py"), *_RANKS.rglob("*.json"))):
-        digest.update(file.relative_to(_RANKS).as_posix().encode() + b"\0" + file.read_bytes())
-    if adapter is not None:
-        digest.update(b"adapter\0" + adapter.read_bytes())
-    return f"sha256:{digest.hexdigest()}"

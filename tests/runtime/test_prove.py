@@ -49,7 +49,8 @@ from parcompile.runtime.prove.ranks.reference import reference
 from parcompile.schema import validate
 from parcompile.version import how_to_install
 
-ADAPTER = str(Path(__file__).parents[2] / "examples" / "prove_adapter.py")
+ADAPTER = str(Path(__file__).with_name("mistakes.py"))
+EXAMPLE = Path(__file__).parents[2] / "examples" / "prove_adapter.py"
 SEEN = {"masks": "uneven", "clipping": 0.5, "dp": 2}
 """With which the mistakes of the adapter show: means differ where masks do."""
 
@@ -71,7 +72,7 @@ def command(engines: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch) -
     """The command, which is lent engines that are there."""
 
     def lent(name: str, *_: object) -> nullcontext[Engine]:
-        return nullcontext(engines(ADAPTER if name.endswith("prove_adapter.py") else name))
+        return nullcontext(engines(str(EXAMPLE) if name.endswith(EXAMPLE.name) else name))
 
     monkeypatch.setattr(parcompile.runtime.prove, "Engine", lent)
     return lambda *arguments: CliRunner().invoke(cli, ["prove", *arguments])
@@ -229,8 +230,28 @@ def test_mutants_are_red_and_their_page_lists_all_of_them(engines: Callable[[str
     cell = {"dp": 2, "cp": 2, "accumulation": 2, "masks": "uneven", "clipping": 0.5}
     found = prove(engine, [cell, *({**cell, "mutant": name} for name in PLANTED)], shrinks=False)
     assert [one.verdict for one in found.cells] == [EQUAL, *[RED] * len(PLANTED)], found.to_json()["cells"]
-    page = (Path(__file__).parents[2] / "docs" / "prover.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| ([^|]+) \| (?:in|\d)", page, re.MULTILINE) == list(engine.features["mutant"][1:])
+    text = (Path(__file__).parents[2] / "docs" / "prover.md").read_text(encoding="utf-8")
+    page, _, in_engines = text.partition("## Mistakes in engines")
+    rows = re.compile(r"^\| ([^|]+) \| (?:in|\d)", re.MULTILINE)
+    assert rows.findall(page) == list(engine.features["mutant"][1:])
+    planted = Path(__file__).with_name("engine_mutants.py").read_text(encoding="utf-8")
+    assert set(rows.findall(in_engines)) == set(re.findall(r'^ +"([\w.]+: [^"]+)": ', planted, re.MULTILINE))
+
+
+@pytest.mark.ranks
+def test_a_mistake_in_deepspeed_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of those of `.ci/prover_matrix.py`, each beside the same cell without it."""
+    monkeypatch.setenv("PROVE_ENGINE", "deepspeed")
+    offload = {"dp": 2, "offload": True, "stage": 1}
+    cells = [
+        (offload, "offload: the norm of a rank's own shard"),
+        ({"tp": 2}, "AutoTP: outputs of split layers are not summed"),
+        ({"family": "mixtral", "dp": 2, "stage": 1, "experts": "moe"}, "deepspeed.moe: gates have no gradient"),
+    ]
+    both = [{**cell, "mutant": name} for cell, one in cells for name in ("none", one)]
+    with Engine(str(Path(__file__).with_name("engine_mutants.py"))) as engine:
+        found = prove(engine, both, shrinks=False)
+    assert [one.verdict for one in found.cells] == [EQUAL, RED] * 3, found.to_json()["cells"]
 
 
 @pytest.mark.ranks
@@ -244,7 +265,7 @@ def test_features_that_an_earlier_cell_needed_are_tried_first() -> None:
     tried = list[Any]()
 
     class Counted:
-        name, versions, code = "counted", dict[str, str](), ""
+        name, versions, wheels, code = "counted", dict[str, str](), dict[str, str](), ""
         features: Mapping[str, Any] = {**FEATURES, "mistake": (False, True)}
 
         def run(self, cell: dict[str, Any]) -> dict[str, Any]:
@@ -337,13 +358,14 @@ def test_a_certificate_is_read_back_and_runs_again(plain: Engine) -> None:
     assert verify(plain, again) == []
     assert validate(json.loads(json.dumps(found.to_json())), "certificate").diagnostics == ()
     tree = found.to_json()
-    tree["cells"][0]["verdict"], tree["versions"]["torch"] = RED, "1.0"
+    tree["cells"][0]["verdict"], tree["versions"]["torch"], tree["wheels"]["torch"] = RED, "1.0", "sha256:0"
     del tree["versions"]["transformers"]
     said = verify(plain, Certificate.from_json(tree))
-    assert len(said) == 3
+    assert len(said) == 4
     assert said[0].endswith("that of the certificate 1.0")
     assert said[1].endswith("that of the certificate not there")
-    assert said[2] == "llama dp 2: equal, the certificate says red"
+    assert re.fullmatch(r"the wheel of torch is sha256:\w{64}, that of the certificate sha256:0", said[2])
+    assert said[3] == "llama dp 2: equal, the certificate says red"
     suite = ElementTree.fromstring(found.to_junit())
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
     foreign = {**tree, "cells": [{"cell": {"family": "llama", "colour": "blue"}, "verdict": EQUAL}]}
@@ -621,12 +643,13 @@ def until(holds: Callable[[], bool], running: Ranks | None = None) -> None:
 def test_a_red_cell_without_a_script_says_why() -> None:
     from parcompile.runtime.prove.certificate import shown
 
-    features = {"family": ("llama", "qwen3"), "dp": (1, 2), "tp": (1, 2)}
+    features = {"family": ("llama", "qwen3"), "dp": (1, 2), "experts": ("own", "moe")}
     engine: Any = SimpleNamespace(name="deepspeed", features=features, versions={"deepspeed": "0.19.8"})
-    assert shown(engine, {"family": "llama", "dp": 2, "tp": 2}) == {"no_script": "scripts do not have tp"}
-    assert "can be turned off" in shown(engine, {"family": "qwen3", "dp": 1, "tp": 1})["no_script"]
-    engine.name = "an engine of one's own"
-    assert shown(engine, {"family": "llama", "dp": 2, "tp": 2}) == {}
+    assert shown(engine, {"family": "llama", "dp": 2, "experts": "moe"}) == {"no_script": "scripts do not have experts"}
+    assert "can be turned off" in shown(engine, {"family": "qwen3", "dp": 1, "experts": "own"})["no_script"]
+    engine.name = "megatron"
+    said = "what megatron needs to run on CPUs does not fit into 100 lines"
+    assert shown(engine, {"family": "llama", "dp": 2, "experts": "own"}) == {"no_script": said}
 
 
 def alive(pid: int) -> bool:

@@ -34,21 +34,11 @@ def configuration(cell: Cell) -> Any:
     if own := planned(cell):
         kind = {"tie_word_embeddings": cell["tied"], "use_cache": False, **_balanced(cell)}
         return transformers.AutoConfig.for_model(**{**own["model"], **kind})
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2 * cell.get("vpp", 1),
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": cell["tied"],
-        "initializer_range": 0.08,
-        "attention_dropout": 0.0,
-        "use_cache": False,
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-    }
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2 * cell.get("vpp", 1), "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 128, "tie_word_embeddings": cell["tied"], "initializer_range": 0.08}
+    sizes |= {"attention_dropout": 0.0, "use_cache": False}
+    sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     family = FAMILIES[cell["family"]]
     return getattr(transformers, family["class"])(**sizes, **family["keys"] | _balanced(cell))
 

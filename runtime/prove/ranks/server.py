@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .cells import FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, without_folders, world_size
+from .cells import FAMILIES, FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, without_folders, world_size
 from .comparison import CANNOT, RED, judge
 from .reference import STEPS, batches, families, import_models, model_of, reference
 from .tracing import Trace, explain
@@ -43,13 +44,15 @@ ADAPTER = ("supports", "build", "step", "full_parameters")
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """What a rank says whose neighbour ended first."""
 
+_OF_INSTALLERS = ("INSTALLER", "REQUESTED", "direct_url.json")
+_OURS = (__name__.split(".")[0], "adapter")
 _SEEDS = (1, 2, 3)
 _PERTURBED = "perturbed"
 _ASKING = os.getppid()
 
 
 def serve(engine: str) -> None:
-    """Until standard input ends. The first line that it writes has versions and features, or an `error`."""
+    """Until standard input ends. The first line that it writes says who answers, or an `error`."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what engines print goes where their log does
     torch.set_num_threads(1)
@@ -60,7 +63,8 @@ def serve(engine: str) -> None:
         print(json.dumps({"error": without_folders(f"{type(error).__name__}: {error}")}), file=answers)
         return
     signal.signal(signal.SIGTERM, _end)
-    print(json.dumps({"versions": versions_of(adapter), "features": features_of(adapter)}), file=answers)
+    first = {"versions": versions_of(adapter), "wheels": wheels_of(adapter), "code": code_of()}
+    print(json.dumps({**first, "features": features_of(adapter)}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         if "draw" in task:
@@ -107,10 +111,32 @@ def features_of(adapter: ModuleType) -> dict[str, tuple[Any, ...]]:
 
 def versions_of(adapter: ModuleType) -> dict[str, str]:
     """Of the packages that decide the numbers."""
-    versions = {"python": platform.python_version()}
-    for name in getattr(adapter, "PACKAGES", ("torch", "transformers")):
-        versions[name] = importlib.metadata.version(name)
-    return versions
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _named(adapter)}}
+
+
+def _named(adapter: ModuleType) -> tuple[str, ...]:
+    return tuple(getattr(adapter, "PACKAGES", ("torch", "transformers")))
+
+
+def wheels_of(adapter: ModuleType) -> dict[str, str]:
+    """Of these packages a hash of what their wheels brought, as the record of the installation lists it."""
+    found = {}
+    for name in _named(adapter):
+        files = [file for file in importlib.metadata.files(name) or () if file.hash and file.parts[0] != ".."]
+        own = [f"{file} {file.hash.value}" for file in files if file.hash and file.name not in _OF_INSTALLERS]
+        found |= {name: _digest("\n".join(sorted(own)).encode())} if own else {}
+    return found
+
+
+def code_of() -> str:
+    """Hash of what was loaded to draw, run and judge: what all engines share, and this one's adapter."""
+    loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
+    files = [(name, Path(str(file)).read_bytes()) for name, file in sorted(loaded.items())]
+    return _digest(b"\0".join([*(name.encode() + b"\0" + text for name, text in files), repr(FAMILIES).encode()]))
+
+
+def _digest(text: bytes) -> str:
+    return f"sha256:{hashlib.sha256(text).hexdigest()}"
 
 
 def run_cell(adapter: ModuleType, cell: Cell, timeout: float, explains: bool = False) -> dict[str, Any]:

@@ -133,22 +133,11 @@ class _Run:
             DistributedDataParallel(self.config, data_parallel, Float16Module(self.config, one) if self.low else one)
             for one in self.chunks
         ]
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=ADAMW["lr"],
-                min_lr=ADAMW["lr"],
-                weight_decay=ADAMW["weight_decay"],
-                adam_beta1=ADAMW["betas"][0],
-                adam_beta2=ADAMW["betas"][1],
-                adam_eps=ADAMW["eps"],
-                clip_grad=cell["clipping"],
-                use_distributed_optimizer=sharded,
-                params_dtype=dtype,
-                bf16=self.low,
-            ),
-            self.chunks,
-        )
+        own: dict[str, Any] = {name: ADAMW[name] for name in ("lr", "weight_decay")}
+        own |= {"adam_beta1": ADAMW["betas"][0], "adam_beta2": ADAMW["betas"][1], "adam_eps": ADAMW["eps"]}
+        own |= {"min_lr": ADAMW["lr"], "clip_grad": cell["clipping"], "use_distributed_optimizer": sharded}
+        own |= {"params_dtype": dtype, "bf16": self.low}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **own), self.chunks)
         for group in self.optimizer.param_groups:  # what a scheduler sets; one process decays all weights
             group |= {name: ADAMW[name] for name in ("lr", "weight_decay")}
         self.config.finalize_model_grads_func = finalize_model_grads
@@ -216,46 +205,26 @@ def _forward(cell: Cell, micro: Iterator[Batch], model: Any) -> tuple[Tensor, An
 
 def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
     model = whole.config
-    experts = {}
+    experts = dict[str, Any]()
     if has_experts(cell):
-        experts = {
-            "num_moe_experts": model.num_local_experts,
-            "moe_router_topk": model.num_experts_per_tok,
-            "moe_ffn_hidden_size": getattr(model, "moe_intermediate_size", model.intermediate_size),
-            "moe_router_load_balancing_type": "none",
-            "moe_token_dispatcher_type": "alltoall",
-            "expert_tensor_parallel_size": 1,
-        }
-    config: Any = TransformerConfig(
-        num_layers=model.num_hidden_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_key_value_heads,
-        kv_channels=model.head_dim,
-        ffn_hidden_size=model.intermediate_size,
-        layernorm_epsilon=model.rms_norm_eps,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=cell["tp"],
-        sequence_parallel=cell["sequence_parallel"],
-        pipeline_model_parallel_size=cell["pp"],
-        virtual_pipeline_model_parallel_size=cell["vpp"] if cell["vpp"] > 1 else None,
-        overlap_p2p_comm=cell["vpp"] > 1,  # Megatron's rule for chunks on two stages, each of which is before the other
-        batch_p2p_comm=cell["vpp"] == 1,
-        expert_model_parallel_size=cell["ep"],
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        normalization="RMSNorm",
-        qk_layernorm=any("q_norm" in name for name, _ in whole.named_parameters()),
-        calculate_per_token_loss=True,
-        attention_softmax_in_fp32=False,
-        **experts,
-    )
+        experts = {"num_moe_experts": model.num_local_experts, "moe_router_topk": model.num_experts_per_tok}
+        experts["moe_ffn_hidden_size"] = getattr(model, "moe_intermediate_size", model.intermediate_size)
+        experts |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
+        experts["expert_tensor_parallel_size"] = 1
+    sizes = {"num_layers": model.num_hidden_layers, "hidden_size": model.hidden_size, "kv_channels": model.head_dim}
+    sizes |= {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.num_key_value_heads}
+    sizes |= {"ffn_hidden_size": model.intermediate_size, "layernorm_epsilon": model.rms_norm_eps}
+    layout = {"tensor_model_parallel_size": cell["tp"], "sequence_parallel": cell["sequence_parallel"]}
+    layout |= {"pipeline_model_parallel_size": cell["pp"], "expert_model_parallel_size": cell["ep"]}
+    layout["virtual_pipeline_model_parallel_size"] = cell["vpp"] if cell["vpp"] > 1 else None
+    # Megatron's rule for chunks on two stages, each of which is before the other.
+    layout |= {"overlap_p2p_comm": cell["vpp"] > 1, "batch_p2p_comm": cell["vpp"] == 1}
+    numbers: dict[str, Any] = {"pipeline_dtype": dtype, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    numbers |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention_softmax_in_fp32": False}
+    kind: dict[str, Any] = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": nn.functional.silu}
+    kind |= {"normalization": "RMSNorm", "calculate_per_token_loss": True, "use_cpu_initialization": True}
+    kind["qk_layernorm"] = any("q_norm" in name for name, _ in whole.named_parameters())
+    config: Any = TransformerConfig(**sizes, **layout, **numbers, **kind, **experts)
     config.experts_of_rank = experts.get("num_moe_experts", 0) // cell["ep"]
     return config
 

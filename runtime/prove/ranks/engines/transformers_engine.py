@@ -43,24 +43,12 @@ class _Run:
         if cell["wrapper"] == "fsdp2" and own is model:
             settings = {"version": 2, "fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
             options = {"fsdp": "full_shard", "fsdp_config": settings}
-        arguments = TrainingArguments(
-            output_dir=str(_output()),
-            use_cpu=True,
-            ddp_backend="gloo",
-            per_device_train_batch_size=cell["micro_batch"],
-            gradient_accumulation_steps=cell["accumulation"],
-            max_steps=STEPS,
-            max_grad_norm=cell["clipping"] or 1e9,
-            lr_scheduler_type="constant",
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="steps" if cell["resume"] else "no",
-            save_steps=STEPS - 1,
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            **options,
-        )
+        options |= {"per_device_train_batch_size": cell["micro_batch"], "max_steps": STEPS, "logging_steps": 1}
+        options |= {"gradient_accumulation_steps": cell["accumulation"], "max_grad_norm": cell["clipping"] or 1e9}
+        options |= {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "save_steps": STEPS - 1, "report_to": []}
+        options |= {"save_strategy": "steps" if cell["resume"] else "no", "remove_unused_columns": False}
+        options |= {"output_dir": str(_output()), "use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
+        arguments = TrainingArguments(**options)
         self.trainer = _Sequential(
             model=own,
             args=arguments,
