@@ -41,7 +41,11 @@ def planted(cell, built):
 def last_micro_batch():
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Optimizer
 
-    Optimizer.async_accumulate_grad_in_cpu_via_gpu = lambda self, parameter: self.clear_grad_attribute(parameter)
+    def forget(self, parameter):
+        if not self.is_gradient_accumulation_boundary():
+            self.clear_grad_attribute(parameter)
+
+    Optimizer.async_accumulate_grad_in_cpu_via_gpu = forget
 
 
 def own_norm():
@@ -180,7 +184,7 @@ MUTANTS = {
             instruction("ReduceTiedGrads"),
             {"pp": 2, "tied": True},
         ),
-        "PipelineEngine: gradients are not reduced": (instruction("ReduceGrads"), {"pp": 2, "dp": 2}),
+        "PipelineEngine: gradients are not reduced": (instruction("ReduceGrads"), {"pp": 2, "dp": 2, "stage": 0}),
         "Ulysses: ranks of the sequence count as data ranks": (sequence_ranks, {"cp": 2, "stage": 1}),
         "Ulysses: positions behind attention are off by one": (off_by_one, {"cp": 2}),
         "AutoEP: gradients of exchanged tokens x 0.5": (halved_tokens, {"experts": "autoep"}),

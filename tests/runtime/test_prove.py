@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -650,6 +651,45 @@ def test_a_red_cell_without_a_script_says_why() -> None:
     engine.name = "megatron"
     said = "what megatron needs to run on CPUs does not fit into 100 lines"
     assert shown(engine, {"family": "llama", "dp": 2, "experts": "own"}) == {"no_script": said}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "cell", "off"),
+    [
+        ("deepspeed", {"stage": 3, "cp": 2}, "stage"),
+        ("transformers", {"family": "qwen3", "tp": 2, "accumulation": 2}, "accumulation"),
+        (ADAPTER, {"dp": 2, "mistake": "no all-reduce", "masks": "uneven"}, "mistake"),
+        ("deepspeed", {"tp": 2, "accumulation": 2}, None),
+        ("parcompile", {"family": "mixtral", "dp": 2, "ep": 2, "pp": 2, "aux_loss": True}, None),
+    ],
+)
+def test_a_script_of_upstream_alone_shows_a_red_cell(
+    name: str, cell: dict[str, Any], off: str | None, engines: Callable[[str], Engine]
+) -> None:
+    """It differs, and is equal without what is suspected; that of a right cell (`off` is None) is equal at once."""
+    from parcompile.runtime.prove.certificate import shown
+
+    engine = engines(name)
+    found = shown(engine, {**simplest(engine.features), **cell})
+    if off is None:
+        assert found == {"no_script": "it is 'equal', where 'differs' was expected"}
+    else:
+        assert f"without its {off}: equal" in found.get("script", ""), found
+
+
+def test_the_hash_of_the_code_is_that_of_the_engines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, codes = tmp_path / "ranks", list[str]()
+    shutil.copytree(Path(server.__file__).parent, ranks, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("parcompile.runtime.prove.engine._RANKS", ranks)
+    for changed in (None, ranks / "engines" / "deepspeed_engine.py", ranks / "comparison.py"):
+        if changed:
+            changed.write_text(changed.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+        with Engine(str(EXAMPLE)) as engine:
+            codes.append(engine.code)
+    with Engine(ADAPTER) as engine:
+        codes.append(engine.code)
+    assert (codes[0] == codes[1], len(set(codes))) == (True, 3)
 
 
 def alive(pid: int) -> bool:
