@@ -146,8 +146,10 @@ class Certificate:
         return ElementTree.tostring(suite, encoding="unicode")
 
 
-_SUSPECTS = ("resume", "aux_loss", "clipping", "packed", "masks", "dtype", "accumulation", "micro_batch", "tied")
-_SUSPECTS = (*_SUSPECTS, "offload", "sequence_parallel", "checkpointing", "stage", "ep", "dp", "pp", "cp", "tp")
+_SUSPECTS = (
+    *("resume", "aux_loss", "clipping", "packed", "masks", "dtype", "accumulation", "micro_batch", "tied"),
+    *("offload", "sequence_parallel", "checkpointing", "stage", "ep", "dp", "pp", "cp", "tp"),
+)
 _APART = {"looped": {"pp", "cp"}, "whole": {"pp", "tp"}}
 """What a template calls cells that have none of these."""
 _SECONDS, _LINES = 300.0, 100

@@ -120,7 +120,7 @@ def _named(adapter: ModuleType) -> tuple[str, ...]:
 
 def wheels_of(adapter: ModuleType) -> dict[str, str]:
     """Of these packages a hash of what their wheels brought, as the record of the installation lists it."""
-    found = {}
+    found = dict[str, str]()
     for name in _named(adapter):
         files = [file for file in importlib.metadata.files(name) or () if file.hash and file.parts[0] != ".."]
         own = [f"{file} {file.hash.value}" for file in files if file.hash and file.name not in _OF_INSTALLERS]
