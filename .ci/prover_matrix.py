@@ -10,10 +10,11 @@ when the right engine is red in a cell, or fewer than 95 % of the mutants in any
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ IN_ENGINES = """## Mistakes in engines
 
 Mistakes in functions of the engines themselves, for features that the engine written by hand has not. In the same cell
 the engine without the mistake is right. `python .ci/prover_matrix.py --engines` prints this part alone."""
+IN_ENGINE = 5
+"""So many cells of a mistake in an engine are drawn at a time."""
 NONE, RIGHT = "in none of", ("equal", "rounding")
 
 
@@ -57,7 +60,7 @@ def main() -> int:
             done = prove(engine, cells, shrinks=False, each=lambda number, one: say(number, one.verdict))
             right.update(one.verdict for one in done.cells)
             wrong += [done.line(one) for one in done.cells if one.verdict == "red"]
-        for row, tried in mutants(engine, options):
+        for row, tried in mutants(engine, options.only, options.cells):
             rows.append(row)
             found[tried] += 1
         versions = ", ".join(f"{name} {version}" for name, version in engine.versions.items())
@@ -81,12 +84,15 @@ def in_engines(options: argparse.Namespace) -> int:
     """The second part of the page."""
     from parcompile.runtime.prove import Engine
 
-    lines, found = list[str](), list[int]()
+    lines, found, adapter = list[str](), list[int](), ADAPTER.with_name("engine_mutants.py")
+    nodes = [node for node in ast.walk(ast.parse(adapter.read_text(encoding="utf-8"))) if isinstance(node, ast.Dict)]
+    pairs = [pair for node in nodes for pair in zip(node.keys, node.values, strict=True)]
+    needs = {key.value: ast.literal_eval(value.elts[1]) for key, value in pairs if isinstance(value, ast.Tuple)}
     for name in ENGINES:
         os.environ["PROVE_ENGINE"] = name
-        with Engine(str(ADAPTER.with_name("engine_mutants.py"))) as engine:
+        with Engine(str(adapter)) as engine:
             lines += ["", f"### {name} {engine.versions.get(name) or engine.versions[f'{name}-core']}", "", HEAD]
-            for row, tried in mutants(engine, options, within=True):
+            for row, tried in mutants(engine, options.only, IN_ENGINE, needs):
                 lines.append(row)
                 found.append(tried)
     red = sum(tried > 0 for tried in found)
@@ -95,18 +101,23 @@ def in_engines(options: argparse.Namespace) -> int:
     return int(red < 0.95 * len(found))
 
 
-def mutants(engine: Any, options: argparse.Namespace, within: bool = False) -> Iterator[tuple[str, int]]:
-    """The row of each mutant, and in which of its cells it was red, from 1; 0: in none."""
+def mutants(engine: Any, only: str, cells: int, needs: Mapping[str, Any] | None = None) -> Iterator[tuple[str, int]]:
+    """The row of each mutant, and in which of its cells it was red, from 1; 0: in none.
+
+    `needs`: of mistakes in engines, whose cells are drawn again with these: few others may have them.
+    """
     from parcompile.runtime.prove.ranks.cells import text_of
 
     for number, name in enumerate(engine.features["mutant"][1:]):
-        if options.only not in name:
+        if only not in name:
             continue
-        row, red = f"| {name} | {NONE} {options.cells} | | |", 0
-        for tried, cell in enumerate(engine.draw(options.cells, number, 4, {"mutant": name}), 1):
+        every = engine.draw(cells, number, 4, {"mutant": name})
+        every += engine.draw(cells, number, 4, {"mutant": name, **needs[name]}) if needs else []
+        row, red = f"| {name} | {NONE} {len(every)} | | |", 0
+        for tried, cell in enumerate(every, 1):
             answer: dict[str, Any] = engine.run(cell)
             right = {**cell, "mutant": "none"}
-            if answer["verdict"] == "red" and not (within and engine.run(right)["verdict"] not in RIGHT):
+            if answer["verdict"] == "red" and not (needs and engine.run(right)["verdict"] not in RIGHT):
                 row, red = f"| {name} | {tried} | {text_of(right, engine.features)} | {answer['why']} |", tried
                 break
         say(number, row)

@@ -184,7 +184,10 @@ MUTANTS = {
             instruction("ReduceTiedGrads"),
             {"pp": 2, "tied": True},
         ),
-        "PipelineEngine: gradients are not reduced": (instruction("ReduceGrads"), {"pp": 2, "dp": 2, "stage": 0}),
+        "PipelineEngine: gradients are not reduced": (
+            instruction("ReduceGrads"),
+            {"pp": 2, "dp": 2, "stage": 0, "dtype": "fp32", "clipping": 0.0},  # clipped it is red without a mistake
+        ),
         "Ulysses: ranks of the sequence count as data ranks": (sequence_ranks, {"cp": 2, "stage": 1}),
         "Ulysses: positions behind attention are off by one": (off_by_one, {"cp": 2}),
         "AutoEP: gradients of exchanged tokens x 0.5": (halved_tokens, {"experts": "autoep"}),
