@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,8 @@ def command(
             scripts.mkdir(parents=True, exist_ok=True)
             (scripts / f"{Path(name).stem}_{number}.py").write_text(one.answer["script"], encoding="utf-8")
             if name.endswith(".py"):
-                shutil.copy(name, scripts)  # beside the script that imports it
+                with suppress(shutil.SameFileError):
+                    shutil.copy(name, scripts)  # beside the script that imports it
     if form == "text":
         say(found.summary())
     else:

@@ -777,7 +777,10 @@ def test_a_configuration_that_no_cell_has_is_refused(tree: Any, why: str) -> Non
 
 @pytest.mark.ranks
 def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., Result]) -> None:
-    said = command("--engine", ADAPTER, "--cell", "dp=2,mistake=no all-reduce,masks=uneven")
+    scripts = tmp_path / "scripts"
+    shown = ["--scripts", str(scripts)]
+    said = command("--engine", ADAPTER, "--cell", "dp=2,mistake=no all-reduce,masks=uneven", *shown)
+    assert sorted(file.name for file in scripts.iterdir()) == ["mistakes.py", "mistakes_1.py"]
     assert said.exception is None or said.exit_code == 1
     assert "red          llama dp 2 masks uneven mistake no all-reduce" in said.output
     assert "fewest features: llama dp 2 mistake no all-reduce" in said.output
