@@ -87,7 +87,8 @@ def in_engines(options: argparse.Namespace) -> int:
     lines, found, adapter = list[str](), list[int](), ADAPTER.with_name("engine_mutants.py")
     nodes = [node for node in ast.walk(ast.parse(adapter.read_text(encoding="utf-8"))) if isinstance(node, ast.Dict)]
     pairs = [pair for node in nodes for pair in zip(node.keys, node.values, strict=True)]
-    needs = {key.value: ast.literal_eval(value.elts[1]) for key, value in pairs if isinstance(value, ast.Tuple)}
+    pairs = [(key.value, value.elts[1]) for key, value in pairs if isinstance(value, ast.Tuple)]
+    needs = {name: ast.literal_eval(node) for name, node in pairs if isinstance(node, ast.Dict)}
     for name in ENGINES:
         os.environ["PROVE_ENGINE"] = name
         with Engine(str(adapter)) as engine:
