@@ -317,17 +317,22 @@ def test_a_whole_parser_beside_the_program_says_what_it_has_no_more(tmp_path: Pa
     assert {one.severity.value for one in checked(text, tmp_path / "train.sh").diagnostics} == {"info"}
 
 
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 def test_the_parser_of_another_clone_is_not_that_of_a_program(tmp_path: Path) -> None:
     """The script and its program stand in two folders of a fork whose package has a name of its own."""
-    for name, text in (
-        ("other/megatron/arguments.py", OLD_PARSER),
-        ("fork/speed/__init__.py", ""),
-        ("fork/speed/arguments.py", "group.add_argument('--not-use-fast', action='store_true')\n"),
-        ("fork/tasks/main.py", "from speed import arguments\n"),
-        ("fork/examples/eval.sh", f"python ./tasks/main.py {LAYOUT} --not-use-fast --optimizer lion\n"),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = {
+        "other/megatron/arguments.py": OLD_PARSER,
+        "fork/speed/__init__.py": "",
+        "fork/speed/arguments.py": "group.add_argument('--not-use-fast', action='store_true')\n",
+        "fork/tasks/main.py": "from speed import arguments\n",
+        "fork/examples/eval.sh": f"python ./tasks/main.py {LAYOUT} --not-use-fast --optimizer lion\n",
+    }
+    write_files(tmp_path, files)
     found = check_any(tmp_path / "fork" / "examples" / "eval.sh").diagnostics
     assert {(one.code, one.severity.value) for one in found} <= {("K004", "warning")}
     script = tmp_path / "fork" / "tasks" / "main.sh"
@@ -361,15 +366,14 @@ def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_
 
 
 def test_packages_that_a_program_of_the_fork_imports_may_add_options(tmp_path: Path) -> None:
-    for name, text in (
-        ("megatron/arguments.py", OLD_PARSER),
-        ("own_args/noise.py", "group.add_argument('--noise-steps')\n"),
-        ("pretrain_noise.py", "from own_args.noise import extra\n"),
-        ("tools/verify/it.py", "import pretrain_noise\n"),
-        ("examples/verify.sh", f"python tools/verify/it.py {LAYOUT} --noise-steps 4\n"),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = {
+        "megatron/arguments.py": OLD_PARSER,
+        "own_args/noise.py": "group.add_argument('--noise-steps')\n",
+        "pretrain_noise.py": "from own_args.noise import extra\n",
+        "tools/verify/it.py": "import pretrain_noise\n",
+        "examples/verify.sh": f"python tools/verify/it.py {LAYOUT} --noise-steps 4\n",
+    }
+    write_files(tmp_path, files)
     assert not any(one.is_error for one in check_any(tmp_path / "examples" / "verify.sh").diagnostics)
 
 
