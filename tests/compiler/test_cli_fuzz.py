@@ -52,7 +52,7 @@ def test_memory_and_time_are_watched(attack, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "GROWTH_BYTES", 2**20)
     # Where the peak cannot be reset, what earlier tests have taken and given back has to be taken again.
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-    more = module._reset_peak() - resident + 2**25
+    more = module._reset_peak() - resident + 2**28  # pages of libraries may be dropped meanwhile
     monkeypatch.setattr(importlib.import_module("parcompile.cli"), "run", lambda: bytearray(more).count(1))
     assert attack.run(0)[1].failure.what == "memory"
 

@@ -173,7 +173,8 @@ def test_the_defaults_of_the_trainer_are_those_of_transformers() -> None:
 def test_arguments_that_are_saved_whole_lose_nothing_that_was_left_at_its_default(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    chosen = {"max_steps": 100, "warmup_steps": 10, "label_smoothing_factor": 0.1}
+    # `disable_tqdm` follows how much transformers logs, which other tests change.
+    chosen = {"max_steps": 100, "warmup_steps": 10, "label_smoothing_factor": 0.1, "disable_tqdm": False}
     arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", **chosen)
     (tmp_path / "args.json").write_text(arguments.to_json_string(), encoding="utf-8")
     answers = {"model": {"preset": "llama-3-8b"}, "cluster.gpus_per_node": 8, "training.sequence_length": 4096}
