@@ -157,7 +157,7 @@ def _planned(trainer: Any, plan: Plan) -> type:
     from transformers import Trainer
 
     from .labels import IGNORED_LABEL
-    from .trainer import parallelise
+    from .trainer import OneOrder, parallelise
 
     class Planned(trainer):  # type: ignore[misc]
         # axolotl's own call these, unless an option asks for more: `_UNPLANNED` has those.
@@ -170,6 +170,11 @@ def _planned(trainer: Any, plan: Plan) -> type:
             self._save_whole = self.model.save_pretrained
             # axolotl calls it on rank 0 alone, at the end and when it is interrupted: no rank would answer.
             self.model.save_pretrained = lambda *_, **__: None
+
+        def _create_multipack_sampler(self, base_sampler: Any, dataset: Any) -> Any:
+            if (group := self.mesh.parallel_group("dp-cp")) is not None:
+                base_sampler = OneOrder(base_sampler, group)
+            return super()._create_multipack_sampler(base_sampler, dataset)
 
         def train(self, *given: Any, **named: Any) -> Any:
             """As under the plan; then all ranks save."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -481,6 +482,24 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 # Trainers of other packages and of scripts, as they are.
 
 
+class OneOrder:
+    """A sampler in the order of the first rank of dp and cp: torch's generator, of which others draw it, differs."""
+
+    def __init__(self, sampler: Any, group: Any) -> None:
+        self._sampler, self._group = sampler, group
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        order = [list(self._sampler)]
+        dist.broadcast_object_list(order, group=self._group, group_src=0)
+        return iter(order[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
 def parallelise(trainer: T, plan: Plan | str | Path) -> T:
     """Makes a class of `Trainer`, or accelerate's `Accelerator`, train by a plan: one line before it is made.
 
@@ -720,6 +739,11 @@ class _Planned(_InEngine):
         args.per_device_train_batch_size *= self.mesh.size("dp")
         return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
 
+    def _get_train_sampler(self, *given: Any) -> Any:
+        sampler, group = super()._get_train_sampler(*given), self.mesh.parallel_group("dp-cp")  # type: ignore[misc]
+        plain = isinstance(sampler, RandomSampler) and not self.accelerator.use_seedable_sampler
+        return OneOrder(sampler, group) if plain and group is not None else sampler
+
     def get_train_dataloader(self) -> Any:
         """This dp rank's batches, in the order of one process."""
         with self._dealt(self.mesh.size("dp"), self.mesh.index("dp")):
@@ -779,7 +803,7 @@ class _Planned(_InEngine):
             return (found[0] * share, *found[1:]) if return_outputs else found * share
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        share = self._share(inputs, of_rows=False)
+        share = self._share(inputs, of_rows=num_items_in_batch is None)
         outputs = model(**inputs)
         loss = outputs.loss if share == 1 else outputs.loss * share
         return (loss, outputs) if return_outputs else loss

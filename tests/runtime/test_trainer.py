@@ -308,3 +308,19 @@ def test_a_script_for_trainer_trains_by_a_plan_with_a_line_more(own: bool, tmp_p
         assert "takes a class of transformers' Trainer" in instance
         assert "LlamaForSequenceClassification is a classifier of sequences, and the plan is for" in classifier
         assert "write num_labels under model in the spec" in classifier
+
+
+def order_of(rank: int) -> list[int]:
+    import torch.distributed as dist
+    from torch.utils.data import RandomSampler
+
+    from parcompile.runtime.trainer import OneOrder
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    return list(OneOrder(RandomSampler(range(20)), dist.group.WORLD))
+
+
+def test_ranks_draw_one_order_where_the_sampler_draws_from_torchs_generator() -> None:
+    first, second = run_ranks(2, order_of)
+    assert first == second != sorted(first)
