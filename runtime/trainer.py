@@ -483,7 +483,10 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
 
 
 class OneOrder:
-    """A sampler in the order of the first rank of dp and cp: torch's generator, of which others draw it, differs."""
+    """A sampler with the order of the first rank of dp and cp, on all of them.
+
+    Samplers of other libraries draw from torch's generator, which is not the same on ranks with other tokens.
+    """
 
     def __init__(self, sampler: Any, group: Any) -> None:
         self._sampler, self._group = sampler, group

@@ -366,14 +366,16 @@ def test_an_option_that_any_file_of_the_fork_adds_is_not_said_to_be_missing(tmp_
 
 
 def test_packages_that_a_program_of_the_fork_imports_may_add_options(tmp_path: Path) -> None:
-    files = {
-        "megatron/arguments.py": OLD_PARSER,
-        "own_args/noise.py": "group.add_argument('--noise-steps')\n",
-        "pretrain_noise.py": "from own_args.noise import extra\n",
-        "tools/verify/it.py": "import pretrain_noise\n",
-        "examples/verify.sh": f"python tools/verify/it.py {LAYOUT} --noise-steps 4\n",
-    }
-    write_files(tmp_path, files)
+    write_files(
+        tmp_path,
+        {
+            "megatron/arguments.py": OLD_PARSER,
+            "own_args/noise.py": "group.add_argument('--noise-steps')\n",
+            "pretrain_noise.py": "from own_args.noise import extra\n",
+            "tools/verify/it.py": "import pretrain_noise\n",
+            "examples/verify.sh": f"python tools/verify/it.py {LAYOUT} --noise-steps 4\n",
+        },
+    )
     assert not any(one.is_error for one in check_any(tmp_path / "examples" / "verify.sh").diagnostics)
 
 

@@ -324,3 +324,29 @@ def order_of(rank: int) -> list[int]:
 def test_ranks_draw_one_order_where_the_sampler_draws_from_torchs_generator() -> None:
     first, second = run_ranks(2, order_of)
     assert first == second != sorted(first)
+
+
+def uncounted(_: int, plan: Plan, on_ranks: bool, folder: str) -> list[list[float]]:
+    """Losses and norms of two epochs of nine samples, under a Trainer that gives its loss no number of tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    from parcompile.runtime.trainer import parallelise
+
+    kind = parallelise(Trainer, plan) if on_ranks else Trainer
+    given = {} if on_ranks else {**trainer_arguments(plan), "per_device_train_batch_size": 1}
+    given |= {} if on_ranks else {"gradient_accumulation_steps": plan.spec.training.global_batch_size}
+    args = TrainingArguments(folder, num_train_epochs=2, logging_steps=1, report_to=[], use_cpu=True, **given)
+    trainer = kind(model=initial_model(plan), args=args, train_dataset=samples(plan)[:9])
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    log = [line for line in trainer.state.log_history if "loss" in line]
+    return [[line[name] for line in log] for name in ("loss", "grad_norm")]
+
+
+def test_a_last_batch_counts_in_full_where_the_loss_gets_no_number_of_tokens(tmp_path: Path) -> None:
+    """One sample is left for two ranks at the end of each epoch."""
+    plan = make_plan(2, {}, training={"global_batch_size": 4, "micro_batch_size": 1})
+    (expected,) = run_ranks(1, uncounted, plan, False, str(tmp_path / "one"))
+    for found in run_ranks(2, uncounted, plan, True, str(tmp_path / "two")):
+        assert len(found[0]) == 6
+        assert found == [pytest.approx(one, rel=1e-4) for one in expected]
