@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,12 @@ def test_who_sums_in_fp32_hears_that_deepspeed_reduces_in_bf16(said: str | None)
     changed = {one.option: one.detail for one in result.accounts if one.changes}
     heard = "DeepSpeed reduces in bf16" in changed.get("data_types.grad_accum_dtype", "")
     assert heard == (said is None)
+    if said is None:  # what DeepSpeed itself says
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        given = SimpleNamespace(communication_data_type=None)
+        engine = SimpleNamespace(_config=given, fp16_enabled=lambda: False, bfloat16_enabled=lambda: True)
+        assert str(DeepSpeedEngine.communication_data_type.fget(engine)) == "torch.bfloat16"
     assert result.plan is None or result.plan.spec.training.gradient_accumulation_dtype.value == "fp32"
 
 
