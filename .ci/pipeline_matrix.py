@@ -1,7 +1,7 @@
 """Trains drawn pipelines, or ZeRO stages, on live ranks and in one process, and prints how far apart they are.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--first 0]
-        [--count 100] [--ranks 8] [--draws pipelines|stages|offload|offload_activations|linear_loss|tiled_mlp]
+        [--count 100] [--ranks 8] [--draws pipelines|stages|offload|offload_activations|linear_loss|tiled_mlp|parts]
 
 The exit code is 1 when a loss, a gradient norm or a parameter is further from one process than 1e-5 (relative) and than
 a change of the last bits of the weights explains (`tests/runtime/closeness.py`).
@@ -21,6 +21,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "offload_activations": {"switch": "activation_offloading"},
     "linear_loss": {"switch": "linear_cross_entropy"},
     "tiled_mlp": {"switch": "tiled_mlp"},
+    "parts": {"in_parts": True},
 }
 """What plans of the stages have beside."""
 

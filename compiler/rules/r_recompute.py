@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
+from parcompile.model.layer_parts import parts_of, why_whole
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
@@ -90,4 +91,20 @@ def recomputed_layers_are_offloaded(spec: Resolution) -> Iterator[Finding]:
                 Fix.setting(_OFFLOADING, False, Safety.CHANGES_COST),
             ),
             related=also(spec, _PATH),
+        )
+
+
+@rule("R005")
+def parts_of_layers_are_told_apart(spec: Resolution) -> Iterator[Finding]:
+    """Fires for parts of layers that a model does not have as modules of their own."""
+    given = spec.activation_checkpointing
+    words = [given] if isinstance(given, str) else given
+    parts = frozenset(part for word in words for part in parts_of(word))
+    why = why_whole(spec.shape, parts) if parts else None
+    if why is not None:
+        yield Finding(
+            f"activation_checkpointing {', '.join(words)} of {spec.shape.model_type or 'this model'}: {why}",
+            _PATH,
+            help="full recomputes its layers whole, and saves more memory",
+            fixes=(Fix.setting(_PATH, "full", Safety.CHANGES_COST), Fix.setting(_PATH, "none", Safety.CHANGES_COST)),
         )

@@ -1,4 +1,4 @@
-"""The borders of the tensor-parallel region, and full activation checkpointing of what lies within.
+"""The borders of the tensor-parallel region, and activation checkpointing of what lies within.
 
 Query, key and value (and gate and up) share one entry: their input is gathered once, and the sum of their input
 gradients is reduced once, each under a matmul of theirs (`column_matmul`).
@@ -8,16 +8,18 @@ Attention keeps its output because recomputing it would send keys and values aro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parcompile.model.layer_parts import modules_of, parts_of
 from parcompile.plan import Plan
 from parcompile.runtime.collectives import (
     copy_to_group,
@@ -194,10 +196,17 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tenso
 
 
 def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
-    """Makes the layers of a rank recompute in backward where the plan says `activation_checkpointing` "full"."""
+    """Makes the layers of a rank, or named parts of them, recompute in backward as `activation_checkpointing` says."""
     kind = plan.spec.training.activation_checkpointing
     if not isinstance(kind, str):
         kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
+    stack = plan.parameters.layer[0].name.partition(".{layer}")[0]
+    if parts := parts_of(kind):
+        for number, layer in without_peft(model).get_submodule(stack).named_children():
+            for name in (name for part in parts for name in modules_of(plan.spec.model.shape, int(number), part)):
+                module = layer.get_submodule(name)
+                module.__class__ = _recomputed(type(module))
+        return
     if kind != "full":
         return
     again = _AGAIN
@@ -212,7 +221,7 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         _recompute_layers(model, rules.prefix.rstrip("."), again)
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        _recompute_layers(model, plan.parameters.layer[0].name.partition(".{layer}")[0], again)
+        _recompute_layers(model, stack, again)
         return
     # transformers 5 warns of the older name.
     base: Any = without_peft(model)
@@ -274,6 +283,21 @@ class _Both:
 
 
 _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn=_contexts)
+
+
+@functools.cache
+def _recomputed(kind: type[nn.Module]) -> Any:
+    return type(kind.__name__, (_Recomputed, kind), {})
+
+
+class _Recomputed:
+    """Mixed into the class of a module that is recomputed on its own, with its hooks: what they gather is not kept."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Any = super().__call__  # type: ignore[misc]
+        if not cast(nn.Module, self).training or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return _AGAIN(call, *args, **kwargs)
 
 
 def _recompute_layers(module: nn.Module, path: str, again: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ from training_runs import compared, dp_of, make_plan, train_in_one_process, trai
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.hf_config import shape_from_config
+from parcompile.model.layer_parts import PARTS, why_whole
 from parcompile.plan import Plan
 
 STEPS = 3
@@ -26,6 +27,9 @@ DRAWN = tuple(family for family in RUNTIME_FAMILIES if family not in ("phimoe", 
 """Of the tiny models of the other two, one process alone draws noise in routers, and has no finite gradient."""
 TILED = tuple(family for family in DRAWN if dense_mlps(shape_from_config(tiny_config(family))))
 """Those that have a dense MLP in a module of its own."""
+WORDS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
+IN_PARTS = tuple(one for one in DRAWN if why_whole(shape_from_config(tiny_config(one)), frozenset(PARTS)) is None)
+"""Those whose layers are recomputed in parts."""
 KEYS: dict[str, tuple[Any, ...]] = {
     "stage3_param_persistence_threshold": (0, 200, 100_000),
     "stage3_prefetch_bucket_size": (0, 2_000, 50_000_000),
@@ -63,13 +67,18 @@ PIPELINES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-def draw(number: int, most_ranks: int, *, on_host: bool = False, switch: str = "") -> tuple[Plan, str]:
-    """A plan that compiles, and what it is; the same for the same number. Families take turns."""
-    drawn = TILED if switch == "tiled_mlp" else DRAWN
+def draw(
+    number: int, most_ranks: int, *, on_host: bool = False, switch: str = "", in_parts: bool = False
+) -> tuple[Plan, str]:
+    """A plan that compiles, and what it is; the same for the same number. Families take turns.
+
+    `in_parts`: named parts of layers are recomputed, beside whatever a plan may have beside that.
+    """
+    drawn = IN_PARTS if in_parts else TILED if switch == "tiled_mlp" else DRAWN
     choose, family = random.Random(number), drawn[number % len(drawn)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
-        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or switch != ""))
+        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or in_parts or switch != ""))
         stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
@@ -85,6 +94,12 @@ def draw(number: int, most_ranks: int, *, on_host: bool = False, switch: str = "
         if switch == "activation_offloading":
             by_stage = [["full", "none"], ["none", "full"]] if parallelism == {"pp": 2} else []
             training["activation_checkpointing"] = choose.choice(["full", *by_stage])
+        if in_parts:
+            words = [choose.choice(WORDS), choose.choice((*WORDS, "none", "full"))]
+            by_stage = parallelism == {"pp": 2} and words[0] != words[1]
+            training["activation_checkpointing"] = words if by_stage else words[0]
+            further = ("linear_cross_entropy", *(["tiled_mlp"] if family in TILED else []))
+            training |= {key: True for key in further if choose.random() < 0.25}
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
         extra: dict[str, Any] = {"zero": {"stage": stage}}
         extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}
@@ -104,6 +119,7 @@ def _text(family: str, world: int, parallelism: dict[str, Any], training: dict[s
     axes = ", ".join(f"{key} {value}" for key, value in parallelism.items()) or "dp"
     keys = ", ".join(f"{key.removeprefix('stage3_')} {value}" for key, value in zero.items() if value != KEYS[key][0])
     batches = f"micro {training['micro_batch_size']}, recompute {training['activation_checkpointing']}"
+    batches += "".join(f", {key}" for key in ("linear_cross_entropy", "tiled_mlp") if training.get(key))
     batches += f", clip {training['gradient_clipping']:g}" if "gradient_clipping" in training else ""
     return f"stage {stage}, {family}, {world} ranks: {axes}; {batches}" + (f"; {keys}" if keys else "")
 
