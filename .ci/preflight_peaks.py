@@ -1,8 +1,8 @@
 """The peak that preflight counts beside the one that is estimated, for drawn plans, as a table.
 
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/preflight_peaks.py [--seed 1] [--count 20] [--first 0]
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/preflight_peaks.py [--seed 1] [--count 20] [--first 0] [--parts]
 
-Draws models, axes, ZeRO stages, precisions, recomputation and sizes of micro-batches; builds and runs without memory
+With `--parts` layers are recomputed in named parts. Draws models, axes, ZeRO stages, precisions, recomputation and sizes of micro-batches; builds and runs without memory
 a rank of each stage that is like none before it, and shows the one of them that is furthest off. The exit code is 1
 when a peak is further than 3 % from what was counted.
 """
@@ -66,6 +66,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+PARTS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
+GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 64, "query_pre_attn_scalar": 64}
+
+
 class Drawn(NamedTuple):
     """A plan, and what was drawn for it."""
 
@@ -73,25 +77,26 @@ class Drawn(NamedTuple):
     plan: Plan
 
 
-def drawn(seed: int, count: int) -> Iterator[Drawn]:
-    """So many plans without an error that the runtime executes."""
+def drawn(seed: int, count: int, *, in_parts: bool = False) -> Iterator[Drawn]:
+    """So many plans without an error that the runtime executes; `in_parts`: they recompute named parts of layers."""
     dice = random.Random(seed)
     while count:
-        one = _draw(dice)
+        one = _draw(dice, in_parts)
         if one is not None:
             count -= 1
             yield one
 
 
-def _draw(dice: random.Random) -> Drawn | None:
-    name = dice.choice(list(MODELS))
+def _draw(dice: random.Random, in_parts: bool) -> Drawn | None:
+    models = {**MODELS, "gemma2": GEMMA} if in_parts else MODELS
+    name = dice.choice(list(models))
     axes = {axis: dice.choice((1, 1, 2, 4) if axis != "pp" else (1, 1, 2)) for axis in ("tp", "cp", "pp", "dp")}
     if name in ("mixtral", "qwen3_moe", "deepseek_v3"):
         axes["ep"] = dice.choice((1, 2, 4))
     parallelism: dict[str, Any] = {axis: size for axis, size in axes.items() if size > 1}
     parallelism |= {"sequence_parallel": True} if axes["tp"] > 1 and dice.random() < 0.5 else {}
     ranks = axes["tp"] * axes["cp"] * axes["pp"] * axes["dp"]
-    precision, recompute = dice.choice(("bf16", "bf16", "fp32")), dice.choice(("none", "none", "full"))
+    precision, recompute = dice.choice(("bf16", "bf16", "fp32")), dice.choice(PARTS if in_parts else ("none", "none", "full"))
     stage, micro = dice.choice((0, 1, 1, 2)), dice.choice((1, 2))
     batch = micro * axes["dp"] * dice.choice((1, 2, 4))
     length = dice.choice((2048, 4096, 8192))
@@ -107,7 +112,7 @@ def _draw(dice: random.Random) -> Drawn | None:
     tree = {
         "version": 1,
         "name": name,
-        "model": MODELS[name],
+        "model": models[name],
         "cluster": {"gpus_per_node": ranks, "accelerator": "h200"},
         "parallelism": parallelism,
         "training": training,
@@ -156,11 +161,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--parts", action="store_true", help="layers are recomputed in named parts")
     options = parser.parse_args()
     print("| model | layout | ZeRO | precision | recomputed | batch | estimated | counted | off |")
     print("|---|---|---|---|---|---|---|---|---|")
     errors = []
-    for number, (text, plan) in enumerate(drawn(options.seed, options.count)):
+    for number, (text, plan) in enumerate(drawn(options.seed, options.count, in_parts=options.parts)):
         if number < options.first:
             continue
         peaks = [measured(plan, rank)[:2] for rank in _one_of_each_stage(plan)]

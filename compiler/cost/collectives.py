@@ -62,6 +62,7 @@ from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import family_of
 from parcompile.model.family import Experts
+from parcompile.model.layer_parts import ATTENTION, MLP, modules_of
 from parcompile.model.shape import ModelShape
 from parcompile.model.user_module import LAYER, UserModule
 
@@ -196,7 +197,7 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
     rows = int(sent_rows(work, moe.num_experts_per_token) * moe.num_experts / moe.num_choices)
     row_bytes = work.shape.expert_features * work.element_bytes
     counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
-    again = 2 if work.recomputes_layers else 1
+    again = 2 if work.recomputes(MLP) else 1
     there_and_back = 2 * again + 2
     travelling = (work.ep - 1) * balanced_rows(rows, work.ep) * row_bytes
     size = passes * (there_and_back * travelling + again * counts)
@@ -232,16 +233,18 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     again = passed + wide if work.recomputes_layers else 0
     backward = passed + stage.has_head
     tiles, tiled = work.mlp_tiles, len(within(dense_mlps(work.shape), stage.layers)) if work.mlp_tiles > 1 else 0
+    # A tiled MLP is never computed again on its own.
+    again += layers * (ATTENTION in work.parts_again) + (layers - tiled) * (MLP in work.parts_again)
     for operation in ("all-gather", "reduce-scatter") if work.sequence_parallel else ("all-reduce",):
         # Each tile is computed again in backward, in place of the recomputation of its layer unless that needs it.
         passes = 4 if work.recomputes_layers and needs_mlp_output(work.shape) else 3
         send(Axis.TP, operation, tiles * tiled * passes * times, activation / tiles, tp)
         send(Axis.TP, operation, -tiled * (1 + runs) * times, activation, tp)
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
-    # and so is what a mixture of streams multiplies it by.
-    normed = experts is not None and (experts.is_normed or _BEHIND_MLP.intersection(work.shape.norms.names))
-    needed = normed or work.shape.residual.streams
-    unrepeated = routed - beside if work.recomputes_layers and not needed else 0
+    # and so is what a mixture of streams multiplies it by: where these are computed again too.
+    normed = experts is not None and experts.is_normed
+    behind = work.recomputes_layers and (_BEHIND_MLP.intersection(work.shape.norms.names) or work.shape.residual.streams)
+    unrepeated = routed - beside if work.recomputes(MLP) and not normed and not behind else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         both = 2 * passed + (blocks - passed) + wide + stage.has_embedding + again
@@ -263,7 +266,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
             send(Axis.TP, operation, times, rows, tp)
     for one, passes in (*_of_experts(work, experts, routed * times), *exchanges(work, stage.layers, Axis.TP)):
         if one.kind:
-            send(Axis.TP, one.kind, passes * runs, one.size, tp)
+            send(Axis.TP, one.kind, passes * (2 if work.recomputes(MLP) else 1), one.size, tp)
         if one.back:
             send(Axis.TP, one.back, passes, one.size, tp)
     if work.shape.user_module is not None:
@@ -294,7 +297,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         send(Axis.TP, "all-reduce", 1, partial, tp)
     # A norm over the features of all ranks sums its squares, and their gradient.
     split = [one for one in parameter_table(work.shape).layer if one.split is not None and _sums(one, work.shape)]
-    sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes_layers else 2)
+    sums = sum(held_count(one, work, stage) for one in split) * times * (3 if work.recomputes(ATTENTION) else 2)
     send(Axis.TP, "all-reduce", sums, 4 * work.local_tokens, tp)
 
 
@@ -376,7 +379,7 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
 
     They are gathered for forward, for a recomputed forward, and for backward, but for what stays in between.
     """
-    passes = work.micro_batches * (3 if work.recomputes_layers else 2)
+    again = tuple(f"{name}." for part in work.parts_again for name in modules_of(work.shape, part))
     _, others, live = gathered_numels(work, stage)
     stays = work.micro_batches * live / others if others else 0.0
     for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
@@ -385,7 +388,9 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
         if ranks == 1:
             continue
         whole = -(-layout.local_numel // ranks) * ranks * work.element_bytes
-        gathers = 1.0 if layout.local_numel <= work.small_numel else passes - stays
+        name = parameter.name.partition(".{layer}.")[2]
+        passes = 3 if work.recomputes_layers or name.startswith(again) else 2
+        gathers = 1.0 if layout.local_numel <= work.small_numel else work.micro_batches * passes - stays
         send(group, "all-gather", count * gathers, whole, ranks)
         send(group, "reduce-scatter", count * work.micro_batches, whole, ranks)
 

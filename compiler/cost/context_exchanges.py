@@ -10,6 +10,7 @@ from parcompile.layout.groups import CP_LEVELS, Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, chunk_ids, heads_per_pass
 from parcompile.model.families import FAMILIES
 from parcompile.model.key_types import fields_of
+from parcompile.model.layer_parts import ATTENTION
 from parcompile.model.shape import ModelShape
 
 from .workload import Workload
@@ -178,7 +179,7 @@ def context_exchanges(work: Workload, *, trained: bool = True) -> tuple[ContextE
             _sizes(shape, work),
             work.context,
             on_gpu=runs_on_gpu(work),
-            recomputed=work.recomputes_layers,
+            recomputed=work.recomputes(ATTENTION),
             trained=trained,
             hops=hops_of(replace(work, shape=shape), work.context),
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, heads_fault, level_sizes
+from parcompile.model.layer_parts import ATTENTION
 
 from .blocks import handed_bytes, window_exchanges
 from .coefficients import time_values
@@ -72,7 +73,7 @@ def context_cost(work: Workload, context: ContextParallel, values: Mapping[str, 
         sizes,
         context,
         on_gpu=runs_on_gpu(work),
-        recomputed=work.recomputes_layers,
+        recomputed=work.recomputes(ATTENTION),
         hops=hops_of(work, context),
     )
     attention = attention_seconds(work, values)

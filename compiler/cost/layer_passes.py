@@ -8,10 +8,11 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
+from parcompile.model.layer_parts import ATTENTION, MLP, NORMS
 from parcompile.model.family import Norm, types_with
 from parcompile.model.shape import mean_over_layers
 
-from .activations import ROW_COPIES, LayerBytes
+from .activations import FP32_NORMS, ROW_COPIES, LayerBytes
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
 from .workload import Workload
@@ -157,6 +158,46 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
     share = work.tp if work.sequence_parallel else 1
     taken = dense.gathered / work.shape.blocks_per_layer
     return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=dense.stream + taken / share)
+
+
+def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
+    """What a layer keeps for each token where parts of it are computed again: what goes into each, a rank's own tokens.
+
+    Attention keeps its result too, as with whole layers.
+    """
+    share = work.tp if work.sequence_parallel else 1
+    attention, mlp, stream, gathered = layer.attention, layer.mlp, layer.stream, layer.gathered
+    taken = gathered / work.shape.blocks_per_layer
+    if ATTENTION in work.parts_again:
+        attention, stream, gathered = min(attention, kept_attention(work)), stream + taken / share, gathered - taken
+    if MLP in work.parts_again and mlp:  # not in tiles
+        mlp, stream, gathered = 0.0, stream + taken / share, gathered - taken
+    if NORMS in work.parts_again:
+        stream -= work.shape.norms.per_layer * norm_bytes(work) / share
+    return LayerBytes(stream, attention, mlp, gathered)
+
+
+def norm_bytes(work: Workload) -> float:
+    """What a norm keeps of a token beyond what goes into it."""
+    rms = family_of(work.shape.model_type).norm is Norm.WEIGHT and not work.shape.norms.bias
+    normed = 4 if work.shape.model_type in FP32_NORMS else work.element_bytes
+    return work.shape.hidden_size * (4.0 + normed - work.element_bytes) * rms
+
+
+def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
+    """What a layer that computes parts again has in flight; `of_mlp`: while its MLP runs backward, that apart.
+
+    An attention goes backward when the MLP behind it has let go of all.
+    """
+    left, tokens, share = parts_left(work, layer), work.local_tokens, work.tp if work.sequence_parallel else 1
+    entered = layer.gathered / work.shape.blocks_per_layer * (1 - 1 / share)
+    found = of_mlp
+    if MLP in work.parts_again and layer.mlp:
+        found += (layer.mlp + entered) * tokens
+    if ATTENTION in work.parts_again:
+        again = (layer.attention - left.attention + entered) * tokens
+        found = max(found, again - left.mlp * tokens)
+    return found
 
 
 def tile_bytes(work: Workload) -> float:

@@ -33,6 +33,8 @@ from .layer_passes import (
     kept_attention,
     kept_layers,
     loss_chunk_bytes,
+    parts_in_flight,
+    parts_left,
     router_bytes,
     row_copies,
     tiled_bytes,
@@ -288,8 +290,9 @@ def _kept(one: _Held) -> dict[str, float]:
     work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
     trained = len(stage.layers) - one.untrained
     counts = {"stream": trained, "attention": one.attending - one.untrained, "gathered": trained}
-    kept: dict[str, float] = {part: count * getattr(one.dense, part) * tokens * held for part, count in counts.items()}
-    kept["mlp"] = (one.dense_layers * one.dense.mlp + one.routed * one.sparse.mlp) * tokens * held
+    dense, sparse = (parts_left(work, layer) for layer in (one.dense, one.sparse))
+    kept: dict[str, float] = {part: count * getattr(dense, part) * tokens * held for part, count in counts.items()}
+    kept["mlp"] = (one.dense_layers * dense.mlp + one.routed * sparse.mlp) * tokens * held
     kept["attention"] += one.states * kept_bytes(work) * held
     for part in ("stream", "gathered"):
         # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
@@ -312,7 +315,7 @@ def _in_flight(one: _Held) -> float:
         in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
     if one.states:
         in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, one.stage, one.dense, one.sparse))
-    return in_flight
+    return parts_in_flight(work, one.largest, in_flight) if work.parts_again else in_flight
 
 
 def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:

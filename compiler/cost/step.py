@@ -15,6 +15,7 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.shards import MASTER_BYTES
 from parcompile.machines import find_accelerator
 from parcompile.model.derived_rows import dense_mlps, parameter_table
+from parcompile.model.layer_parts import ATTENTION, MLP, NORMS
 from parcompile.model.shape import ModelShape
 from parcompile.user_files import shipped
 
@@ -182,15 +183,13 @@ def _uniform_terms(work: Workload) -> StepTerms:
     kept = layer_bytes(
         shape, tp=work.tp, sequence_parallel=work.sequence_parallel, element_bytes=work.element_bytes, moe=moe
     )
-    # Where dense layers stand between those with experts, the mean of both.
-    mixed = shape.moe is not None and shape.moe.layers is not None and shape.stack.blocks is None
-    sparse = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if mixed else 1.0
-    per_token = sparse * mixed_matmul_parameters(shape, moe=moe)
-    if sparse < 1:
-        per_token += (1 - sparse) * mixed_matmul_parameters(shape)
-    flops = 6 * per_token * tokens * again
+    sparse, per_token = _sparse_share(shape), _layer_parameters(shape)
     # Each tile is computed again in backward: in place of the recomputation of its layer, unless that needs it too.
     tiled = len(dense_mlps(shape)) / shape.num_hidden_layers if work.mlp_tiles > 1 else 0.0
+    of_attention = 1.0 if ATTENTION in work.parts_again else 0.0
+    of_mlp = 1 - tiled if MLP in work.parts_again else 0.0
+    alone = _parameters_of_parts(shape, of_attention, of_mlp)
+    flops = 6 * (per_token * again + alone / 3) * tokens
     more = tiled * (1.0 if needs_mlp_output(shape) or not work.recomputes_layers else 0.0)
     flops += 2 * more * (3 if shape.mlp.gated else 2) * shape.hidden_size * shape.intermediate_size * tokens
     attending = len(shape.attention_layers) / shape.num_hidden_layers
@@ -202,12 +201,13 @@ def _uniform_terms(work: Workload) -> StepTerms:
         attention += 3 * share * one.flops_per_token(carried=work.cp > 1) * tokens * again
     # Every tp rank computes all of it, forward only.
     attention += work.tp * forward_flops_per_token(shape, work.sequence_length) * tokens
-    passed = again * _passed(shape, kept) + more / 3 * kept.mlp
+    passed = again * _passed(shape, kept) + (more + of_mlp) / 3 * kept.mlp
+    passed += (of_attention * kept.attention + (NORMS in work.parts_again) * kept.stream) / 3
     if framework.stores_scores:
         passed += attention_again * score_bytes(shape, tp=work.tp, sequence_length=work.sequence_length)
     activation = tokens * shape.hidden_size * work.element_bytes
     collectives = 6 if work.recomputes_layers else 4
-    crossings = collectives * shape.blocks_per_layer // 2
+    crossings = collectives * shape.blocks_per_layer // 2 + of_attention + of_mlp
     if shape.stack.shared_blocks is not None:
         # An MLP, and an attention that takes more features in than it gives: the mean of all layers.
         inside = 1 + (1 + shape.attention_inputs / shape.hidden_size) / 2
@@ -221,10 +221,10 @@ def _uniform_terms(work: Workload) -> StepTerms:
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
     if work.shards_weights:  # for forward and backward, and a recomputed forward; none behind the optimizer
-        gathers *= 3 if work.recomputes_layers else 2
+        gathers *= 3 if work.recomputes_layers else 2 + alone / per_token
         reduced -= work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
-    rows = collectives * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
+    rows = (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     tp_bytes = (crossings + more) * 2 * (work.tp - 1) / work.tp
     tp_bytes *= work.split_tokens * shape.hidden_size * work.element_bytes
     calls = crossings - tiled * collectives / 2 + (tiled * collectives / 2 + more) * work.mlp_tiles
@@ -232,7 +232,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
     if work.ep > 1 and work.expert_slices > 1:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
         tp_bytes += (work.expert_slices - 1) * rows
-        tp_calls += collectives
+        tp_calls += collectives + round(2 * of_mlp)
     orthogonal, longest = 0.0, stages[0]
     if work.muon:
         orthogonal, longest = max(((matrix_flops(work, one), one) for one in stages), key=lambda one: one[0])
@@ -279,6 +279,37 @@ def plain_slowdown(work: Workload) -> float:
         return replace(one, attention=one.attention / factor, of_stages=tuple(map(fused, one.of_stages)))
 
     return step_time(terms, values).seconds / step_time(fused(terms), values).seconds
+
+
+def _sparse_share(shape: ModelShape) -> float:
+    """Of the layers, those with experts where dense ones stand between them."""
+    mixed = shape.moe is not None and shape.moe.layers is not None and shape.stack.blocks is None
+    return shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if mixed else 1.0
+
+
+def _layer_parameters(shape: ModelShape) -> float:
+    """The parameters of a layer that multiply each token; of dense layers and those with experts the mean."""
+    sparse = _sparse_share(shape)
+    found = sparse * mixed_matmul_parameters(shape, moe=shape.moe is not None)
+    return found + (1 - sparse) * mixed_matmul_parameters(shape) if sparse < 1 else found
+
+
+def _parameters_of_parts(shape: ModelShape, of_attention: float, of_mlp: float) -> float:
+    """Of these, those of attention and of the MLP, or the experts in its place, in so large a share of the layers."""
+    projections = 3 if shape.mlp.gated else 2
+    mlp = float(projections * shape.hidden_size * shape.intermediate_size)
+    if shape.moe is not None:
+        mlp += _sparse_share(shape) * (shape.moe.matmul_parameters(shape.hidden_size, projections) - mlp)
+    return of_attention * (_layer_parameters(shape) - mlp) + of_mlp * mlp
+
+
+def forward_share(work: Workload) -> float:
+    """The share of a pass that is forward: a third, and less where backward computes again."""
+    if not isinstance(work.recompute, str) or not (work.recomputes_layers or work.parts_again):
+        return 1 / 3
+    parts, shape = work.parts_again, work.shape
+    again = _parameters_of_parts(shape, ATTENTION in parts, MLP in parts) / _layer_parameters(shape) if parts else 1.0
+    return 1 / (3 + again)
 
 
 def _passed(shape: ModelShape, kept: LayerBytes) -> float:
@@ -330,7 +361,7 @@ def step_time(
     index = stages.index(slowest)
     layer, layers = of_stages[index], terms.stage_layers[index]
     # A forward pass before the step is a third of a pass, and a fourth where layers are computed twice.
-    ahead = 1 / (4 if work.recompute == "full" else 3) if work.counts_ahead else 0.0
+    ahead = forward_share(work) if work.counts_ahead else 0.0
     passes = work.micro_batches * (1 + ahead)
     bubble = (sum(stages) - slowest) / work.virtual_stages * (1 + ahead)
     exchange = 0.0
@@ -402,17 +433,22 @@ def _exposed_sends(work: Workload, send: float, slowest: float) -> float:
     return fill * send + steady * max(0.0, send - slowest / work.virtual_stages / 3)
 
 
-def _relative_launches(model_type: str, *, again: bool) -> float:
+_LAUNCHES = {ATTENTION: 0.4, MLP: 0.15, NORMS: 0.45}
+"""The parts' shares of the launches that a Llama layer makes in forward, by its operations: 14, 5 and 16."""
+
+
+def _relative_launches(work: Workload) -> float:
     """Launches of a layer over those of one of Llama; of a type that was not counted, as many as Llama's."""
     counted = shipped("parcompile.cost", "launches.json")
-    once, twice = counted.get(model_type, counted["others"])
-    return float(twice if again else once)
+    once, twice = counted.get(work.shape.model_type, counted["others"])
+    again = 1.0 if work.recomputes_layers else sum(_LAUNCHES[part] for part in work.parts_again)
+    return float(once + again * (twice - once))
 
 
 def _launch(work: Workload, values: Mapping[str, float]) -> float:
     seconds = values["launch_seconds"]
     if work.framework == "deepspeed":
-        seconds *= _relative_launches(work.shape.model_type, again=work.recomputes_layers)
+        seconds *= _relative_launches(work)
     far = work.nodes > 1 and work.stride(Axis.PP) * work.pp > work.gpus_per_node
     if work.framework == "nanotron" and work.pp > 1 and far:
         seconds += values["launch_tp_pp_seconds"] * (work.tp - 1)

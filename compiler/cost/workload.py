@@ -32,6 +32,7 @@ from parcompile.layout.shards import (
 from parcompile.machines import Accelerator, find_accelerator
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import dense_mlps, parameter_table
+from parcompile.model.layer_parts import ATTENTION, parts_of
 from parcompile.model.shape import ModelShape
 
 from .parameters import expert_numel, numels_apart, rank_parameters, trained_tensors
@@ -205,10 +206,10 @@ class Workload:
 
     @property
     def most_recomputed(self) -> Workload:
-        """The step of a stage that recomputes whole layers, where any does."""
-        if isinstance(self.recompute, str):
-            return self
-        return replace(self, recompute="full" if "full" in self.recompute else self.recompute[0])
+        """The step of a stage that recomputes whole layers, or else attention, where any does."""
+        words = self.recompute_words
+        again = (word for word in words if ATTENTION in parts_of(word))
+        return replace(self, recompute="full" if "full" in words else next(again, words[0]))
 
     @property
     def recompute_words(self) -> tuple[str, ...]:
@@ -231,6 +232,15 @@ class Workload:
         """Whether whole layers are computed again in backward; where stages differ, only `of_stage` knows."""
         assert isinstance(self.recompute, str), "stages recompute different things: take the step of one of them"
         return self.recompute == "full"
+
+    @property
+    def parts_again(self) -> frozenset[str]:
+        """The parts of a layer that are computed again on their own."""
+        return frozenset() if self.recomputes_layers else parts_of(str(self.recompute))
+
+    def recomputes(self, part: str) -> bool:
+        """Whether a part of a layer is computed again in backward, on its own or with the layer."""
+        return self.recomputes_layers or part in self.parts_again
 
     @property
     def moves_activations(self) -> bool:

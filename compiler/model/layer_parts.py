@@ -16,15 +16,15 @@ def parts_of(word: str) -> frozenset[str]:
     return frozenset(word.split("+")).intersection(PARTS)
 
 
-def modules_of(shape: ModelShape, layer: int, part: str) -> tuple[str, ...]:
-    """The names of a part's modules below a layer, where `why_whole` says nothing of it."""
+def modules_of(shape: ModelShape, part: str) -> tuple[str, ...]:
+    """The names of a part's modules below the layers that have them, where `why_whole` says nothing of it."""
     family = FAMILIES[shape.model_type]
     if part == ATTENTION:
         return (family.attention,)
     if part == NORMS:
         return shape.norms.names
-    routed = family.experts is not None and shape.routed(range(layer, layer + 1))
-    return (family.experts.block if routed and family.experts is not None else family.mlp,)
+    experts = None if shape.moe is None else family.experts
+    return (family.mlp,) if experts is None or experts.block == family.mlp else (family.mlp, experts.block)
 
 
 def why_whole(shape: ModelShape, parts: frozenset[str]) -> str | None:

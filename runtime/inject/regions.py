@@ -202,9 +202,9 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
     stack = plan.parameters.layer[0].name.partition(".{layer}")[0]
     if parts := parts_of(kind):
-        for number, layer in without_peft(model).get_submodule(stack).named_children():
-            for name in (name for part in parts for name in modules_of(plan.spec.model.shape, int(number), part)):
-                module = layer.get_submodule(name)
+        names = {name for part in parts for name in modules_of(plan.spec.model.shape, part)}
+        for layer in without_peft(model).get_submodule(stack).children():
+            for module in (module for name, module in layer.named_modules() if name in names):
                 module.__class__ = _recomputed(type(module))
         return
     if kind != "full":
@@ -287,7 +287,7 @@ _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn
 
 @functools.cache
 def _recomputed(kind: type[nn.Module]) -> Any:
-    return type(kind.__name__, (_Recomputed, kind), {})
+    return type(kind.__name__, (_Recomputed, kind), {"__module__": kind.__module__})  # others look functions up there
 
 
 class _Recomputed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parcompile.cost.step import StepTime
+from parcompile.cost.step import StepTime, forward_share
 from parcompile.cost.table import time_bars, time_rows
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
@@ -269,7 +269,7 @@ def timetable(work: Workload, step: StepTime) -> Timetable:
     hop = step.exchange / (2 * virtual * (work.micro_batches + pp - 1))
     times = []
     for stage, seconds in zip(work.stages, step.stages, strict=True):
-        ahead = 1 / 4 if work.of_stage(stage).recomputes_layers else 1 / 3
+        ahead = forward_share(work.of_stage(stage))
         times.append((seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop))
     passes = _laid_out(times, replace(work.schedule, micro_batches=laid))
     seconds = max(one.stop for one in passes)
