@@ -2,9 +2,9 @@
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/preflight_peaks.py [--seed 1] [--count 20] [--first 0] [--parts]
 
-With `--parts` layers are recomputed in named parts. Draws models, axes, ZeRO stages, precisions, recomputation and sizes of micro-batches; builds and runs without memory
-a rank of each stage that is like none before it, and shows the one of them that is furthest off. The exit code is 1
-when a peak is further than 3 % from what was counted.
+Draws models, axes, ZeRO stages, precisions, recomputation (with `--parts` of named parts of layers) and sizes of
+micro-batches; builds and runs without memory a rank of each stage that is like none before it, and shows the one of
+them that is furthest off. The exit code is 1 when a peak is further than 3 % from what was counted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def _draw(dice: random.Random, in_parts: bool) -> Drawn | None:
     parallelism: dict[str, Any] = {axis: size for axis, size in axes.items() if size > 1}
     parallelism |= {"sequence_parallel": True} if axes["tp"] > 1 and dice.random() < 0.5 else {}
     ranks = axes["tp"] * axes["cp"] * axes["pp"] * axes["dp"]
-    precision, recompute = dice.choice(("bf16", "bf16", "fp32")), dice.choice(PARTS if in_parts else ("none", "none", "full"))
+    precision, recompute = (
+        dice.choice(("bf16", "bf16", "fp32")),
+        dice.choice(PARTS if in_parts else ("none", "none", "full")),
+    )
     stage, micro = dice.choice((0, 1, 1, 2)), dice.choice((1, 2))
     batch = micro * axes["dp"] * dice.choice((1, 2, 4))
     length = dice.choice((2048, 4096, 8192))

@@ -114,7 +114,7 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
             yield from ((f"{section}.{key}", _source(value)) for key, value in values.items())
         else:
             # One for all stages: `losses` refuses others.
-            yield from ((key, _RECOMPUTE[value]) for key, value in values.items())
+            yield from ((key, _RECOMPUTE.get(value, "SelectiveAC.Config()")) for key, value in values.items())
 
 
 def _source(value: Any) -> str:
@@ -610,9 +610,13 @@ def losses(plan: Plan) -> list[Loss]:
                 fatal=True,
             )
         )
-    if training.activation_checkpointing == "selective":
+    elif training.activation_checkpointing not in ("none", "full"):
         found.append(
-            Loss("activation_checkpointing selective", "torchtitan chooses the operations by itself", "its SelectiveAC")
+            Loss(
+                f"activation_checkpointing {training.activation_checkpointing}",
+                "torchtitan chooses the operations by itself",
+                "its SelectiveAC",
+            )
         )
     if shape.vocab_size != plan.tensors()[next(iter(plan.tensors()))][1].full_shape[0]:
         found.append(Loss("padded vocabulary", "torchtitan does not pad", "uneven shards of the embedding"))

@@ -19,6 +19,7 @@ from typing import Any
 from parcompile.layout.groups import divisors
 from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import family_of
+from parcompile.model.layer_parts import parts_of, why_whole
 from parcompile.model.shape import ModelShape
 
 from .coefficients import Fit
@@ -45,6 +46,18 @@ def fewest_stages(work: Workload, memory: Fit | None = None) -> Workload | None:
 
 def _recomputed(work: Workload, stages: int) -> Workload:
     return replace(work, recompute=("full",) * stages + ("none",) * (work.pp - stages))
+
+
+PARTS_TRIED = ("norms", "attention+norms", "mlp", "mlp+norms")
+"""Parts of layers that are recomputed, those first that take the least time. More of them take about as long as whole
+layers, which keep less."""
+
+
+def fewest_parts(work: Workload, memory: Fit | None = None) -> Workload | None:
+    """The layout with the first of `PARTS_TRIED` recomputed with which it fits; None where none is enough."""
+    words = (word for word in PARTS_TRIED if why_whole(work.shape, parts_of(word)) is None)
+    tried = (replace(work, recompute=word) for word in words)
+    return next((one for one in tried if is_safe(footprint(one, memory, fullest=True))), None)
 
 
 MOST_TRIED = 400
@@ -107,7 +120,8 @@ def changes_that_fit(
 
     Of each set of names the fastest change counts, with as few nodes as possible. Fewer nodes come first, then fewer
     changed values, then faster ones. With `chooses_context`, the implementation of context parallelism is chosen anew,
-    as for a spec that leaves it open. With `by_stage`, only the first stages recompute where that is enough and faster.
+    as for a spec that leaves it open. With `by_stage`, only the first stages or parts of layers are recomputed where
+    that is enough and faster.
 
     Raises:
         ValueError: the layout as it is cannot be cut.
@@ -128,9 +142,10 @@ def changes_that_fit(
                 memory = footprint(changed)
                 if is_safe(memory):
                     fitting.append(_change(settings, changed, memory, before, chooses_context=chooses_context))
-                    partly = _recomputed_in_part(work, changed) if by_stage and "full" in settings.values() else None
-                    if partly is not None:
-                        words = {**settings, "activation_checkpointing": list(partly.recompute)}
+                    less = _recomputed_in_part(work, changed) if by_stage and "full" in settings.values() else ()
+                    for partly in less:
+                        word = partly.recompute
+                        words = {**settings, "activation_checkpointing": word if isinstance(word, str) else list(word)}
                         memory = footprint(partly)
                         fitting.append(_change(words, partly, memory, before, chooses_context=chooses_context))
         if not fitting:
@@ -148,9 +163,14 @@ def _change(
     return Change(settings, run, memory, timing(run).step.seconds, before)
 
 
-def _recomputed_in_part(before: Workload, full: Workload) -> Workload | None:
-    """A layout that recomputes everything, with the fewest first stages recomputed; None where others did before."""
-    return fewest_stages(replace(full, recompute="none")) if before.recompute == "none" else None
+def _recomputed_in_part(before: Workload, full: Workload) -> Iterator[Workload]:
+    """A layout that recomputes everything, with the fewest first stages recomputed, and with parts of all layers.
+
+    Nothing where others did before.
+    """
+    if before.recompute == "none":
+        none = replace(full, recompute="none")
+        yield from (one for one in (fewest_stages(none), fewest_parts(none)) if one is not None)
 
 
 def _with_context(work: Workload) -> Workload:

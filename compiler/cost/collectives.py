@@ -243,7 +243,9 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
     # and so is what a mixture of streams multiplies it by: where these are computed again too.
     normed = experts is not None and experts.is_normed
-    behind = work.recomputes_layers and (_BEHIND_MLP.intersection(work.shape.norms.names) or work.shape.residual.streams)
+    behind = work.recomputes_layers and (
+        _BEHIND_MLP.intersection(work.shape.norms.names) or work.shape.residual.streams
+    )
     unrepeated = routed - beside if work.recomputes(MLP) and not normed and not behind else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
@@ -379,7 +381,9 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
 
     They are gathered for forward, for a recomputed forward, and for backward, but for what stays in between.
     """
-    again = tuple(f"{name}." for part in work.parts_again for name in modules_of(work.shape, part))
+    # A tiled MLP stops where it would be computed again.
+    parts = work.parts_again - ({MLP} if work.mlp_tiles > 1 and work.shape.moe is None else set())
+    again = tuple(f"{name}." for part in parts for name in modules_of(work.shape, part))
     _, others, live = gathered_numels(work, stage)
     stays = work.micro_batches * live / others if others else 0.0
     for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):

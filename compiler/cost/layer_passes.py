@@ -8,8 +8,8 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
-from parcompile.model.layer_parts import ATTENTION, MLP, NORMS
 from parcompile.model.family import Norm, types_with
+from parcompile.model.layer_parts import ATTENTION, MLP, NORMS
 from parcompile.model.shape import mean_over_layers
 
 from .activations import FP32_NORMS, ROW_COPIES, LayerBytes

@@ -14,6 +14,7 @@ from typing import Any
 from parcompile.layout.groups import Axis
 from parcompile.machines import find_accelerator, preset_from_tree, preset_tree
 from parcompile.model.hf_config import shape_from_config
+from parcompile.model.layer_parts import WORDS
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 from parcompile.text.typed import Reader, WrongValueError
@@ -42,9 +43,6 @@ class Measurement:
 
 
 PLAIN_COLUMNS = ("model", "nodes", "gpus_per_node", "accelerator", "sequence_length", "micro_batch", "micro_batches")
-
-
-_RECOMPUTE = ("none", "selective", "full")
 
 
 def read_plain(path: Path) -> list[Measurement]:
@@ -86,9 +84,9 @@ def _plain(row: Mapping[str, str]) -> Measurement:
         pp = changes.get("pp", 1)
         if len(words) not in (1, pp):
             raise ValueError(f"recompute has {len(words)} words for pp {pp}: {row['recompute']!r}")
-        wrong = next((word for word in words if word not in _RECOMPUTE), None)
+        wrong = next((word for word in words if word not in WORDS), None)
         if wrong is not None:
-            raise WrongValueError("recompute", wrong, f"one of {', '.join(_RECOMPUTE)}")
+            raise WrongValueError("recompute", wrong, f"one of {', '.join(WORDS)}")
         changes["recompute"] = words if len(words) > 1 else words[0]
     if row.get("sequence_parallel"):
         changes["sequence_parallel"] = row["sequence_parallel"].lower() in ("1", "true")

@@ -219,12 +219,15 @@ def _uniform_terms(work: Workload) -> StepTerms:
     dense, expert_shards = numel - dealt, work.expert_shards
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
-    gathers = work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0
+    gathers = float(work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0)
     if work.shards_weights:  # for forward and backward, and a recomputed forward; none behind the optimizer
-        gathers *= 3 if work.recomputes_layers else 2 + alone / per_token
+        reread = 1.0 if work.recomputes_layers else alone / per_token
+        gathers *= 2 + reread
         reduced -= work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
-    rows = (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
+    rows = (
+        (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
+    )
     tp_bytes = (crossings + more) * 2 * (work.tp - 1) / work.tp
     tp_bytes *= work.split_tokens * shape.hidden_size * work.element_bytes
     calls = crossings - tiled * collectives / 2 + (tiled * collectives / 2 + more) * work.mlp_tiles

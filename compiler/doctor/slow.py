@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from parcompile.cost.step import forward_share
+from parcompile.spec.values import workload_of
 from parcompile.units import format_seconds
 
 from . import hang
@@ -63,7 +65,7 @@ def slow(found: Evidence, plan: Plan | None) -> Verdict | None:
         low, high = map(format_seconds, time.interval_seconds)
         said = f"a step takes {format_seconds(typical)}; the plan says {low} to {high}"
         parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in time.step.parts.items() if value > 0)
-        expected = _expected(time, recomputes=plan.spec.training.activation_checkpointing == "full")
+        expected = _expected(time, forward_share(workload_of(plan.spec)))
         longest = max(phases, key=lambda name: phases[name] - expected.get(name, 0.0), default=None)
         if longest is not None:
             said += f"; most of the rest {longest}: {format_seconds(phases[longest])} instead of about "
@@ -77,12 +79,12 @@ def slow(found: Evidence, plan: Plan | None) -> Verdict | None:
     return None
 
 
-def _expected(time: Timing, *, recomputes: bool) -> dict[str, float]:
-    """Seconds of each phase by the plan: a backward pass is two forward ones, and a third where it recomputes them."""
+def _expected(time: Timing, share: float) -> dict[str, float]:
+    """Seconds of each phase by the plan; `share` of a pass is forward."""
     step = time.step
     optimizer = step.optimizer + step.host
     passes = step.seconds - optimizer - step.gradients
-    forward = passes / (4 if recomputes else 3)
+    forward = passes * share
     return {
         "in the forward pass": forward,
         "in the backward pass": passes - forward + step.gradients,

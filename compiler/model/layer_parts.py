@@ -10,6 +10,12 @@ from .shape import ModelShape
 ATTENTION, MLP, NORMS = PARTS = ("attention", "mlp", "norms")
 """Their names in `training.activation_checkpointing`, where "+" joins several."""
 
+WORDS = (
+    *("none", "selective", "norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp"),
+    *("attention+mlp+norms", "full"),
+)
+"""What `training.activation_checkpointing` may be, of one stage or of all."""
+
 
 def parts_of(word: str) -> frozenset[str]:
     """The parts that a word of `training.activation_checkpointing` names; none of "none", "selective" and "full"."""

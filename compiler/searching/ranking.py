@@ -255,9 +255,9 @@ def _try_all(space: Space, predictor: Predictor, progress: Progress | None, trie
             tried.larger += [one for one, known in judged if not known]
             layouts = [one for one, known in judged if known]
             if space.recompute is not None and space.executable:
-                # Only the runtime recomputes some stages and not others.
-                # Some stages recomputed take no less than none: where that is too long already, the fewest do not
-                # matter.
+                # Only the runtime recomputes some stages and not others, and parts of layers.
+                # Some stages or parts recomputed take no less than none: where that is too long already, the fewest do
+                # not matter.
                 pairs = [(one.base, known and one.is_safe) for one, known in judged]
                 pairs += [(one.base, True) for one in fitting]
                 slow = [one for one, _ in judged if one.base.work.recompute == "none" and is_open(one.base, pairs)]

@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_stages, has_use_for
+from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_parts, fewest_stages, has_use_for
 from parcompile.cost.coefficients import Fit
 from parcompile.cost.executions import OpenChoices
 from parcompile.cost.workload import Workload
@@ -118,7 +118,9 @@ class Candidate:
         marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
         marks += [f"etp{work.expert_tp}"] * (work.expert_tp not in (None, work.tp))
         marks += [f"zero{work.zero_stage}"] * (work.zero_stage != ZERO_STAGES[0])
-        marks += ["sp"] * work.sequence_parallel + [work.recompute_text] * ("full" in work.recompute)
+        marks += ["sp"] * work.sequence_parallel + [work.recompute_text] * (
+            not {*work.recompute_words} <= {"none", "selective"}
+        )
         marks += ["-".join(axis for axis in work.order if axis in self.ordered)] * (work.order != AXES)
         marks += [short for name, short in _SHORT.items() if name in self.changes]
         marks += [work.context.name] * (work.cp > 1 and work.cp_implementation != CpImplementation.RING.value)
@@ -398,24 +400,25 @@ def expand(space: Space, changes: Mapping[str, object], *, any_rule: bool = Fals
 
 
 def is_open(one: Candidate, judged: Iterable[tuple[Candidate, bool]]) -> bool:
-    """Whether stages of a layout may recompute different things, and it fits where all recompute everything."""
-    if one.work.pp == 1 or one.work.virtual_stages > 1:
-        return False
+    """Whether a layout fits where all layers are recomputed, so that fewer, or parts of them, may be enough."""
     full = (other for other, fits in judged if fits and other.work.recompute == "full")
     return any(other.work.micro_batch == one.work.micro_batch for other in full)
 
 
 def between(judged: Iterable[tuple[Candidate, bool]], memory: Fit | None) -> Iterator[Candidate]:
-    """Of layouts that recompute nothing and do not fit, and all and do: those with the fewest first stages recomputed.
+    """Of layouts that recompute nothing and do not fit, and all and do: those that recompute less.
+
+    These are the fewest first stages, and the parts of all layers that take the least time and are enough.
 
     `judged` are layouts that differ in the micro-batch and in what is recomputed, with whether each fits.
     """
     known = list(judged)
     for one, fits in known:
         if not fits and one.work.recompute == "none" and is_open(one, known):
-            found = fewest_stages(one.work, memory)
-            if found is not None:
-                yield Candidate({**one.changes, "activation_checkpointing": list(found.recompute)}, found)
+            for found in (fewest_stages(one.work, memory), fewest_parts(one.work, memory)):
+                if found is not None:
+                    word = found.recompute if isinstance(found.recompute, str) else list(found.recompute)
+                    yield Candidate({**one.changes, "activation_checkpointing": word}, found)
 
 
 MOST = 3

@@ -202,10 +202,10 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         kind = kind[plan.groups.grid.coordinates(rank)["pp"]]
     stack = plan.parameters.layer[0].name.partition(".{layer}")[0]
     if parts := parts_of(kind):
-        names = {name for part in parts for name in modules_of(plan.spec.model.shape, part)}
+        parted = {name for part in parts for name in modules_of(plan.spec.model.shape, part)}
         for layer in without_peft(model).get_submodule(stack).children():
-            for module in (module for name, module in layer.named_modules() if name in names):
-                module.__class__ = _recomputed(type(module))
+            for module in (module for name, module in layer.named_modules() if name in parted):
+                module.__class__ = _recomputed(module.__class__)
         return
     if kind != "full":
         return
@@ -286,7 +286,7 @@ _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn
 
 
 @functools.cache
-def _recomputed(kind: type[nn.Module]) -> Any:
+def _recomputed(kind: Any) -> Any:
     return type(kind.__name__, (_Recomputed, kind), {"__module__": kind.__module__})  # others look functions up there
 
 

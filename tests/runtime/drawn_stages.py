@@ -78,7 +78,9 @@ def draw(
     choose, family = random.Random(number), drawn[number % len(drawn)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
-        world, parallelism = choose.choice(OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or in_parts or switch != ""))
+        world, parallelism = choose.choice(
+            OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or in_parts or switch != "")
+        )
         stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):

@@ -111,8 +111,9 @@ def losses(plan: Plan) -> list[Loss]:
     if spec.training.router is not None:
         why = "Trainer adds the balancing loss of a model's own output_router_logits and router_aux_loss_coef alone"
         found.append(Loss(f"router {', '.join(spec.training.router.said)}", why, "scope micro_batch is set there"))
-    if spec.training.activation_checkpointing == "selective":
-        found.append(Loss("activation_checkpointing selective", "FSDP2 checkpoints whole layers or none", "none"))
+    if (recomputed := spec.training.activation_checkpointing) not in ("none", "full"):
+        said = recomputed if isinstance(recomputed, str) else ", ".join(recomputed)
+        found.append(Loss(f"activation_checkpointing {said}", "FSDP2 checkpoints whole layers or none", "none"))
     if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:
         why = "ParallelismConfig takes it in a cp_handler: TorchContextParallelConfig(cp_comm_strategy='alltoall')"
         name = f"cp_implementation {parallelism.cp_implementation.value} in parallelism_config.json"

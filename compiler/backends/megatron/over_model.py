@@ -70,6 +70,7 @@ _RENAMED = {
     "model.seq_length": "seq_length",
     "model.recompute_granularity": "recompute_granularity",
     "model.recompute_method": "recompute_method",
+    "model.recompute_modules": "recompute_modules",
     "model.recompute_num_layers": "recompute_num_layers",
     "model.virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "model.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.backends.artefacts import Loss
@@ -20,6 +20,7 @@ from parcompile.backends.reading import (
     refuse_optimizer,
 )
 from parcompile.layout.shards import VECTORS
+from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, PARTS, parts_of
 from parcompile.spec import Precision, RampupBatchSize, Spec
 from parcompile.text.typed import WrongValueError, integer, number
 from parcompile.user_files import shipped
@@ -438,6 +439,12 @@ def _write_recomputation(spec: Spec) -> Arguments:
     kind = spec.training.activation_checkpointing
     if kind == "none" or not isinstance(kind, str):
         return {}
+    if parts := parts_of(kind):
+        modules = [*(["core_attn"] if ATTENTION in parts else []), *(["layernorm"] if NORMS in parts else [])]
+        if MLP in parts:
+            shape = spec.model.shape
+            modules += _mlps(shape.moe is not None, dense=shape.dense(range(shape.num_hidden_layers)) > 0)
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     found: Arguments = {"recompute_granularity": kind}
     return found | ({"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {})
 
@@ -451,6 +458,33 @@ def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
             "compile with one word for all stages",
             fatal=True,
         )
+    elif ATTENTION in parts_of(kind):
+        why = "--recompute-modules has core_attn and mla_up_proj of attention, not its projections"
+        yield Loss(f"activation_checkpointing {kind}", why, "core_attn: more memory, the same numbers")
+
+
+def _mlps(experts: bool, *, dense: bool) -> list[str]:
+    """What `--recompute-modules` calls MLPs: those with experts, and dense ones."""
+    return [*(["mlp"] if dense else []), *(["moe"] if experts else [])]
+
+
+_PARTS_OF_MODULES = {"core_attn": (), "layernorm": (NORMS,), "mlp": (MLP,), "moe": (MLP,)}
+"""Fused attention, as the runtime's, stores nothing that core_attn would compute again."""
+
+
+def _read_modules(source: Source, modules: Sequence[str]) -> str:
+    """The word for `--recompute-modules`, of which what a plan has no word for is lost."""
+    experts = source.given.get("num_experts") is not None
+    mixed = experts and source.given.get("moe_layer_freq") not in (None, 1, "1")
+    parts = {part for one in modules for part in _PARTS_OF_MODULES.get(one, ())}
+    unknown = [one for one in modules if one not in _PARTS_OF_MODULES]
+    if not {*_mlps(experts, dense=mixed or not experts)} <= {*modules}:
+        parts.discard(MLP)
+        unknown += [one for one in modules if one in ("mlp", "moe") and (experts or one == "mlp")]
+    if unknown:
+        why = f"a plan does not recompute {', '.join(unknown)} alone: memory differs, numbers do not"
+        source.lose("recompute_modules", why)
+    return "+".join(part for part in PARTS if part in parts) or "selective"
 
 
 def _read_recomputation(source: Source, draft: Draft) -> None:
@@ -460,9 +494,14 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
         if source.value("recompute_activations", _RECOMPUTE) is True:
             kind = "selective"
         values = [source.value(name, _RECOMPUTE) for name in ("recompute_method", "recompute_num_layers")]
+        modules = source.value("recompute_modules", _RECOMPUTE)
     except UndecidedError as error:
         draft.leave_open(source, error, _RECOMPUTE)
         return
+    if kind != "selective":
+        source.ignore("recompute_modules", "only --recompute-granularity selective reads it")
+    elif modules:
+        kind = _read_modules(source, modules)
     draft.set(_RECOMPUTE, kind or "none", said=kind is not None)
     if kind != "full":
         for name in ("recompute_method", "recompute_num_layers"):
@@ -496,7 +535,10 @@ ROWS: tuple[Row, ...] = (
         _precision_losses,
     ),
     Bundle(
-        ("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
+        (
+            *("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
+            "recompute_modules",
+        ),
         _write_recomputation,
         _read_recomputation,
         _recomputation_losses,

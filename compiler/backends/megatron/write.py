@@ -125,7 +125,9 @@ def effect(name: str) -> Effect | None:
     return None if option is None else _GROUPS.get(option.newest.group)
 
 
-_UNCHANGED = frozenset(("recompute_granularity", "recompute_method", "recompute_num_layers", "sequence_parallel"))
+_UNCHANGED = frozenset(
+    ("recompute_granularity", "recompute_method", "recompute_modules", "recompute_num_layers", "sequence_parallel")
+)
 
 
 def changes(name: str) -> bool:
