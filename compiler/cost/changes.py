@@ -49,8 +49,8 @@ def _recomputed(work: Workload, stages: int) -> Workload:
 
 
 PARTS_TRIED = ("norms", "attention+norms", "mlp", "mlp+norms")
-"""Parts of layers that are recomputed, those first that take the least time. More of them take about as long as whole
-layers, which keep less."""
+"""Parts of layers that are recomputed, those first that take the least time. Attention beside the MLP takes about as
+long as whole layers, of which many keep less."""
 
 
 def fewest_parts(work: Workload, memory: Fit | None = None) -> Workload | None:

@@ -197,7 +197,7 @@ def test_a_pipeline_is_offered_recomputation_of_as_few_first_stages_as_fit() -> 
     # What is recomputed already is not taken back, and virtual stages recompute alike.
     assert not changes_that_fit(replace(none, recompute="full"), ("activation_checkpointing",))
     (virtual,) = changes_that_fit(replace(none, virtual_stages=2, stage_layers=None), ("activation_checkpointing",))
-    assert virtual.settings == {"activation_checkpointing": "full"}
+    assert virtual.settings == {"activation_checkpointing": "mlp+norms"}
 
 
 def test_init_recomputes_no_more_stages_than_have_to_be(tmp_path: Path) -> None:

@@ -183,12 +183,15 @@ class TestSearch:
         tree["training"] |= {"gradient_accumulation_dtype": "fp32", **training}
         return search(open_space(tree, Path(), executable=executable, layers=32, experts=0))
 
-    def test_some_stages_recompute_where_that_is_faster_than_all_and_none_does_not_fit(self) -> None:
+    def test_less_is_recomputed_where_that_is_faster_than_all_and_none_does_not_fit(self) -> None:
         found = self._search(2)
-        assert found.best is not None
-        assert not isinstance(found.best.candidate.work.recompute, str)
-        full = min(one.seconds for one in found.fitting if one.candidate.work.recompute == "full")
-        assert found.best.seconds < full
+        assert found.best is not None and found.best.candidate.work.recompute == "norms"
+        fastest: dict[object, float] = {}
+        for one in found.fitting:
+            word = one.candidate.work.recompute
+            kind = word if isinstance(word, str) else "some stages"
+            fastest[kind] = min(one.seconds, fastest.get(kind, one.seconds))
+        assert max(fastest["norms"], fastest["some stages"]) < fastest["full"]
 
     def test_nothing_is_recomputed_where_that_fits(self) -> None:
         found = self._search(1)

@@ -513,8 +513,8 @@ def test_zero_stage_3_is_tried_where_else_tp_would_leave_its_node() -> None:
 
 
 def _of_stages(found: SearchResult) -> dict[Workload, int]:
-    """The ZeRO stage at which each layout fits; without those that recompute some stages only."""
-    works = [one.base.work for one in found.fitting if isinstance(one.base.work.recompute, str)]
+    """The ZeRO stage at which each layout fits; without those that recompute some stages or parts only."""
+    works = [one.base.work for one in found.fitting if one.base.work.recompute in ("none", "full")]
     return {replace(work, zero_stage=1): work.zero_stage for work in works}
 
 
