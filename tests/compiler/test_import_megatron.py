@@ -120,6 +120,73 @@ def test_models_that_no_spec_expresses_are_refused(option: str) -> None:
         carried(f"{MODEL} {LLAMA} {option}")
 
 
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-router-load-balancing-type none"
+
+
+@pytest.mark.parametrize(
+    ("more", "modules", "word", "lost"),
+    [
+        ("", "core_attn mlp layernorm", "mlp+norms", 'the plan writes ["layernorm", "mlp"]'),
+        ("", "mlp layernorm", "mlp+norms", ""),
+        ("", "layernorm", "norms", ""),
+        ("", "mlp mla_up_proj", "mlp", "does not recompute mla_up_proj alone"),
+        ("", "moe_act", "selective", "does not recompute moe_act alone"),
+        (EXPERTS, "moe", "mlp", ""),
+        (EXPERTS, "mlp layernorm", "norms", "does not recompute mlp alone"),
+    ],
+)
+def test_modules_that_are_recomputed_are_parts_where_these_are_the_same(
+    more: str, modules: str, word: str, lost: str
+) -> None:
+    words = f"{MODEL} {LLAMA} {more} --attention-dropout 0 --hidden-dropout 0 --lr 1e-4"
+    result = carried(f"{words} --recompute-granularity selective --recompute-modules {modules}")
+    assert result.spec["training"]["activation_checkpointing"] == word
+    (account,) = (one for one in result.accounts if one.option == "recompute_modules")
+    assert account.outcome is (Outcome.LOST if lost else Outcome.CARRIED)
+    assert lost in account.detail
+    assert result.plan is not None and not account.changes
+    if not lost:
+        assert sorted(arguments(result.plan)["recompute_modules"]) == sorted(modules.split())
+
+
+@pytest.mark.parametrize(("modules", "word"), [(["mlp", "moe"], "mlp"), (["moe"], "selective"), (["mlp"], "selective")])
+def test_dense_mlps_and_experts_are_recomputed_together(modules: list[str], word: str) -> None:
+    tree = {
+        "version": 1,
+        "model": {"preset": "deepseek-v3"},
+        "cluster": {"nodes": 64, "gpus_per_node": 8, "accelerator": "h200"},
+        "parallelism": {"tp": 8, "ep": 8},
+        "training": {"sequence_length": 512, "global_batch_size": 64, "activation_checkpointing": "mlp"},
+    }
+    plan = compiled(tree)
+    assert plan is not None
+    found = arguments(plan)
+    assert found["recompute_modules"] == ["mlp", "moe"]
+    result = imported(as_list({**found, "recompute_modules": modules}))
+    assert result.spec["training"]["activation_checkpointing"] == word
+
+
+def test_core_attention_is_what_selective_recomputes() -> None:
+    result = carried(f"{MODEL} {LLAMA} --lr 1e-4 --recompute-granularity selective --recompute-modules core_attn")
+    assert result.spec["training"]["activation_checkpointing"] == "selective"
+    assert {one.option: one.outcome for one in result.accounts}["recompute_modules"] is Outcome.NO_EFFECT
+
+
+def test_attention_that_is_recomputed_whole_is_a_loss() -> None:
+    tree = {
+        "version": 1,
+        "model": {"preset": "llama-3-8b"},
+        "cluster": {"gpus_per_node": 8, "accelerator": "h200"},
+        "parallelism": {"tp": 8},
+        "training": {"sequence_length": 512, "global_batch_size": 8, "activation_checkpointing": "attention+mlp"},
+    }
+    plan = compiled(tree)
+    assert plan is not None
+    assert arguments(plan)["recompute_modules"] == ["core_attn", "mlp"]
+    (loss,) = (one for one in losses(plan) if "activation_checkpointing" in one.what)
+    assert not loss.fatal and "not its projections" in loss.why
+
+
 def test_experts_come_back_as_experts() -> None:
     result = carried(
         f"{MODEL} {LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --attention-dropout 0 "

@@ -12,9 +12,9 @@ from layout_cases import compile_tree, spec_tree
 
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.registry import render
-from parcompile.cost.changes import fewest_stages
+from parcompile.cost.changes import PARTS_TRIED, fewest_parts, fewest_stages
 from parcompile.cost.collectives import collectives
-from parcompile.cost.footprint import footprint
+from parcompile.cost.footprint import footprint, is_safe
 from parcompile.cost.measurements import plain_row, read_plain
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import traffic
@@ -192,6 +192,15 @@ class TestSearch:
             kind = word if isinstance(word, str) else "some stages"
             fastest[kind] = min(one.seconds, fastest.get(kind, one.seconds))
         assert max(fastest["norms"], fastest["some stages"]) < fastest["full"]
+
+    def test_of_parts_the_first_that_is_enough_is_taken(self) -> None:
+        none = replace(WORK, pp=1, tp=8, micro_batch=6, micro_batches=8, sequence_parallel=True, recompute="none")
+        found = fewest_parts(none)
+        assert found is not None and found.recompute == "attention+norms"
+        for word, fits in (("none", False), ("norms", False), ("attention+norms", True), ("mlp", True)):
+            assert is_safe(footprint(replace(none, recompute=word))) is fits
+        steps = [timing(replace(none, recompute=word)).step.seconds for word in ("none", *PARTS_TRIED, "full")]
+        assert steps == sorted(steps)
 
     def test_nothing_is_recomputed_where_that_fits(self) -> None:
         found = self._search(1)

@@ -128,10 +128,10 @@ def train_on_packs(rank: int, plan: Plan) -> dict[str, Any]:
             {"micro_batch_size": 1, "activation_checkpointing": "full"},
         ),
         ({"cp": 4, "cp_implementation": "usp", "hierarchical_cp_sizes": [2, 2]}, {"micro_batch_size": 2}),
-        ({"cp": 2, "dp": 2}, {"micro_batch_size": 1}),
+        ({"cp": 2, "dp": 2}, {"micro_batch_size": 1, "activation_checkpointing": "attention+mlp"}),
         ({"pp": 2, "cp": 2}, {"micro_batch_size": 1, "activation_checkpointing": "full"}),
     ],
-    ids=["tp2 cp2 striped, recomputed", "usp", "cp2 dp2", "pp2 cp2, recomputed"],
+    ids=["tp2 cp2 striped, recomputed", "usp", "cp2 dp2, in parts", "pp2 cp2, recomputed"],
 )
 def test_the_engine_trains_on_packs_as_one_process_on_each_text(
     parallelism: dict[str, Any], training: dict[str, Any]

@@ -63,6 +63,8 @@ def meaning(given: Mapping[str, Any]) -> dict[str, Any]:
 
     if found.get("recompute_activations") is True:
         found["recompute_granularity"] = "selective"
+    if isinstance(modules := found.get("recompute_modules"), list):
+        found["recompute_modules"] = sorted(modules)
     if found.get("use_rotary_position_embeddings") is True:
         found["position_embedding_type"] = "rope"
     if found.get("encoder_num_layers") and found.get("num_layers") is None:

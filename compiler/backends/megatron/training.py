@@ -500,6 +500,8 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
         return
     if kind != "selective":
         source.ignore("recompute_modules", "only --recompute-granularity selective reads it")
+    elif modules == ["core_attn"]:
+        source.ignore("recompute_modules", "it is what --recompute-granularity selective recomputes by itself")
     elif modules:
         kind = _read_modules(source, modules)
     draft.set(_RECOMPUTE, kind or "none", said=kind is not None)
