@@ -54,6 +54,18 @@ def test_each_step_to_fit_a_larger_model_has_the_estimate_that_is_shown(
     assert seen == 11
 
 
+def test_parts_of_layers_have_the_estimates_that_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "fit_larger.md").read_text(encoding="utf-8")
+    tree = json.loads(files(text)["parts.json"])
+    rows = re.findall(r'^\| `"([a-z+]+)"` \| ([A-Z ]+ · [^|]+) \|$', text, re.MULTILINE)
+    for word, shown in rows:
+        tree["training"]["activation_checkpointing"] = word
+        Path("parts.json").write_text(json.dumps(tree), encoding="utf-8")
+        assert CliRunner().invoke(cli, ["estimate", "parts.json"]).stdout.splitlines()[0] == shown, word
+    assert len(rows) == 7
+
+
 def exit_code(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Runs a command of a page: parcompile in this process, which saves its imports, others in a shell."""
     if line.startswith("parcompile "):
