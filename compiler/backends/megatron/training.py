@@ -459,7 +459,7 @@ def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
             fatal=True,
         )
     elif ATTENTION in parts_of(kind):
-        why = "--recompute-modules has core_attn and mla_up_proj of attention, not its projections"
+        why = "--recompute-modules has no word for attention with its projections"
         yield Loss(f"activation_checkpointing {kind}", why, "core_attn: more memory, the same numbers")
 
 
