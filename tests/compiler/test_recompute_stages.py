@@ -201,6 +201,10 @@ class TestSearch:
             assert is_safe(footprint(replace(none, recompute=word))) is fits
         steps = [timing(replace(none, recompute=word)).step.seconds for word in ("none", *PARTS_TRIED, "full")]
         assert steps == sorted(steps)
+        # All parts take as long as the layer that they are, whose attention is kept too.
+        every, full = (timing(replace(none, recompute=word)).step for word in ("attention+mlp+norms", "full"))
+        assert every.compute == pytest.approx(full.compute, rel=1e-6)
+        assert every.tensor == pytest.approx(full.tensor, rel=1e-6)
 
     def test_nothing_is_recomputed_where_that_fits(self) -> None:
         found = self._search(1)
