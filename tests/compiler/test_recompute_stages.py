@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from layout_cases import compile_tree, spec_tree
 
+from parcompile import schema
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.registry import render
 from parcompile.cost.changes import PARTS_TRIED, fewest_parts, fewest_stages
@@ -20,6 +22,7 @@ from parcompile.cost.step import timing
 from parcompile.cost.traffic import traffic
 from parcompile.cost.workload import Workload
 from parcompile.model.hf_config import shape_from_config
+from parcompile.model.layer_parts import WORDS
 from parcompile.model.presets import presets
 from parcompile.pipeline import check_file
 from parcompile.plan import load_plan, plan_tree
@@ -112,6 +115,11 @@ class TestEstimate:
 
 
 class TestSpecAndPlan:
+    def test_the_words_of_the_schemas_are_those_of_the_estimate(self) -> None:
+        for name in ("spec", "plan"):
+            key = json.dumps(schema.load(name)["properties"]["training"]["properties"]["activation_checkpointing"])
+            assert [json.loads(one) for one in re.findall(r'"enum": (\[[^]]+\])', key)] == [list(WORDS)] * 2
+
     def test_a_plan_keeps_one_word_for_each_stage(self, tmp_path: Path) -> None:
         plan = compile_tree(spec(list(MIXED)), tmp_path)
         assert plan.spec.training.activation_checkpointing == MIXED
