@@ -71,7 +71,7 @@ from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, wind
 from .context_exchanges import context_exchanges
 from .memory import gathered_numels
 from .parameters import trained_tensors
-from .workload import FRAMEWORKS, Workload
+from .workload import FRAMEWORKS, RankPlace, Workload
 
 # What a rank of each stage sends in a step, message by message, as the runtime and DeepSpeed's ZeRO-1 do it: exact.
 
@@ -85,15 +85,6 @@ _BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "po
 
 CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank stands among those that share the states of a dense layer, of an expert, and among those of tp."""
-
-    shard: int = 0
-    expert_shard: int = 0
-    tp: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from parcompile.units import GIB, MIB
 
 from .coefficients import FUSED, KEEPING, Fit, default_memory
 from .memory_terms import StageTerms, memory_terms
-from .workload import FRAMEWORKS, Workload
+from .workload import FRAMEWORKS, RankPlace, Workload
 
 COUNTED = {
     "attention": 1.0,
@@ -199,15 +199,19 @@ def applied(work: Workload, values: Mapping[str, float]) -> Mapping[str, float]:
     return {**values, **COUNTED, "logits": 2.0 * work.element_bytes}
 
 
-def footprint(work: Workload, fit: Fit | None = None, *, fullest: bool = False) -> Footprint:
+def footprint(
+    work: Workload, fit: Fit | None = None, *, fullest: bool = False, place: RankPlace | None = None
+) -> Footprint:
     """The memory of a layout; with `fullest`, without stages that hold less than others for sure.
+
+    A stage is its fullest rank, or that of a place.
 
     Raises:
         ValueError: the layout cannot be cut, or the accelerator is unknown.
     """
     fitted = fit or default_memory()
     values = memory_values(work, fit)
-    stride, terms = work.stride(Axis.PP), memory_terms(work, fullest=fullest)
+    stride, terms = work.stride(Axis.PP), memory_terms(work, fullest=fullest, place=place)
     mixed = [
         (
             kind.share,

@@ -33,7 +33,15 @@ def router_bytes(work: Workload, stage: Stage) -> float:
     return 4.0 * losses * choices * work.local_tokens * routed_layers(work.shape, stage)
 
 
-def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer: float, in_flight: float) -> float:
+def ends_bytes(
+    work: Workload,
+    stage: Stage,
+    logits: float,
+    *,
+    recomputed_layer: float,
+    in_flight: float,
+    absent: tuple[float, float] = (0.0, 0.0),
+) -> float:
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
     Logits with their gradient; what the head's backward holds (the gradients of logits, weight and input; under
@@ -41,8 +49,9 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
     front of the last norm (three in fp32, and two in the type of the weights where that is another); what is in flight
     in the last MLP, or with full recomputation a layer: these do not stand in memory together, the largest counts. The
     gradient of a tied head waits for that of the embedding. Logits and layers are counted elsewhere, so what is
-    returned may be negative.
+    returned may be negative. What is `absent` of what is held, while the loss goes backward and behind it, goes off.
     """
+    at_loss, behind = absent
     width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
     weight = width * work.shape.hidden_size * work.head_columns
@@ -61,10 +70,11 @@ def ends_bytes(work: Workload, stage: Stage, logits: float, *, recomputed_layer:
         # What a cap multiplies is kept beside the logits.
         loss += width * logits * work.shape.caps.logits
         head = max(loss, width * (logits + inputs) + weight)
+    head = normed + max(head - at_loss, weight * stage.has_head - behind)
     if work.recomputes_layers:
-        return max(recomputed_layer + waiting, normed + head) - recomputed_layer - counted
+        return max(recomputed_layer + waiting - behind, head) - recomputed_layer - counted
     first = hidden * ((2 * width if width < 4 else 0) + 3 * 4) / share
-    return max(normed + head, normed + first + waiting, in_flight + waiting) - counted
+    return max(head, max(normed + first, in_flight) + waiting - behind) - counted
 
 
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:

@@ -10,17 +10,16 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .workload import Workload
-
-LARGEST_BUCKET = 500_000_000
-"""DeepSpeed's own default for reduce_bucket_size, in elements."""
+from .partitions import LARGEST_BUCKET, keeps_whole_sums, kept_numel
+from .workload import RankPlace, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMemory:
     """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them.
 
-    Stage 2 shards gradients like the optimizer state, stage 3 also weights; those that are gathered are no part of it.
+    Stage 2 shards gradients like the optimizer state, or keeps whole parameters of them (`partitions`); stage 3 shards
+    also weights, of which those that are gathered are no part of it.
 
     Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master
     weights and two fp32 moments of its shard of the padded group.
@@ -42,14 +41,14 @@ class StaticMemory:
         return sum(parts)
 
 
-def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
-    """The static bytes of a rank of `stage`; left out, of the stage that holds most.
+def static_memory(work: Workload, stage: Stage | None = None, place: RankPlace | None = None) -> StaticMemory:
+    """The static bytes of a rank of `stage`; left out, of that which holds most; without a place of the fullest rank.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
     if stage is not None:
-        return held_memory(work, stage, bucket_numel(work))
+        return held_memory(work, stage, bucket_numel(work), place=place)
     apart = work.muon or work.shards_weights  # then more counts than how many parameters stages have
     stages = {(*held, apart and one): one for held, one in zip(work.stage_numels, work.stages, strict=True)}
     bucket = min(LARGEST_BUCKET, max(numel for numel, *_ in stages))
@@ -57,7 +56,9 @@ def static_memory(work: Workload, stage: Stage | None = None) -> StaticMemory:
     return max(held, key=lambda memory: memory.total_bytes)
 
 
-def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = None) -> StaticMemory:
+def held_memory(
+    work: Workload, stage: Stage, bucket: int, numel: int | None = None, place: RankPlace | None = None
+) -> StaticMemory:
     """The static bytes of a rank of `stage` with a reduce bucket of `bucket` elements; it trains `numel` parameters."""
     numel = work.stage_parameters(stage) if numel is None else numel
     groups = work.sharded(stage, numel)
@@ -65,7 +66,7 @@ def held_memory(work: Workload, stage: Stage, bucket: int, numel: int | None = N
     width, sum_width = work.element_bytes, work.gradient_bytes
     gradients = numel * sum_width
     if work.zero_stage >= 2:
-        gradients = shard * sum_width
+        gradients = sum_width * (kept_numel(work, stage, place) if keeps_whole_sums(work) else shard)
     if work.on_host:
         # The host adds them up where it can; sums in another type stay here, and those of stage 1 until the step.
         apart = width != sum_width
@@ -134,10 +135,12 @@ def untrained_bytes(work: Workload, stage: Stage) -> float:
     return float(work.element_bytes * sum(held))
 
 
-def static_terms(work: Workload, stage: Stage, numel: int) -> tuple[float, float, float, float]:
+def static_terms(
+    work: Workload, stage: Stage, numel: int, place: RankPlace | None = None
+) -> tuple[float, float, float, float]:
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
-        held = held_memory(work, stage, 0, numel)
+        held = held_memory(work, stage, 0, numel, place)
         weights = held.weight_bytes + untrained_bytes(work, stage) / (work.shards if work.shards_weights else 1)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
@@ -171,16 +174,15 @@ def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
 
 
 def reduction_bytes(work: Workload, bucket: float) -> float:
-    """Copies of a bucket while it is reduced: as a whole, at stage 1 in place of its gradients, and in a wider type."""
-    if work.zero_stage not in (1, 2):
-        return 0.0
-    width = work.gradient_bytes if work.zero_stage == 1 else work.element_bytes
-    copied = work.message_bytes / width * bucket if width < work.message_bytes else 0.0
-    return copied + (bucket if work.zero_stage == 2 else 0.0)
+    """At stage 1 the copy of a bucket in a wider type while it is reduced, in place of its gradients."""
+    widens = work.zero_stage == 1 and work.gradient_bytes < work.message_bytes
+    return work.message_bytes / work.gradient_bytes * bucket if widens else 0.0
 
 
-def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float) -> float:
-    """What the end of a step takes, when activations are gone: the reduction of gradients, or the optimizer.
+def optimizer_step_bytes(
+    work: Workload, stage: Stage, numel: int, bucket: float, place: RankPlace | None = None
+) -> float:
+    """What the end of a step takes, when activations are gone: the optimizer, or at stage 1 a reduction of gradients.
 
     The optimizer's part is less gradients and bucket that were let go of. An Adam that is not fused computes its
     denominator beside the moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage
@@ -207,7 +209,11 @@ def optimizer_step_bytes(work: Workload, stage: Stage, numel: int, bucket: float
     if work.shards_weights:
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside.
         return MASTER_BYTES * largest + adam
-    gradients = numel / (work.shards if work.zero_stage >= 2 else 1) * work.gradient_bytes
-    # They are joined in their type and then copied, and let go of behind that.
+    if work.zero_stage == 2 and not keeps_whole_sums(work):
+        return adam - bucket  # the optimizer takes the sums themselves
+    gradients = held_memory(work, stage, 0, numel, place).gradient_bytes
+    # They are joined in their type and then copied, and let go of behind that: at stage 2 those of all groups together.
     joined = work.gradient_bytes + (MASTER_BYTES if work.gradient_bytes < MASTER_BYTES else 0)
+    if work.zero_stage == 2 and dealt:
+        gradients = 0
     return max(copied, joined * largest - bucket, MASTER_BYTES * largest + adam - gradients - bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -40,13 +41,13 @@ from .layer_passes import (
     tiled_bytes,
 )
 from .memory import (
-    LARGEST_BUCKET,
     bucket_bytes,
     gathered_numels,
     optimizer_step_bytes,
     static_terms,
 )
 from .parameters import is_even
+from .partitions import LARGEST_BUCKET, Reduction, reductions
 from .recurrent import (
     backward_bytes,
     choice_bytes,
@@ -56,7 +57,7 @@ from .recurrent import (
     let_go_bytes,
     scoring_bytes,
 )
-from .workload import FRAMEWORKS, Workload
+from .workload import FRAMEWORKS, RankPlace, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,8 @@ class _Held:
         return self.stage.layers if self.eager else range(0)
 
 
-def memory_terms(whole: Workload, *, fullest: bool = False) -> list[StageTerms]:
-    """The terms of every stage; with `fullest`, of those only that may hold most.
+def memory_terms(whole: Workload, *, fullest: bool = False, place: RankPlace | None = None) -> list[StageTerms]:
+    """The terms of every stage; with `fullest`, of those only that may hold most. Without a place of its fullest rank.
 
     Raises:
         ValueError: the layout cannot be cut.
@@ -167,7 +168,8 @@ def memory_terms(whole: Workload, *, fullest: bool = False) -> list[StageTerms]:
     stages = range(len(whole.stages))
     works = {word: _recomputing(whole, word) for word in {whole.recompute_of(index) for index in stages}}
     # What does not depend on these is asked for once.
-    every = _static(whole.having(micro_batch=1, micro_batches=1, recompute="none"))
+    several = min(whole.micro_batches, 2) if whole.zero_stage == 2 else 1
+    every = _static(whole.having(micro_batch=1, micro_batches=several, recompute="none"), place)
     shown = _unlike(whole, every) if fullest else stages
     return [_terms(_Held.of(works[whole.recompute_of(index)], index), every[index]) for index in shown]
 
@@ -183,10 +185,12 @@ class _Static:
     bucket: float
     optimizer_step: float
     gathered_weights: float
+    reductions: tuple[Reduction, ...]
+    """At ZeRO stage 2."""
 
 
 @lru_cache(maxsize=16)
-def _static(work: Workload) -> list[_Static]:
+def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
     numels = [numel for numel, _ in work.stage_numels]
     eager = work.framework == "deepspeed"
     bucket = bucket_bytes(work, min(LARGEST_BUCKET, max(numels))) if eager else 0
@@ -199,10 +203,11 @@ def _static(work: Workload) -> list[_Static]:
             known[alike] = _Static(
                 kind,
                 numel,
-                static_terms(work, stage, numel),
+                static_terms(work, stage, numel, place),
                 bucket,
-                optimizer_step_bytes(work, stage, numel, bucket) if eager else 0.0,
+                optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
+                tuple(reductions(work, stage, place)) if eager and work.zero_stage == 2 else (),
             )
         found.append(known[alike])
     return found
@@ -231,7 +236,7 @@ def _terms(one: _Held, static: _Static) -> StageTerms:
     """The terms of a stage."""
     work, stage, tokens = one.work, one.stage, one.tokens
     logits = tokens * work.head_columns if stage.has_head else 0.0
-    kept = _at_peak(one, logits)
+    kept, reducing = _at_peak(one, logits, static)
     if one.eager:
         exchange = buffer_bytes(work, one.index)
     else:
@@ -248,7 +253,7 @@ def _terms(one: _Held, static: _Static) -> StageTerms:
         0.0 if work.linear_loss else logits,
         _waiting_logits(one, logits),
         exchange,
-        static.optimizer_step,
+        max(static.optimizer_step, reducing),
         static.gathered_weights,
     )
 
@@ -259,8 +264,8 @@ def _waiting_logits(one: _Held, logits: float) -> float:
     return waiting + loss_chunk_bytes(one.work, logits)
 
 
-def _at_peak(one: _Held, logits: float) -> dict[str, float]:
-    """What is held of activations, by part, at the largest moment of a step."""
+def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
+    """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
     in_flight = _in_flight(one)
     choice = choice_bytes(work, stage) if one.eager else 0.0
@@ -280,9 +285,33 @@ def _at_peak(one: _Held, logits: float) -> dict[str, float]:
         kept["attention"] += scores * (
             work.shape.attending(stage.layers) * one.copies if work.recompute == "none" else bool(stage.layers)
         )
+    reducing = 0.0
+    if static.reductions:
+        # Of what is recomputed there is one layer, and of it what is left of its attention and norms.
+        again = whole = 0.0
+        if work.recomputes_layers:
+            again = one_layer - (one.sparse if one.routed else one.dense).mlp * one.tokens
+            whole = one_layer + in_flight - behind_mlp_bytes(work)
+        of_each = (sum(kept.values()) - whole) / max(len(stage.layers), 1)
+        reducing = max(
+            each.taken + of_each * each.layers + again * (each.layers - max(0, math.ceil(each.layers) - 1))
+            for each in static.reductions
+        )
     if one.eager:
-        _add_ends(one, kept, logits, one_layer, in_flight)
-    return kept
+        _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static))
+    return kept, reducing
+
+
+def _absent(work: Workload, static: _Static) -> tuple[float, float]:
+    """What is counted as held and is not there yet while the loss goes backward, and behind that.
+
+    At ZeRO stage 2 these are the bucket, which is there from the first gradient on, and the sums of a step's only
+    micro-batch, which are there from the first reduction on.
+    """
+    if not static.reductions:
+        return 0.0, 0.0
+    sums = static.held[1] if work.micro_batches == 1 else 0.0
+    return static.bucket + sums, sums
 
 
 def _kept(one: _Held) -> dict[str, float]:
@@ -369,7 +398,15 @@ def kept_tensors(work: Workload, layers: range) -> list[tuple[float, float]]:
     ]
 
 
-def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: float, in_flight: float) -> None:
+def _add_ends(
+    one: _Held,
+    kept: dict[str, float],
+    logits: float,
+    one_layer: float,
+    in_flight: float,
+    *,
+    absent: tuple[float, float],
+) -> None:
     """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
     work, stage = one.work, one.stage
     layer = one_layer + in_flight - behind_mlp_bytes(work) if stage.layers else 0.0
@@ -379,8 +416,8 @@ def _add_ends(one: _Held, kept: dict[str, float], logits: float, one_layer: floa
     if work.shape.heads.low_rank is not None:
         last = one.sparse if one.routed else one.dense
         later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
-    scoring = scoring_bytes(work, stage) + sum(kept.values()) - later
-    kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight)
+    scoring = scoring_bytes(work, stage) + sum(kept.values()) - later - absent[0]
+    kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight, absent=absent)
     taken = sum(kept.values()) + counted_logits(work, logits)
     # The gradient of a table comes when the layers before it are still to go backward.
     table, before = late_gradient(work, stage)

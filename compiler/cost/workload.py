@@ -42,6 +42,15 @@ ASSUMED_IMBALANCE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands among those that share the states of a dense layer, of an expert, and among those of tp."""
+
+    shard: int = 0
+    expert_shard: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Framework:
     """What a training framework does beside the formulas.
 

@@ -114,20 +114,21 @@ class ParameterTable:
 
     def expanded(self) -> Iterator[tuple[str, Parameter]]:
         """Name and parameter of every tensor, in Hugging Face's order."""
+        for parameter, layer in self.in_order():
+            number = None if layer is None else parameter.number(layer)
+            yield parameter.name if number is None else parameter.name.format(layer=number), parameter
+
+    def in_order(self) -> Iterator[tuple[Parameter, int | None]]:
+        """Parameter and layer of every tensor, in Hugging Face's order."""
         early = len(self.before) - self.registered_late
-        for parameter in self.before[:early]:
-            yield parameter.name, parameter
-        for parameter in self.after[: self.registered_first]:
-            yield parameter.name, parameter
+        yield from ((parameter, None) for parameter in (*self.before[:early], *self.after[: self.registered_first]))
         for first in range(0, self.num_layers, self.layers_per_module):
             together = range(first, first + self.layers_per_module)
             for parameter in self.layer:
-                for index in within(parameter.layers, together):
-                    yield parameter.name.format(layer=parameter.number(index)), parameter
+                yield from ((parameter, index) for index in within(parameter.layers, together))
         behind = max(self.registered_first, self.last_norm)
         late = (*self.after[self.registered_first : behind], *self.before[early:], *self.after[behind:])
-        for parameter in late:
-            yield parameter.name, parameter
+        yield from ((parameter, None) for parameter in late)
 
     @property
     def numel(self) -> int:

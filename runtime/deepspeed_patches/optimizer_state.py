@@ -63,6 +63,13 @@ def kept_gradients(engine: Any) -> list[Tensor]:
     return [one for one in kept if one is not None]
 
 
+def forget_sums(optimizer: Any) -> None:
+    """Lets go of the sums that DeepSpeed holds beside the parameters: at ZeRO stage 2 a step begins without them."""
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        sums = getattr(optimizer, name)
+        sums.update(dict.fromkeys(sums))
+
+
 def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     """The parameters of each group of an optimizer, those of other ranks' shards included."""
     return [list(group) for group in _first_of(optimizer, "trained", "bit16_groups", "fp16_groups")]

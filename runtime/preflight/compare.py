@@ -6,19 +6,17 @@ process groups that were built, what is expected of them from the plan and the e
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parcompile.cost.collectives import RankPlace, collectives, stage_exchanges
+from parcompile.cost.collectives import collectives, stage_exchanges
 from parcompile.cost.footprint import footprint
-from parcompile.cost.memory import gathered_numels, reduction_bytes, static_memory
+from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.offload import host_activations, host_memory
-from parcompile.cost.workload import Workload
+from parcompile.cost.workload import RankPlace, Workload
 from parcompile.layout.groups import CP_LEVELS, EXPERT_DP
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import CpImplementation
-from parcompile.layout.shards import GroupKind, group_kind, padded_shard
 from parcompile.plan.holding import Holding
 from parcompile.runtime.groups import Mesh
 from parcompile.spec import Spec
@@ -95,52 +93,22 @@ def compare_parameters(mesh: Mesh, held: list[Held]) -> Iterator[Finding]:
 def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """What the live engine holds for the whole run, byte for byte."""
     spec = mesh.plan.spec
-    memory, static = static_memory(workload_of(spec), _stage(spec, mesh)), step.static
+    memory, static = static_memory(workload_of(spec), _stage(spec, mesh), _place(mesh)), step.static
     yield _bytes(mesh.rank, "weights", memory.weight_bytes, static.weights)
     yield _bytes(mesh.rank, "master weights", memory.master_bytes, static.master)
     yield _bytes(mesh.rank, "optimizer state", memory.optimizer_bytes, static.moments)
-    on_host = spec.offload_optimizer is not None
-    gradients = memory.gradient_bytes if spec.zero_stage != 2 or on_host else _sharded_gradient_bytes(mesh)
-    yield _bytes(mesh.rank, "gradients", gradients, static.gradients)
+    yield _bytes(mesh.rank, "gradients", memory.gradient_bytes, static.gradients)
     yield _bytes(mesh.rank, "reduce bucket", memory.bucket_bytes, static.bucket)
     if (host := host_memory(workload_of(spec), _stage(spec, mesh))) is not None:
         yield _bytes(mesh.rank, "optimizer on the host", host.total_bytes, static.host)
-
-
-def _sharded_gradient_bytes(mesh: Mesh) -> int:
-    """What ZeRO stage 2 keeps between micro-batches (runtime/zero/stage_1_and_2.py).
-
-    Sums in the type of the weights are kept of whole parameters that lie in the shard at least in part; fp32 sums of
-    16-bit gradients are kept of the shard alone.
-    """
-    plan = mesh.plan
-    rows, holding = plan.tensors(), Holding(plan, mesh.index("pp"))
-    optimizer = plan.spec.training.optimizer
-    left_out = optimizer.no_weight_decay
-    groups: dict[tuple[str, GroupKind], list[int]] = {}
-    for name, row in plan.parameters.expanded():
-        if name in holding:
-            layout, kind = rows[row][1], group_kind(row, muon=optimizer.is_muon, no_weight_decay=left_out)
-            groups.setdefault((EXPERT_DP if layout.ep > 1 else "dp-cp", kind), []).append(layout.local_numel)
-    return sum(_gradient_bytes_of_group(mesh, ranks, sizes) for (ranks, _), sizes in groups.items())
-
-
-def _gradient_bytes_of_group(mesh: Mesh, ranks: str, sizes: list[int]) -> int:
-    """Of parameters of these sizes, whose optimizer states are cut over a group of ranks."""
-    training = mesh.plan.spec.training
-    shard = padded_shard(sum(sizes), mesh.size(ranks), mesh.index(ranks))
-    if training.gradient_accumulation_dtype is not training.precision:
-        return shard.numel * training.gradient_accumulation_dtype.bytes
-    starts = [0, *itertools.accumulate(sizes)]
-    kept = [stop - start for start, stop in itertools.pairwise(starts) if start < shard.stop and stop > shard.start]
-    return sum(kept) * training.precision.bytes
 
 
 def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """The peak of one micro-batch, and whether the end of the step stays under the estimated peak."""
     spec, rank = mesh.plan.spec, mesh.rank
     work, index = workload_of(spec), _stage_index(mesh)
-    one = footprint(replace(work, micro_batches=1)).stages[index].components
+    alone = replace(work, micro_batches=1) if work.pp > 1 else work
+    one = footprint(alone, place=_place(mesh)).stages[index].components
     planned, taken = one["activations"] + one["logits"], step.taken
     # Small weights are gathered before it.
     small = gathered_numels(work, _stage(spec, mesh))[0]
@@ -157,10 +125,9 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     error = planned / of_one - 1
     wrong = abs(error) > ACTIVATION_TOLERANCE
     detail = [f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed"] if wrong else []
-    # At stage 2 the copies of a bucket may take most. With activations on the host a layer does, behind whose gradients
-    # others are reduced at stages 2 and 3.
-    copies = reduction_bytes(work, step.static.bucket) if spec.zero_stage == 2 else 0.0
-    if copies <= planned and (kept is None or spec.zero_stage < 2):
+    # At stage 2 a reduction may take most. With activations on the host a layer does, behind whose gradients others are
+    # reduced at stages 2 and 3.
+    if one["optimizer step"] == 0 and (kept is None or spec.zero_stage < 2):
         yield _finding(
             rank,
             "activations of a micro-batch",
@@ -187,7 +154,7 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
 def peak_bytes(mesh: Mesh, step: StepMeasurement) -> tuple[float, int]:
     """The peak of a step on this rank as it is estimated, and as it was counted; without buffers of the pipeline."""
     work, index, taken = workload_of(mesh.plan.spec), _stage_index(mesh), step.taken
-    whole = footprint(work).stages[index]
+    whole = footprint(work, place=_place(mesh)).stages[index]
     peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
     return peak, taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
 
@@ -226,11 +193,14 @@ BUCKETED = ("dp-cp", EXPERT_DP)
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:
-    expert_shard = mesh.index(EXPERT_DP) if EXPERT_DP in mesh.groups else 0
-    place = RankPlace(mesh.index("dp-cp"), expert_shard, mesh.index("tp"))
-    found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp"), place)
+    found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp"), _place(mesh))
     found |= stage_exchanges(work, _stage_index(mesh))
     return {key: Tally(one.messages, one.wire_bytes) for key, one in found.items()}
+
+
+def _place(mesh: Mesh) -> RankPlace:
+    expert_shard = mesh.index(EXPERT_DP) if EXPERT_DP in mesh.groups else 0
+    return RankPlace(mesh.index("dp-cp"), expert_shard, mesh.index("tp"))
 
 
 def _ranks_of(mesh: Mesh, name: str) -> int:

@@ -24,6 +24,7 @@ from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     add_in_place,
     flat_weights,
+    forget_sums,
     kept_gradients,
     master_shards,
     reduce_buckets,
@@ -134,6 +135,8 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         """Behind the first micro-batch."""
         nonlocal gradients
         gradients = _storage_bytes(one for one in kept_gradients(engine) if tracker.is_on_device(one))
+        if mesh.plan.spec.zero_stage == 2 and mesh.plan.spec.training.gradient_accumulation_steps == 1:
+            forget_sums(optimizer)  # the next micro-batch stands for the only one of a step
 
     def look_into_bucket(_: Tensor) -> None:
         """Behind a gradient: at ZeRO stage 2 the bucket is there only then."""

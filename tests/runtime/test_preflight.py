@@ -33,7 +33,9 @@ from parcompile.model.presets import find_preset, presets
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.preflight import MessageCounter, Report, Tally, chosen_ranks, distinct_ranks, preflight
+from parcompile.runtime.preflight.compare import compare_static, peak_bytes
 from parcompile.runtime.preflight.counting import Counts, by_group
+from parcompile.runtime.preflight.findings import Verdict
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import run_step
@@ -682,3 +684,29 @@ def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) 
     assert counting.table([family]) == {name: stored[name] for name in (family, "others")}, (
         "python .ci/generate/launches.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "training", "rank"),
+    [
+        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 0),  # whole sums, twice
+        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 7),
+        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 8}, 3),  # once, and none before the first reduction
+        ({"tp": 4, "cp": 2}, {"precision": "bf16", "global_batch_size": 2}, 0),  # a bucket that comes with backward
+    ],
+)
+def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
+    parallelism: dict[str, Any], training: dict[str, Any], rank: int
+) -> None:
+    found = find_preset("llama-3.2-1b")
+    assert found is not None
+    model = {**found.config, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    training = {"sequence_length": 2048, "micro_batch_size": 1, **training}
+    plan = make_plan(8, parallelism, model=model, training=training, whole_model=True, extra={"zero": {"stage": 2}})
+    with stand_in(plan, rank) as mesh:
+        tracker = MetaTracker(mesh)
+        with tracker:
+            step = run_step(build_sharded(mesh, tracker)[0], mesh, tracker)
+        estimated, counted = peak_bytes(mesh, step)
+        assert all(one.verdict is Verdict.AGREES for one in compare_static(mesh, step))
+    assert estimated == pytest.approx(counted, rel=0.01)

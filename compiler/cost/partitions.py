@@ -1,0 +1,163 @@
+"""What ZeRO stage 2 keeps of the gradients of a stage, and what it takes while it reduces them.
+
+DeepSpeed flattens the parameters of a group in the model's order and cuts them into shards (runtime/zero/
+stage_1_and_2.py). Sums in the type of the weights are kept whole of each parameter that lies in a rank's shard, if only
+in part (`grads_in_partition`), and those of a further micro-batch lie beside them until they are added. fp32 sums of
+16-bit gradients are kept of the shard alone. Gradients go into a bucket, which is there from the first gradient of a
+backward pass on, and are reduced when the next one does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from parcompile.layout.pipeline import Stage
+from parcompile.layout.shards import GroupKind, group_kind, padded_numel
+from parcompile.model.derived_rows import parameter_table
+
+from .workload import RankPlace, Workload
+
+LARGEST_BUCKET = 500_000_000
+"""DeepSpeed's own default for reduce_bucket_size, in elements."""
+
+
+class _Flat(NamedTuple):
+    """A parameter of a rank."""
+
+    numel: int
+    is_dealt: bool
+    kind: GroupKind
+    layer: int
+    """The place of its layer in the stage."""
+
+
+class _Kept(NamedTuple):
+    """Of a rank, the parameters that lie in its shard at least in part."""
+
+    numel: int
+    last: int
+    """The place of the last of them in the model's order."""
+
+
+def keeps_whole_sums(work: Workload) -> bool:
+    """Whether a rank keeps the sums of whole parameters."""
+    same = work.gradient_bytes == work.element_bytes
+    return work.framework == "deepspeed" and work.zero_stage == 2 and same and not work.on_host
+
+
+def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> int:
+    """Elements of the sums that a rank keeps whole; without a place of the rank that takes most."""
+    return sum(one.numel for one in _of_place(work, stage, place))
+
+
+def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_Kept, _Kept]:
+    dense, dealt = _kept(work, stage)
+    if place is not None:
+        return dense[place.shard], dealt[place.expert_shard]
+    buckets = list(_buckets(work, stage))
+
+    def most(one: _Kept) -> tuple[int, int]:
+        """What is kept, and what reductions take with it beside."""
+        beside = (max(bucket.numels) + one.numel * (bucket.first > one.last) for bucket in buckets)
+        # The first of the last parameters is reduced first.
+        return one.numel + max(one.numel, *beside), one.last
+
+    return max(dense, key=most), max(dealt, key=most)
+
+
+@lru_cache(maxsize=256)
+def _kept(work: Workload, stage: Stage) -> tuple[Sequence[_Kept], Sequence[_Kept]]:
+    """Of each rank that shares dense layers, and of each that shares experts which are dealt over ep."""
+    found = [_Kept(0, -1)] * work.shards, [_Kept(0, -1)] * work.expert_shards
+    groups: dict[tuple[bool, GroupKind], list[tuple[int, int]]] = {}
+    for number, one in enumerate(_flattened(work, stage)):
+        groups.setdefault((one.is_dealt, one.kind), []).append((number, one.numel))
+    for (is_dealt, _), members in groups.items():
+        ranks, stop = found[is_dealt], 0
+        shard = padded_numel(sum(numel for _, numel in members), len(ranks)) // len(ranks)
+        for number, numel in members:
+            start, stop = stop, stop + numel
+            for rank in range(start // shard, -(-stop // shard)):
+                ranks[rank] = _Kept(ranks[rank].numel + numel, max(ranks[rank].last, number))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
+    """The parameters that a rank of a stage trains, in the model's order."""
+    table = parameter_table(work.shape)
+    found = []
+    for row, layer in table.in_order():
+        is_before = row in table.before
+        at_end = stage.has_embedding if is_before else stage.has_head
+        if row.trained and (at_end if layer is None else layer in stage.layers):
+            layout = work.layout(row)
+            kind = group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay)
+            end = -1 if is_before else len(stage.layers)
+            number = end if layer is None else layer - stage.layers.start
+            found.append(_Flat(layout.local_numel, layout.ep > 1, kind, number))
+    return tuple(found)
+
+
+class Reduction(NamedTuple):
+    """A moment of a backward pass in which gradients are reduced."""
+
+    layers: float
+    """Of the stage, those that still hold what they keep for backward, one of them in part."""
+    taken: float
+    """Bytes beside these, the bucket and the sums; less sums that are not there yet."""
+
+
+def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> Iterator[Reduction]:
+    """The reductions of a micro-batch: of a step's only one, or of one behind another.
+
+    A bucket is copied as a whole where it goes to several ranks, or is added to fp32 sums piece by piece, and once more
+    in the type of the messages. What goes to those that share dense layers does so apart from dealt experts.
+    """
+    width, message = work.element_bytes, work.message_bytes
+    whole, apart, several = keeps_whole_sums(work), work.gradient_bytes != width, work.micro_batches > 1
+    kept = _of_place(work, stage, place)
+    sums = width * sum(one.numel for one in kept)
+    if not whole:
+        sums = 0 if work.on_host and not apart else work.gradient_bytes * work.sharded(stage).shard_numel
+    for bucket in _buckets(work, stage):
+        copied = 0
+        for numel, ranks in zip(bucket.numels, (work.shards, work.expert_shards), strict=True):
+            flat = width * (ranks > 1 or apart)
+            copied = max(copied, numel * (flat + message * (message > width)))
+        # fp32 sums are there before the copies, those in the type of the weights behind them.
+        begun = any(bucket.stop <= one.last for one in kept), any(bucket.first <= one.last for one in kept)
+        beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
+        taken = bucket.waiting * width + max(copied + beside[not whole], beside[1])
+        yield Reduction(bucket.layers, float(taken))
+
+
+class _Bucket(NamedTuple):
+    layers: float
+    """That are left when it is reduced."""
+    first: int
+    """The place of the first of its parameters in the model's order; the last one is before `stop`."""
+    stop: int
+    numels: tuple[int, int]
+    """Elements of dense layers, and of dealt experts."""
+    waiting: int = 0
+    """Elements of the gradient that does not fit."""
+
+
+def _buckets(work: Workload, stage: Stage) -> Iterator[_Bucket]:
+    """What is reduced together, in the order of backward."""
+    every = _flattened(work, stage)
+    size = min(LARGEST_BUCKET, sum(one.numel for one in every))
+    filled, stop = [0, 0], len(every)
+    for number in reversed(range(len(every))):
+        one = every[number]
+        if any(filled) and sum(filled) + one.numel > size:
+            of_layer = [each.numel for each in every if each.layer == one.layer]
+            here = sum(each.numel for each in every[: number + 1] if each.layer == one.layer) / sum(of_layer)
+            layers = max(0.0, min(one.layer + here, len(stage.layers)))
+            yield _Bucket(layers, number + 1, stop, (filled[0], filled[1]), one.numel)
+            filled, stop = [0, 0], number + 1
+        filled[one.is_dealt] += one.numel
+    yield _Bucket(0, 0, stop, (filled[0], filled[1]))
