@@ -57,6 +57,13 @@ def is_exact(value: str) -> bool:
     return bare(value) in _names("values")
 
 
+@functools.cache
+def _elsewhere(schema: str) -> Mapping[str, str]:
+    """What to use in place of keys that no file of a schema has, by their bare names."""
+    stored = shipped("parcompile.schema", "elsewhere.json").get(schema, {})
+    return {bare(name): advice for advice, names in stored.items() for name in names}
+
+
 def near_key(schema: str, key: str) -> str | None:
     """The dotted path under `schema` for a misspelt key of another tool."""
     table = _names(schema)
@@ -116,9 +123,11 @@ def unknown_key(
     """
     key, parent = str(path[-1]), path[:-1]
     message = f"unknown key {quoted(key)}" + (f" in {format_path(parent)}" if parent else "") + consequence
-    target = _target(key, parent, known, instance, view)
+    advice = None if parent == ("parallelism",) else _elsewhere(view.name).get(bare(key))  # its "data" is an axis
+    target = None if advice else _target(key, parent, known, instance, view)
     if target is None:
-        findings.say("K001", path, message, _without_guess(known, starts), at_key=True, severity=unguessed)
+        advice = advice or _without_guess(known, starts)
+        findings.say("K001", path, message, advice, at_key=True, severity=unguessed)
         return
     findings.meant.add(target)
     findings.unusable.add(target)

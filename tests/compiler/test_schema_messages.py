@@ -108,6 +108,10 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("train_batch_size", 64, "K001", "unknown key", "training.global_batch_size, which is given already"),
     ("learning_rate", 1e-4, "K001", "unknown key", 'under "training.optimizer" as "lr"'),
     ("tp", 2, "K001", 'unknown key "tp"', 'under "parallelism" as "tp"'),
+    ("training.dataset", "x.jsonl", "K001", 'unknown key "dataset" in training', "initialize(training_data=...)"),
+    ("training.num-train-epochs", 3, "K001", "unknown key", "a spec counts steps: write train_steps"),
+    ("training.checkpoint", "out", "K001", "unknown key", "parcompile.runtime.checkpoint has save and load"),
+    ("parallelism.data", 4, "K001", 'unknown key "data" in parallelism', 'did you mean "dp"?'),
 ]
 
 
