@@ -75,7 +75,7 @@ def held_memory(
         numel=numel,
         padded_numel=padded,
         shard_numel=shard,
-        weight_bytes=(shard if work.zero_stage >= 3 else padded) * width,
+        weight_bytes=0 if work.weights_on_host else (shard if work.zero_stage >= 3 else padded) * width,
         gradient_bytes=gradients,
         master_bytes=0 if work.on_host or is_own_master(work) else shard * MASTER_BYTES,
         optimizer_bytes=0 if work.on_host else shard * work.state_bytes - groups.matrix_numel * _second_moment(work),
@@ -141,7 +141,8 @@ def static_terms(
     """Weights, gradients, master weights and optimizer state in bytes, without the bucket."""
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0, numel, place)
-        weights = held.weight_bytes + untrained_bytes(work, stage) / (work.shards if work.shards_weights else 1)
+        untrained = 0.0 if work.weights_on_host else untrained_bytes(work, stage)
+        weights = held.weight_bytes + untrained / (work.shards if work.shards_weights else 1)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel

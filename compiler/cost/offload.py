@@ -15,6 +15,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES
 from parcompile.units import format_bytes
 
+from .memory import untrained_bytes
 from .memory_terms import kept_tensors
 from .workload import Workload
 
@@ -30,10 +31,11 @@ LINK_SHARE = (0.4, 0.75, 0.9)
 class HostMemory:
     """Bytes of a rank in its host's memory, beside its process itself, and those that cross the link in a step.
 
-    `gradient_bytes` are of the shard in fp32, at ZeRO stage 3 also their sums; `copy_bytes` the shard in the type of
-    the weights, on its way back. `pinned_bytes` of all are page-locked.
+    `weight_bytes` are of shards of weights; `gradient_bytes` of the shard in fp32, at ZeRO stage 3 also their sums;
+    `copy_bytes` the shard in the type of the weights, on its way back. `pinned_bytes` of all are page-locked.
     """
 
+    weight_bytes: int
     master_bytes: int
     optimizer_bytes: int
     gradient_bytes: int
@@ -45,6 +47,11 @@ class HostMemory:
     @property
     def total_bytes(self) -> int:
         """All of it, for the whole run."""
+        return self.weight_bytes + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer: master weights, moments, gradients and copies."""
         return self.master_bytes + self.optimizer_bytes + self.gradient_bytes + self.copy_bytes
 
 
@@ -90,6 +97,13 @@ def _page_locked(work: Workload, size: float) -> float:
 def _of_stage(work: Workload, stage: Stage) -> HostMemory:
     groups, width, sums = work.sharded(stage), work.element_bytes, work.gradient_bytes
     shard, passes = groups.shard_numel, 0
+    weights = gathered = 0
+    if work.weights_on_host:
+        weights = shard * width + math.ceil(untrained_bytes(work, stage) / work.shards)
+        gathered = weights * work.micro_batches * (3 if work.recomputes_layers else 2)
+    if not work.on_host:
+        pinned = weights if work.pins_weights else 0
+        return HostMemory(weights, 0, 0, 0, 0, pinned, to_host_bytes=weights, from_host_bytes=gathered)
     master, moments, gradients = shard * MASTER_BYTES, shard * work.state_bytes, shard * MASTER_BYTES
     if work.shards_weights:
         # Sums lie beside, and are added up on the accelerator, to which they go and from which they come.
@@ -101,23 +115,24 @@ def _of_stage(work: Workload, stage: Stage) -> HostMemory:
         if work.zero_stage == 2 and sums == width:
             passes = work.micro_batches - 1
     return HostMemory(
+        weight_bytes=weights,
         master_bytes=master,
         optimizer_bytes=moments,
         gradient_bytes=gradients,
         copy_bytes=copies,
-        pinned_bytes=pinned if work.pins_memory else 0,
+        pinned_bytes=(pinned if work.pins_memory else 0) + (weights if work.pins_weights else 0),
         to_host_bytes=shard * MASTER_BYTES + passes * back,
-        from_host_bytes=shard * width + passes * again,
+        from_host_bytes=(gathered if weights else shard * width) + passes * again,
     )
 
 
 def host_memory(work: Workload, stage: Stage | None = None) -> HostMemory | None:
-    """Of a rank of `stage`; left out, of the stage that takes most. None: the optimizer is on the accelerator.
+    """Of a rank of `stage`; left out, of the stage that takes most. None: optimizer and weights are elsewhere.
 
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    if not work.on_host:
+    if not (work.on_host or work.weights_on_host):
         return None
     return max((_of_stage(work, one) for one in (work.stages if stage is None else (stage,))), key=_total)
 
@@ -128,7 +143,7 @@ def node_bytes(work: Workload) -> int:
     Raises:
         SplitError: a tensor cannot be cut over tp.
     """
-    if not (work.on_host or work.offloads_activations):
+    if not (work.on_host or work.weights_on_host or work.offloads_activations):
         return 0
     stride, per_node = work.stride(Axis.PP), work.gpus_per_node
     each = ((host_memory(work, one), host_activations(work, one)) for one in work.stages)
@@ -149,9 +164,8 @@ def host_text(work: Workload) -> str | None:
     held, kept, said = host_memory(work), host_activations(work), []
     if held is not None:
         pinned = f", {format_bytes(held.pinned_bytes, held.total_bytes)} of it page-locked" if held.pinned_bytes else ""
-        said.append(
-            f"{format_bytes(held.total_bytes)} of each rank{pinned}: master weights, optimizer state, gradients"
-        )
+        parts = ["weights"] * work.weights_on_host + ["master weights, optimizer state, gradients"] * work.on_host
+        said.append(f"{format_bytes(held.total_bytes)} of each rank{pinned}: {', '.join(parts)}")
     if kept is not None:
         said.append(f"{format_bytes(kept.total_bytes)} of each rank, page-locked: what recomputed layers keep")
     every = [one for one in (held, kept) if one is not None]

@@ -159,6 +159,10 @@ class Workload:
     """The host holds master weights and optimizer state, and steps."""
     pins_memory: bool = True
     """What it exchanges with the accelerator lies in page-locked memory."""
+    weights_on_host: bool = False
+    """The host holds the shards of weights; each is copied to the accelerator to be gathered."""
+    pins_weights: bool = False
+    """They lie in page-locked memory."""
 
     def having(self, **values: Any) -> Workload:
         """The step with other values, as `dataclasses.replace` makes it, in a tenth of the time: for searches."""

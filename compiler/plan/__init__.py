@@ -122,6 +122,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "zero": {
             "stage": spec.zero_stage,
             **({"offload_optimizer": asdict(spec.offload_optimizer)} if spec.offload_optimizer else {}),
+            **({"offload_param": asdict(spec.offload_param)} if spec.offload_param else {}),
         },
         "deepspeed": dict(spec.deepspeed),
         **({"backends": {"megatron": dict(spec.megatron)}} if spec.megatron else {}),
@@ -172,7 +173,8 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         training[name] = Precision(training[name])
     if not isinstance(training["activation_checkpointing"], str):
         training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
-    config, offload = tree["model"]["hf_config"], tree["zero"].get("offload_optimizer")
+    config = tree["model"]["hf_config"]
+    offload, weights = (tree["zero"].get(f"offload_{part}") for part in ("optimizer", "param"))
     refuse_huge(config, "model.hf_config")
     spec = Spec(
         name=tree["name"],
@@ -190,6 +192,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
         ),
         zero_stage=tree["zero"]["stage"],
         offload_optimizer=None if offload is None else _typed(Offload(**offload)),
+        offload_param=None if weights is None else _typed(Offload(**weights)),
         deepspeed=tree["deepspeed"],
         megatron=tree.get("backends", {}).get("megatron", {}),
         provenance={

@@ -363,6 +363,7 @@ def _layout(before: Plan, after: Plan) -> Iterator[Change]:
             "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
             "zero.stage": plan.spec.zero_stage,
             "optimizer on the host": plan.spec.offload_optimizer is not None,
+            "weights on the host": plan.spec.offload_param is not None,
             "activations on the host": plan.spec.training.activation_offloading,
             "padded vocabulary": padded_vocabulary(plan),
             "ranks that share a kv head": plan.kv_replicas,

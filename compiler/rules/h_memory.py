@@ -22,6 +22,7 @@ from parcompile.units import GIB, format_bytes, format_seconds
 
 from . import ESTIMATE, PEAK_RULE, Finding, rule
 from .arithmetic import also, model_path
+from .z_zero import the_host_can_hold_the_optimizer
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
@@ -290,17 +291,19 @@ def usual_host_bytes(work: Workload) -> float | None:
 @rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
-    offload, kept = spec.offload_optimizer, spec.activation_offloading
-    if offload is None and not kept:
+    moved = [part for part in ("optimizer", "param") if spec.offload_of(part) is not None]
+    kept = spec.activation_offloading
+    if not moved and not kept:
         if spec.given(*_HOST_MEMORY):
             yield Finding(
-                "host_memory_gib has no effect without zero.offload_optimizer or training.activation_offloading",
+                "host_memory_gib has no effect without zero.offload_optimizer, zero.offload_param or "
+                "training.activation_offloading",
                 _HOST_MEMORY,
                 severity=Severity.INFO,
             )
         return
-    if offload is not None and (offload.device != "cpu" or not spec.zero_stage or spec.optimizer.is_muon):
-        return  # Z006 refuses them
+    if next(the_host_can_hold_the_optimizer(spec), None) is not None:
+        return
     work = workload(spec)
     try:
         needed = node_bytes(work)
@@ -309,9 +312,10 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     if not needed:
         return  # R004 says that nothing is kept
     ranks = f"{work.gpus_per_node} rank{'s' * (work.gpus_per_node > 1)}"
-    parts = ["the optimizer"] * (offload is not None) + ["activations"] * kept
-    said = f"{' and '.join(parts)} of {ranks} take{'s' * (not kept)} {format_bytes(needed)} of each node's memory"
-    places = [("zero", "offload_optimizer")] * (offload is not None) + [_PLACES["activation_offloading"]] * kept
+    parts = [{"optimizer": "the optimizer", "param": "weights"}[part] for part in moved] + ["activations"] * kept
+    one = parts == ["the optimizer"]
+    said = f"{' and '.join(parts)} of {ranks} take{'s' * one} {format_bytes(needed)} of each node's memory"
+    places = [("zero", f"offload_{part}") for part in moved] + [_PLACES["activation_offloading"]] * kept
     place, is_given, source = places[0], spec.given(*_HOST_MEMORY), ""
     room = float(spec.get(*_HOST_MEMORY)) * GIB if is_given else usual_host_bytes(work)
     if not is_given:

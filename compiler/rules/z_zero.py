@@ -31,7 +31,7 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
             f"{spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp} ranks of dp · cp"
             if stage > 2
             else "use stage 1, or pp 1",
-            fixes=_lower(),
+            fixes=(_at(1),),
             related=also(spec, ("parallelism", "pp")),
         )
 
@@ -48,7 +48,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
                 _STAGE,
                 help="use stage 2, or remove bias_update_rate",
                 fixes=(
-                    Fix("set zero.stage to 2", Safety.CHANGES_COST, (Edit(_STAGE, 2),)),
+                    _at(2),
                     Fix.removing(_RATE, Safety.CHANGES_NUMERICS),
                 ),
                 related=also(spec, _RATE),
@@ -114,33 +114,40 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
 
 @rule("Z006")
 def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires at stage 0, for Muon, and for NVMe."""
-    offload, stage, place = spec.offload_optimizer, spec.zero_stage, ("zero", "offload_optimizer", "device")
+    """Fires for NVMe, below the stage that DeepSpeed offloads from, and for Muon."""
+    for part, first in (("optimizer", 1), ("param", 3)):
+        yield from _part_on_host(spec, part, first)
+
+
+def _part_on_host(spec: Resolution, part: str, first: int) -> Iterator[Finding]:
+    key = f"offload_{part}"
+    offload, stage, place = spec.offload_of(part), spec.zero_stage, ("zero", key, "device")
     removal = Fix.removing(place[:2], Safety.CHANGES_COST)
     if offload is not None and offload.device == "nvme":
         yield Finding(
             f"device nvme: {NO_NVME}",
             place,
-            help='write "cpu", or remove offload_optimizer',
+            help=f'write "cpu", or remove {key}',
             fixes=(Fix('set device to "cpu"', Safety.CHANGES_COST, (Edit(place, "cpu"),)), removal),
         )
-    elif offload is not None and stage == 0:
+    elif offload is not None and stage < first:
+        what = "weights at stage 3" if first == 3 else "from stage 1 on"
         yield Finding(
-            f"device {offload.device} at zero.stage 0: DeepSpeed offloads from stage 1 on",
+            f"device {offload.device} at zero.stage {stage}: DeepSpeed offloads {what}",
             place,
-            help="use stage 1, or remove offload_optimizer",
-            fixes=(*_lower(), removal),
+            help=f"use stage {first}, or remove {key}",
+            fixes=(_at(first), removal),
             related=also(spec, _STAGE),
         )
-    elif offload is not None and spec.optimizer.is_muon:
+    elif part == "optimizer" and offload is not None and spec.optimizer.is_muon:
         yield Finding(
             f"device {offload.device} with optimizer muon: whole matrices are put together on the accelerators",
             place,
-            help='remove offload_optimizer, or write "type": "adamw"',
+            help=f'remove {key}, or write "type": "adamw"',
             fixes=(removal,),
             related=also(spec, ("training", "optimizer", "type")),
         )
 
 
-def _lower() -> tuple[Fix, ...]:
-    return (Fix("set zero.stage to 1", Safety.CHANGES_COST, (Edit(_STAGE, 1),)),)
+def _at(stage: int) -> Fix:
+    return Fix(f"set zero.stage to {stage}", Safety.CHANGES_COST, (Edit(_STAGE, stage),))

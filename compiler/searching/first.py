@@ -397,7 +397,8 @@ def _state_bytes(work: Workload) -> int:
     """What accelerators hold of weights and optimizer state of the whole model, each once."""
     master = 0 if is_own_master(work) else MASTER_BYTES
     state = 0 if work.on_host else master + work.state_bytes
-    return parameter_table(work.shape).numel * (work.element_bytes + state)
+    weight = 0 if work.weights_on_host else work.element_bytes
+    return parameter_table(work.shape).numel * (weight + state)
 
 
 def _size(one: Ranked) -> str:

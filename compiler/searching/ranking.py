@@ -275,7 +275,7 @@ def _try_all(space: Space, predictor: Predictor, progress: Progress | None, trie
                     tried.shortest = min(tried.shortest, placed.seconds)
 
 
-_NOT_OF_AXES = ("stage", "offload_optimizer", "activation_offloading")
+_NOT_OF_AXES = ("stage", "offload_optimizer", "offload_param", "activation_offloading")
 
 
 def _named(changes: Mapping[str, object]) -> frozenset[tuple[str, object]]:

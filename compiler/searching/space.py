@@ -95,6 +95,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": {"linear_cross_entropy": True},
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
+    "weights on the host": {"offload_param": {"device": "cpu"}},
     "activations on the host": {"activation_offloading": True},
     "sums of gradients in bf16": {"gradient_accumulation_dtype": "bf16"},
 }
@@ -141,6 +142,7 @@ _SHORT = {
     "linear_cross_entropy": "linear_ce",
     "tiled_mlp": "tiled",
     "offload_optimizer": "offload",
+    "offload_param": "offload_weights",
     "activation_offloading": "offload_acts",
     "gradient_accumulation_dtype": "bf16_sums",
 }
@@ -232,14 +234,14 @@ class Space:
     def with_options(self) -> list[list[Space]]:
         """The same with more and more of `OPTIONS` that the spec leaves open.
 
-        First without the host, then with the optimizer there, then with activations there; then all of these with sums
-        in bf16, which lose digits. Only the runtime has them, DeepSpeed offloads from stage 1 on, and of recomputed
-        layers alone activations go to the host.
+        First without the host, then with the optimizer there, then with activations there, then with weights, too; then
+        all of these with sums in bf16, which lose digits. Only the runtime has them, DeepSpeed offloads from stage 1 on
+        and weights at stage 3, and of recomputed layers alone activations go to the host.
         """
         if not self.executable:
             return []
         given = {name for section in ("training", "zero") for name in self.tree.get(section) or {}}
-        *chunks, host, kept, sums = ({} if one.keys() & given else one for one in OPTIONS.values())
+        *chunks, host, weights, kept, sums = ({} if one.keys() & given else one for one in OPTIONS.values())
         shape = Resolution(self.tree, (), self.variants.folder).shape
         few = [one for one in chunks if any(has_use_for(shape, name) for name in one)]
         sets = [{name: value for one in each for name, value in one.items()} for each in _subsets(few)]
@@ -254,6 +256,11 @@ class Space:
             if host and stages:
                 more = ({**host, **kept, **one} for one in sets)
                 found[-1] += [replace(of_layers, switched_on=one, zero_stages=stages) for one in more]
+        if weights and (last := self if self.zero_stages == (LAST_ZERO_STAGE,) else self.at_last_stage):
+            found.append([replace(last, switched_on={**host, **weights, **one}) for one in sets])
+            if kept and "full" in word:
+                of_layers = replace(last, recompute=None if last.recompute is None else ("full",))
+                found[-1] += [replace(of_layers, switched_on={**host, **weights, **kept, **one}) for one in sets]
         if sums and (self.tree.get("training") or {}).get("precision", "bf16") == "bf16":
             every = [[self], *found]
             found += [[replace(one, switched_on={**sums, **one.switched_on}) for one in each] for each in every]

@@ -43,6 +43,7 @@ SECTIONS: Mapping[str, str] = {
     "accelerator": "cluster",
     "stage": "zero",
     "offload_optimizer": "zero",
+    "offload_param": "zero",
 }
 """What may be replaced, and the section of the spec in which it stands."""
 

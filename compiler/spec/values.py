@@ -245,7 +245,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Master weights and optimizer state in the host's memory, page-locked where `pin_memory` says so."""
+    """A part of a rank's states in the host's memory, page-locked where `pin_memory` says so."""
 
     device: str
     pin_memory: bool
@@ -300,6 +300,8 @@ class Spec:
     """Options of Megatron-LM that are written as they stand."""
     offload_optimizer: Offload | None = None
     """None: the accelerator holds master weights and optimizer state."""
+    offload_param: Offload | None = None
+    """None: the accelerator holds the shards of weights."""
 
     def __repr__(self) -> str:
         return f"Spec({self.name!r}, world_size={self.cluster.world_size})"
@@ -467,6 +469,8 @@ def workload_of(spec: Spec) -> Workload:
         names_machine=machine is not None and machine.origin is not Origin.DEFAULT,
         on_host=spec.offload_optimizer is not None,
         pins_memory=spec.offload_optimizer is None or spec.offload_optimizer.pin_memory,
+        weights_on_host=spec.offload_param is not None,
+        pins_weights=spec.offload_param is not None and spec.offload_param.pin_memory,
         **_gathering(spec),
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .optimizer_state import master_shards
+from .optimizer_state import flat_weights, master_shards
 from .sharded_weights import is_of_stage_3
 
 
@@ -33,12 +33,23 @@ def gradient_on_host(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return found
 
 
+def weights_on_host(optimizer: Any) -> list[Tensor]:
+    """The flat shards of weights that lie in the host's memory: at stage 3, where `offload_param` says so."""
+    return flat_weights(optimizer) if getattr(optimizer, "offload_param", False) else []
+
+
 def tensors_on_host(optimizer: Any) -> list[Tensor]:
-    """What an optimizer keeps there beside its own states: masters, gradients with their sums, weights on their way."""
+    """What lies there beside the optimizer's own states: weights, masters, gradients with their sums."""
+    weights = weights_on_host(optimizer)
     if not is_on_host(optimizer):
-        return []
+        return weights
     masters = master_shards(optimizer)
-    found = [*masters, *(one.grad for one in masters), getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    found = [
+        *weights,
+        *masters,
+        *(one.grad for one in masters),
+        getattr(optimizer, "grad_partitions_flat_buffer", None),
+    ]
     found += getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", ())
     return [one for one in found if one is not None]
 

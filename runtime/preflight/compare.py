@@ -100,7 +100,7 @@ def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     yield _bytes(mesh.rank, "gradients", memory.gradient_bytes, static.gradients)
     yield _bytes(mesh.rank, "reduce bucket", memory.bucket_bytes, static.bucket)
     if (host := host_memory(workload_of(spec), _stage(spec, mesh))) is not None:
-        yield _bytes(mesh.rank, "optimizer on the host", host.total_bytes, static.host)
+        yield _bytes(mesh.rank, "states on the host", host.total_bytes, static.host)
 
 
 def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:

@@ -217,8 +217,9 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def offloading(self) -> Iterator[None]:
-        """Within it an engine is made whose optimizer is on the host: what it makes there has no memory either."""
-        self._offloads = self.mesh.plan.spec.offload_optimizer is not None
+        """Within it an engine is made whose optimizer or weights are on the host: what it makes there has no memory."""
+        spec = self.mesh.plan.spec
+        self._offloads = spec.offload_optimizer is not None or spec.offload_param is not None
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.pipeline import Pass
 from parcompile.runtime.deepspeed_patches.engine import before_reduction
-from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host
+from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host, weights_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     add_in_place,
     flat_weights,
@@ -155,7 +155,7 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         if isinstance(value, Tensor) and value.dim() > 0
     )
     counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
-    host = moments + _storage_bytes(tensors_on_host(optimizer)) if on_host else 0
+    host = moments * on_host + _storage_bytes(tensors_on_host(optimizer))
     master, moments = (0, 0) if on_host else (master, moments)
     return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket, host), taken)
 
@@ -222,7 +222,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     config["gradient_accumulation_steps"] = micro_batches
     config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with options_for_deepspeed(mesh, model, model_parameters=trained) as options, tracker.offloading():
+    with tracker.offloading(), options_for_deepspeed(mesh, model, model_parameters=trained) as options:
         engine, optimizer, _, _ = deepspeed.initialize(
             **options, mpu=Mpu(mesh), config=config, dist_init_required=False
         )
@@ -234,7 +234,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     before_reduction(engine, tracker.begin_reduction)
     # DeepSpeed keeps the shapes of parameters as meta tensors, which have memory here.
     tracker.forget(shape_tensors(optimizer))
-    weights = flat_weights(optimizer)
+    weights = [] if weights_on_host(optimizer) else flat_weights(optimizer)
     # Weights in fp32 are their own master weights at ZeRO stage 0.
     held = {one.untyped_storage()._cdata for one in weights}
     masters = [one for one in master_shards(optimizer) if one.untyped_storage()._cdata not in held]

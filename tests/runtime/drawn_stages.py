@@ -1,6 +1,7 @@
 """ZeRO stages drawn at random, with layouts, recomputation and families; `.ci/pipeline_matrix.py --draws stages`.
 
-`--draws offload` has the optimizer on the host, also of pipelines, with clipping of all gradients, of some and of none.
+`--draws offload` has the optimizer, weights or both on the host, also of pipelines, with clipping of all gradients, of
+some and of none.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ def draw(
         extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}
         if on_host:
             extra["zero"]["offload_optimizer"] = {"device": "cpu", "pin_memory": choose.random() < 0.5}
+            if stage == 3 and number % 3:
+                extra["zero"]["offload_param"] = {"device": "cpu", "pin_memory": False}
+                extra["zero"] |= {} if number % 3 == 1 else {"offload_optimizer": {"device": "none"}}
         model = tiny_config(family, initializer_range=0.1)
         if "num_key_value_heads" in model and choose.random() < 0.5:
             model["num_key_value_heads"] = 1

@@ -23,6 +23,7 @@ from parcompile.spec.values import workload_of
 SP = {"tp": 2, "sequence_parallel": True}
 MOE: dict[str, Any] = {"model": tiny_config("mixtral"), "whole_model": True}
 TWO = {"micro_batch_size": 1}
+OPTIMIZER, WEIGHTS = {"on_host": True}, {"weights_on_host": True}
 
 
 @pytest.mark.ranks
@@ -32,8 +33,14 @@ TWO = {"micro_batch_size": 1}
         (plan_of(4, SP, 2, on_host=True, training=TWO), plan_of(2, {"cp": 2}, 1)),
         (plan_of(2, {"cp": 2}, 3), plan_of(2, {"tp": 2}, 1, on_host=True)),
         (plan_of(2, {"ep": 2}, 1, on_host=True, **MOE), plan_of(2, {"ep": 2, "cp": 2}, 3, on_host=True, **MOE)),
+        (plan_of(2, {"cp": 2}, 3, weights_on_host=True), plan_of(4, SP, 3, on_host=True, weights_on_host=True)),
     ],
-    ids=["stage 2, then stage 1 without", "stage 3 without, then stage 1", "experts at stage 1, then at stage 3"],
+    ids=[
+        "stage 2, then stage 1 without",
+        "stage 3 without, then stage 1",
+        "experts at stage 1, then at stage 3",
+        "weights, then the optimizer too",
+    ],
 )
 def test_an_optimizer_on_the_host_trains_as_one_process(first: Plan, second: Plan, tmp_path: Path) -> None:
     train_and_go_on(first, second, tmp_path)
@@ -54,33 +61,44 @@ def with_own_optimizer(_rank: int, plan: Plan) -> dict[str, Any]:
     losses, norms = zip(
         *((float(engine.train_batch(batches)), float(engine.get_global_grad_norm())) for _ in range(3)), strict=True
     )
-    states = [one for state in engine.optimizer.optimizer.state.values() for one in state.values() if one.dim()]
+    moments = [one for state in engine.optimizer.optimizer.state.values() for one in state.values() if one.dim()]
+    states = moments if plan.spec.offload_optimizer else []
     host = sum(one.nbytes for one in (*tensors_on_host(engine.optimizer), *states))
     return {"losses": losses, "norms": norms, "parameters": whole_weights(engine.module), "host": host}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "parallelism", "stage", "sums"),
+    ("world", "parallelism", "stage", "sums", "there"),
     [
-        (2, {"pp": 2}, 1, "fp32"),
-        (2, {}, 1, "fp32"),
-        (4, {"tp": 2, "cp": 2}, 2, "fp32"),
-        (2, {}, 2, "bf16"),
-        (2, {}, 3, "fp32"),
+        (2, {"pp": 2}, 1, "fp32", OPTIMIZER),
+        (2, {}, 1, "fp32", OPTIMIZER),
+        (4, {"tp": 2, "cp": 2}, 2, "fp32", OPTIMIZER),
+        (2, {}, 2, "bf16", OPTIMIZER),
+        (2, {}, 3, "fp32", OPTIMIZER),
+        (2, {}, 3, "fp32", WEIGHTS),
+        (4, {"tp": 2}, 3, "bf16", OPTIMIZER | WEIGHTS),
     ],
-    ids=["pp2 at stage 1", "dp2 at stage 1", "tp2 cp2 at stage 2", "dp2 at stage 2, sums in bf16", "dp2 at stage 3"],
+    ids=[
+        "pp2 at stage 1",
+        "dp2 at stage 1",
+        "tp2 cp2 at stage 2",
+        "dp2 at stage 2, sums in bf16",
+        "dp2 at stage 3",
+        "weights of dp2",
+        "weights and optimizer of tp2 dp2",
+    ],
 )
 def test_steps_in_bf16_are_the_same_bits_on_the_host(
-    world: int, parallelism: dict[str, Any], stage: int, sums: str
+    world: int, parallelism: dict[str, Any], stage: int, sums: str, there: dict[str, bool]
 ) -> None:
     training = {**TWO, "precision": "bf16", "gradient_accumulation_dtype": sums}
-    plans = [plan_of(world, parallelism, stage, on_host=on_host, training=training) for on_host in (True, False)]
-    there, here = (run_ranks(world, with_own_optimizer, plan) for plan in plans)
+    plans = [plan_of(world, parallelism, stage, training=training, **one) for one in (there, {})]
+    offloaded, here = (run_ranks(world, with_own_optimizer, plan) for plan in plans)
     planned = host_memory(workload_of(plans[0].spec))
     assert planned is not None
-    assert max(one["host"] for one in there) == planned.total_bytes
-    for one, other in zip(there, here, strict=True):
+    assert max(one["host"] for one in offloaded) == planned.total_bytes
+    for one, other in zip(offloaded, here, strict=True):
         assert one["losses"] == other["losses"]
         assert one["norms"] == pytest.approx(other["norms"], rel=1e-6)  # a sum in another order
         assert all(one["parameters"][name].equal(weight) for name, weight in other["parameters"].items())
@@ -133,21 +151,24 @@ def test_a_part_that_a_step_does_not_use_has_no_gradient_in_it() -> None:
 
 
 CP: dict[str, Any] = {"tp": 2, "cp": 2, "sequence_parallel": True}
+FP32: dict[str, Any] = {"precision": "fp32", "sequence_length": 64, "micro_batch_size": 4}
 LONG: dict[str, Any] = {"precision": "bf16", "sequence_length": 512, "micro_batch_size": 1}
 
 
 @pytest.mark.parametrize(
-    ("stage", "parallelism", "further"),
+    ("stage", "there", "further"),
     [
-        (1, CP, {"gradient_accumulation_dtype": "fp32"}),
-        (2, CP, {}),
-        (3, CP, {"precision": "fp32", "sequence_length": 64, "micro_batch_size": 4}),
+        (1, OPTIMIZER, {"gradient_accumulation_dtype": "fp32"}),
+        (2, OPTIMIZER, {}),
+        (3, OPTIMIZER, FP32),
+        (3, WEIGHTS, FP32),
+        (3, OPTIMIZER | WEIGHTS, FP32),
     ],
 )
-def test_preflight_counts_what_is_on_the_host(stage: int, parallelism: dict[str, Any], further: dict[str, Any]) -> None:
-    report = preflight(plan_of(4, parallelism, stage, on_host=True, training={**LONG, **further}), ranks=[3])
+def test_preflight_counts_what_is_on_the_host(stage: int, there: dict[str, bool], further: dict[str, Any]) -> None:
+    report = preflight(plan_of(4, CP, stage, **there, training={**LONG, **further}), ranks=[3])
     assert report.agrees, report.text()
-    assert "optimizer on the host" in report.text()
+    assert "states on the host" in report.text()
 
 
 @pytest.mark.ranks

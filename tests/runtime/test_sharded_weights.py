@@ -34,9 +34,18 @@ AGAIN = "again"
 """Where a resumed run saves what it has loaded."""
 
 
-def plan_of(world: int, parallelism: dict[str, Any], stage: int, *, on_host: bool = False, **options: Any) -> Plan:
+def plan_of(
+    world: int,
+    parallelism: dict[str, Any],
+    stage: int,
+    *,
+    on_host: bool = False,
+    weights_on_host: bool = False,
+    **options: Any,
+) -> Plan:
     further = {"deepspeed": {"zero_optimization": ZERO}} if stage == 3 else {}
-    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if on_host else {})}
+    parts = {"offload_optimizer": on_host, "offload_param": weights_on_host}
+    zero = {"stage": stage, **{part: {"device": "cpu"} for part, there in parts.items() if there}}
     return make_plan(world, parallelism, extra={"zero": zero, **further}, **options)
 
 

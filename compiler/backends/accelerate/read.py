@@ -151,12 +151,8 @@ def _deepspeed(source: Source, draft: Draft) -> None:
         source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
         for path in (_ZERO, ("training", "optimizer")):
             draft.ask(path, f"{source.given[file]} says it: import that file too")
-    read_offload(source, draft, prefix + "offload_optimizer_device")
-    weights = prefix + "offload_param_device"
-    if source.given.get(weights) in ("none", None):
-        source.ignore(weights, "off")
-    else:
-        source.lose(weights, "the runtime keeps weights on the accelerator: raise tp or pp, which shrink all states")
+    for part in ("optimizer", "param"):
+        read_offload(source, draft, part, f"{prefix}offload_{part}_device")
     for name in source.under(prefix[:-1]):
         key = name.removeprefix(prefix)
         if name in source.used or name in source.reasons:

@@ -66,7 +66,8 @@ def read(source: Source, draft: Draft) -> None:
     _schedule(source, draft, lr)
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), number)
     draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
-    read_offload(source, draft)
+    for part in ("optimizer", "param"):
+        read_offload(source, draft, part)
     for name in list(source.unread()):
         read_further(source, draft, name, left_to=_TRAINER)
 
@@ -235,29 +236,35 @@ def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[fl
     return None, {**said, "min_lr": least * lr, **start}
 
 
-_HOST = "zero_optimization.offload_optimizer"
-_OFFLOAD: SpecPath = ("zero", "offload_optimizer")
+_FIRST_STAGE = {"optimizer": 1, "param": 3}
+_OF_DRIVES = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+_OLD = {"optimizer": "zero_optimization.cpu_offload", "param": "zero_optimization.cpu_offload_param"}
 
 
-def read_offload(source: Source, draft: Draft, device: str = f"{_HOST}.device") -> None:
-    """The optimizer on the host, which the option `device` names, and how its memory is kept."""
-    old, where = "zero_optimization.cpu_offload", source.given.get(device, "none")
-    reaches = draft.values.get(("zero", "stage")) != 0
+def read_offload(source: Source, draft: Draft, part: str, device: str = "") -> None:
+    """What of the "optimizer" or of weights ("param") is on the host: the option `device` names it, or DeepSpeed's."""
+    host, old, path = f"zero_optimization.offload_{part}", _OLD[part], ("zero", f"offload_{part}")
+    device = device or f"{host}.device"
+    where, stage = source.given.get(device, "none"), draft.values.get(("zero", "stage"))
+    reaches = not isinstance(stage, int) or stage >= _FIRST_STAGE[part]
     if source.given.get(old) is True and reaches:
-        draft.set((*_OFFLOAD, "device"), "cpu", said=True)
-        source.used[old] = {(*_OFFLOAD, "device")}
+        draft.set((*path, "device"), "cpu", said=True)
+        source.used[old] = {(*path, "device")}
     elif where == "cpu" and reaches:
-        draft.carry(source, device, (*_OFFLOAD, "device"))
-        if source.has(pinned := f"{_HOST}.pin_memory"):
-            draft.carry(source, pinned, (*_OFFLOAD, "pin_memory"))
-        source.value("optimizer.params.fused", (*_OFFLOAD, "device"))
+        draft.carry(source, device, (*path, "device"))
+        if source.has(pinned := f"{host}.pin_memory"):
+            draft.carry(source, pinned, (*path, "pin_memory"))
+        if part == "optimizer":
+            source.value("optimizer.params.fused", (*path, "device"))
+        for name in _OF_DRIVES if part == "param" else ():
+            if source.has(f"{host}.{name}"):
+                source.ignore(f"{host}.{name}", "DeepSpeed reads it for nvme alone")
     elif where == "nvme" and reaches:
         source.lose(device, deepspeed.NO_NVME)
     elif where in ("none", None, "cpu", "nvme"):
-        for name in {device, *source.under(_HOST)}:
+        for name in {device, *source.under(host)}:
             if source.has(name):
-                off = "off" if reaches else "DeepSpeed reads it from stage 1 on"
-                source.ignore(name, off)
+                source.ignore(name, "off" if reaches else f"DeepSpeed reads it from stage {_FIRST_STAGE[part]} on")
 
 
 # Keys that a file gives and a plan does not decide: they become the spec's further DeepSpeed keys.

@@ -183,6 +183,7 @@ def _zero(spec: Spec) -> dict[str, Any]:
         "overlap_comm": spec.shards_weights,
         "contiguous_gradients": True,
         **({} if spec.offload_optimizer is None else {"offload_optimizer": asdict(spec.offload_optimizer)}),
+        **({} if spec.offload_param is None else {"offload_param": asdict(spec.offload_param)}),
     }
     if not spec.shards_weights:
         return {**found, "round_robin_gradients": False}

@@ -260,7 +260,8 @@ def _schedule(source: Source, draft: Draft) -> None:
 
 def _handed_on(source: Source, draft: Draft) -> None:
     """What gpt-neox hands on to DeepSpeed becomes a further DeepSpeed key of the spec, where a plan can have it."""
-    read_offload(source, draft)
+    for part in ("optimizer", "param"):
+        read_offload(source, draft, part)
     for name in list(source.unread()):
         field = fields().get(name.partition(".")[0])
         if field is None or not field.handed_on:

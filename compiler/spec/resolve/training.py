@@ -120,10 +120,9 @@ class TrainingValues(ParallelismValues):
         """The stage of ZeRO."""
         return int(self.get("zero", "stage"))
 
-    @property
-    def offload_optimizer(self) -> Offload | None:
-        """Where the host holds the optimizer's state; None where the accelerator does."""
-        path = ("zero", "offload_optimizer")
+    def offload_of(self, part: str) -> Offload | None:
+        """Where the host holds the state of the "optimizer", or weights ("param"); None where the accelerator does."""
+        path = ("zero", f"offload_{part}")
         if not self.given(*path):
             return None
         found = Offload(self.get(*path, "device"), bool(self.get(*path, "pin_memory")))
