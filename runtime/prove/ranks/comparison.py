@@ -6,11 +6,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from .reference import ADAMW
+
 LIMITS: Mapping[str, tuple[float, float]] = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 6e-2), "fp64": (1e-10, 1e-9)}
-"""Relative differences that need no explanation: of loss and norm; of parameters, relative to their update."""
+"""Relative differences that need no explanation: of loss and norm; of gradients, and parameters to their update."""
 
 TIMES = 10
 """So many times what other last bits do to the reference is rounding still."""
+
+_FAINT = 1e-3
+"""A gradient that is a smaller part of all is compared as if it were so large: the last bits of a weight hide it."""
 
 _EXACT = 1e6
 """Models of more parameters, which plans alone have, are summed less exactly: limits grow with their number."""
@@ -29,7 +36,8 @@ def judge(dtype: str, engine: Result, expected: Result, noises: Callable[[], lis
 
     Args:
         dtype: of the cell.
-        engine: its `loss` and `norm` of each step, None where it does not tell, and `params` by name.
+        engine: its `loss` and `norm` of each step, None where it does not tell, `params` by name, those after the
+            `first` step, and `state`, what is wrong with that of its optimizer.
         expected: the same of one process, with `start`.
         noises: the reference again, as rounding alone may change it; called where something is off.
     """
@@ -45,7 +53,8 @@ def judge(dtype: str, engine: Result, expected: Result, noises: Callable[[], lis
             return {"verdict": RED, "why": f"the engine {fault} {wrong[0]}, one of {len(wrong)} such parameters"}
     differences = dict(_differences(engine, expected))
     times = max(1.0, sum(tensor.numel() for tensor in right.values()) / _EXACT)
-    limits = {name: times * LIMITS[dtype][name == "update"] for name in ("loss", "norm", "update")}
+    scalars, tensors = (times * limit for limit in LIMITS[dtype])
+    limits = {"loss": scalars, "norm": scalars, "gradient": tensors, "update": tensors}
     answer: dict[str, Any] = {"verdict": EQUAL}
     off = [name for name, (value, _) in differences.items() if not value <= limits[name]]
     if off:
@@ -65,7 +74,7 @@ def judge(dtype: str, engine: Result, expected: Result, noises: Callable[[], lis
 
 
 def _dead(engine: Result) -> str | None:
-    """Why a run proves nothing: it did not train."""
+    """Why a run is red whatever its numbers are: it did not train, or began with another state."""
     losses, norms = engine["loss"], [norm for norm in engine["norm"] if norm is not None]
     if not all(map(math.isfinite, (*losses, *norms))):
         return "a loss or a norm is not a finite number"
@@ -73,7 +82,7 @@ def _dead(engine: Result) -> str | None:
         return f"the loss is {losses[0]} at every step"
     if norms and not any(norms):
         return "the gradient norm is 0 at every step"
-    return None
+    return engine.get("state")
 
 
 def _differences(engine: Result, expected: Result) -> Iterator[tuple[str, tuple[float, str]]]:
@@ -84,19 +93,39 @@ def _differences(engine: Result, expected: Result) -> Iterator[tuple[str, tuple[
             values = [abs(actual - right) / max(abs(right), 1e-30) for actual, right in pairs]
             worst = max(values)
             yield name, (worst, f"step {values.index(worst) + 1}")
-    worst, where, off, moved = 0.0, "", 0.0, 0.0
+    low = any(str(tensor.dtype) == "torch.bfloat16" for tensor in engine["params"].values())
+    if not low and "first" in engine:  # the last bit of a weight in bf16 is as large as its update
+        gradients = {
+            name: [_first_gradient(one["first"][name], start) for one in (engine, expected)]
+            for name, start in expected["start"].items()
+        }
+        least = _FAINT * math.hypot(*(float(right.norm()) for _, right in gradients.values()))
+        found = {
+            name: (float((actual - right).norm()), max(least, float(right.norm())))
+            for name, (actual, right) in gradients.items()
+        }
+        yield "gradient", _furthest(found)
+    found = {}
     for name, right in expected["params"].items():
         actual, target, start = (each.double() for each in (engine["params"][name], right, expected["start"][name]))
-        size = float((target - start).norm())
-        distance = float((actual - target).norm())
-        off, moved = off + distance**2, moved + size**2
-        value = distance / max(size, 1e-12)
-        if not value <= worst:
-            worst, where = value, name
-    if any(str(tensor.dtype) == "torch.bfloat16" for tensor in engine["params"].values()):
-        # The last bit of a weight is as large as an update of a norm's: only all of them together tell.
-        worst, where = math.sqrt(off / max(moved, 1e-24)), "all parameters"
-    yield "update", (worst, where)
+        found[name] = (float((actual - target).norm()), float((target - start).norm()))
+    if low:  # only all of them together tell
+        off, moved = (math.hypot(*each) for each in zip(*found.values(), strict=True))
+        found = {"all parameters": (off, moved)}
+    yield "update", _furthest(found)
+
+
+def _furthest(found: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
+    """The largest distance relative to a size, and whose it is."""
+    return max((off / max(size, 1e-12), name) for name, (off, size) in found.items())
+
+
+def _first_gradient(after: Tensor, start: Tensor) -> Tensor:
+    """What AdamW was given in its first step, reduced and clipped: it moved a weight by lr · g / (|g| + eps)."""
+    lr, eps = ADAMW["lr"], ADAMW["eps"]
+    moved = (start.double() * (1 - lr * ADAMW["weight_decay"]) - after.double()) / lr
+    gradient: Tensor = eps * moved / (1 - moved.abs()).clamp(min=1e-6)
+    return gradient
 
 
 def _short(value: float) -> float:

@@ -178,14 +178,14 @@ def _pieces(cell: Cell, batch: Batch, whole: bool) -> list[Batch]:
 
 
 def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> dict[str, Any]:
-    """`loss` and `norm` (before clipping) of each step, `params` after all, and where they `start`.
+    """`loss` and `norm` (before clipping) of steps; parameters at the `start`, after the `first` step, and after all.
 
     The loss of a step is the mean over all tokens of its samples that count. In bf16 a copy of the weights computes.
     A balancing loss is the mean of those of the micro-batches that the ranks have. A watched run has a `trace`.
     """
     model, low = model_of(cell, nudge), cell["dtype"] == "bf16"
     optimizer = optimizer_of(model.parameters())
-    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    seen = [_copied(model)]
     losses, norms, trace = [], [], Trace(model) if watched else None
     for step, batch in enumerate(batches(cell)):
         total, computing = 0.0, model
@@ -209,6 +209,10 @@ def reference(cell: Cell, nudge: int | None = None, watched: bool = False) -> di
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), cell["clipping"] or math.inf)))
         optimizer.step()
         optimizer.zero_grad()
-    params = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    result = {"loss": losses, "norm": norms, "params": params, "start": start}
+        seen.append(_copied(model))
+    result = {"loss": losses, "norm": norms, "start": seen[0], "first": seen[1], "params": seen[-1]}
     return result if trace is None else {**result, "trace": trace.data()}
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -5,6 +5,7 @@ Everything that computes is a forked process: an engine that hangs, exits or lea
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import faulthandler
 import hashlib
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from .cells import FAMILIES, FEATURES, RESUME, Cell, OtherEngineError, draw, unsupported, without_folders, world_size
 from .comparison import CANNOT, RED, judge
 from .reference import STEPS, batches, families, import_models, model_of, reference
-from .tracing import Trace, explain
+from .tracing import States, Trace, explain
 
 ADAPTER = ("supports", "build", "step", "full_parameters")
 """Functions that an adapter has."""
@@ -212,17 +213,23 @@ def _rank_task(
             "TMPDIR": str(folder),  # what an engine writes goes with the cell
         }
         tempfile.tempdir = None
-        model, saved = model_of(cell), folder / "saved"
+        model, saved, states = model_of(cell), folder / "saved", States()
         if watched:
             trace = Trace(model)
             trace.watch(model)
             trace.watch_collectives()
         engine = adapter.load(model, saved, cell) if run.start else adapter.build(model, cell)
-        steps = [adapter.step(engine, batch, cell) for batch in list(batches(cell))[run.start : run.stop]]
+        result: dict[str, Any] = {"steps": []}
+        for number, batch in list(enumerate(batches(cell)))[run.start : run.stop]:
+            result["steps"].append(adapter.step(engine, batch, cell))
+            if number == 0:
+                result["first"] = copy.deepcopy(adapter.full_parameters(engine, cell))
         if run.stop < STEPS:
             saved.mkdir(exist_ok=True)
             adapter.save(engine, saved, cell)
-        result = {"steps": steps, "params": adapter.full_parameters(engine, cell)}
+        result["params"] = adapter.full_parameters(engine, cell)
+        if fault := states.fault(run.start, len(run)):
+            (folder / f"state-{rank}").write_text(fault)
         if watched:
             torch.save(trace.data(), folder / f"trace-{run.stop}-{rank}.pt")
         if rank == 0:
@@ -253,7 +260,9 @@ def _explain(cell: Cell, folder: Path) -> None:
 def _result(folder: Path) -> dict[str, Any]:
     runs = _loaded(folder, "result-*.pt")
     losses, norms = zip(*(step for run in runs for step in run["steps"]), strict=True)
-    return {"loss": losses, "norm": norms, "params": runs[-1]["params"]}
+    faults = [file.read_text() for file in sorted(folder.glob("state-*"))]
+    state = {"state": faults[0]} if faults else {}
+    return {"loss": losses, "norm": norms, "params": runs[-1]["params"], "first": runs[0]["first"], **state}
 
 
 def _judge(cell: Cell, folder: Path) -> None:

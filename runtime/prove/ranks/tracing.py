@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +24,24 @@ _SHOWN = 6
 """So many collectives are named: the last ones in front of the first difference."""
 
 Data = Mapping[str, Any]
+
+
+class States:
+    """How many steps the state of each tensor that is stepped counts, in front of each of its steps."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[Any, Tensor], list[float]] = {}  # an optimizer may step others, on its tensors
+        register_optimizer_step_pre_hook(self._before)
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        for tensor in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            self._counts.setdefault((optimizer, tensor), []).append(_counted([optimizer.state.get(tensor, {})]))
+
+    def fault(self, before: int, steps: int) -> str | None:
+        """What is wrong in front of the last `steps`, where at most `before` were taken."""
+        wrong = [first for counts in self._counts.values() if not 0 <= (first := counts[-steps:][0]) <= before]
+        said = f"counts {max(wrong, default=0):g} steps" if max(wrong, default=0) > 0 else "has moments"
+        return f"the optimizer's state {said} in front of step {before + 1}" if wrong else None
 
 
 class Trace:
@@ -97,12 +115,13 @@ class Trace:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         every = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = math.sqrt(sum(float(full(gradient).double().norm()) ** 2 for gradient in every))
-        counted = max((float(state["step"]) for state in optimizer.state.values() if "step" in state), default=0.0)
         front = len(self.collectives)
         if self._deep:  # an optimizer that steps others: theirs is the state
             self.steps.pop()
         self._deep += 1
-        self.steps.append({"collectives": front, "norm": norm, "gradients": gradients, "counted": counted})
+        self.steps.append(
+            {"collectives": front, "norm": norm, "gradients": gradients, "counted": _counted(optimizer.state.values())}
+        )
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         self._deep -= 1
@@ -120,6 +139,14 @@ class Trace:
             return result
 
         return call
+
+
+def _counted(states: Iterable[Mapping[str, Any]]) -> float:
+    """Steps that an optimizer's state counts; -1 where it counts none and has moments."""
+    states = list(states)
+    steps = max((float(state["step"]) for state in states if "step" in state), default=0.0)
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.any()]
+    return steps or (-1.0 if moments else 0.0)
 
 
 def explain(

@@ -49,11 +49,12 @@ class _Run:
         options |= {"save_strategy": "steps" if cell["resume"] else "no", "remove_unused_columns": False}
         options |= {"output_dir": str(_output()), "use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
         arguments = TrainingArguments(**options)
+        self.params: list[dict[str, Tensor]] = []
         self.trainer = _Sequential(
             model=own,
             args=arguments,
             train_dataset=rows(cell),
-            callbacks=[_End()] if cell["resume"] and resume_from is None else [],
+            callbacks=[_Keep(self), *([_End()] if cell["resume"] and resume_from is None else [])],
             data_collator=default_data_collator,
         )
         self.trainer.train(resume_from_checkpoint=resume_from)
@@ -86,8 +87,8 @@ def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:  # noqa: ARG001
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
-    """Whole parameters by the names of transformers."""
-    return whole_parameters(engine.trainer.accelerator.unwrap_model(engine.trainer.model_wrapped))
+    """Whole parameters by the names of transformers, after the first step and after all."""
+    return engine.params.pop(0)
 
 
 class _Sequential(Trainer):  # type: ignore[misc]
@@ -97,6 +98,18 @@ class _Sequential(Trainer):  # type: ignore[misc]
     def create_optimizer(self, *_: Any, **__: Any) -> Any:
         self.optimizer: Any = getattr(self, "optimizer", None) or optimizer_of(self.model.parameters())
         return self.optimizer
+
+
+class _Keep(TrainerCallback):  # type: ignore[misc]
+    """Keeps whole parameters after the first and the last step of a run."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+
+    def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        trainer = self._run.trainer
+        whole = whole_parameters(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+        self._run.params[1:] = [whole]
 
 
 class _End(TrainerCallback):  # type: ignore[misc]
