@@ -44,7 +44,7 @@ def step(engine, batch, cell):
 
 
 def full_parameters(engine, cell):  # noqa: ARG001
-    """Whole parameters by the names of transformers; every rank calls it."""
+    """Whole parameters by the names of transformers, after the first step and the last; every rank calls it."""
     return {name: one.detach() for name, one in engine.model.named_parameters()}
 
 

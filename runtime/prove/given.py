@@ -15,8 +15,8 @@ from .ranks.cells import FAMILIES
 
 Path = tuple[str, ...]
 
-_LEFT_OUT: Mapping[str, str] = shipped("parcompile.runtime.prove", "left_out.json")
-_CELLS_OWN, _TRAINS_ELSE = _LEFT_OUT["elasticity"], _LEFT_OUT["hybrid_engine"]
+_NOT_CARRIED: Mapping[str, Mapping[str, str]] = shipped("parcompile.runtime.prove", "left_out.json")
+_LEFT_OUT = _NOT_CARRIED["deepspeed"]
 _MAPPINGS = ("zero_optimization", "bf16", "bfloat16", "fp16", "amp", "tensor_parallel")
 _PARALLEL = (("tp", ("tensor_parallel", "autotp_size")), ("cp", ("sequence_parallel_size",)))
 
@@ -96,15 +96,6 @@ def _without(tree: Mapping[str, Any], at: Path, left_out: Mapping[Path, str]) ->
 
 
 _AT_RANDOM = ("dropout", "pdrop", "jitter")
-_NOT_CARRIED: Mapping[Path, str] = {
-    ("cluster",): "cells run on CPU ranks of this machine",
-    ("model",): "cells have a small model of the same kind, whose layers are counted out to the stages evenly",
-    ("training", "optimizer"): _LEFT_OUT["optimizer"],
-    ("training", "precision"): "cells compute in fp32, in which exported weights are compared",
-    ("training", "micro_batch_size"): _CELLS_OWN,
-    ("training", "gradient_accumulation_steps"): _CELLS_OWN,
-    ("training", "rampup_batch_size"): _CELLS_OWN,
-}
 
 
 def of_plan(plan: Plan, most_ranks: int) -> Given:
@@ -122,16 +113,12 @@ def of_plan(plan: Plan, most_ranks: int) -> Given:
         raise GivenError(("parallelism",), f"{sizes} takes {inner} ranks, and at most {most_ranks} are started")
     dp = next(size for size in (4, 2, 1) if size <= axes.dp and inner * size <= most_ranks)
     ep = next(size for size in range(axes.ep, 0, -1) if axes.ep % size == 0 and dp * axes.cp % size == 0)
-    left_out = dict(_NOT_CARRIED)
+    left_out: dict[Path, str] = {tuple(key.split(".")): why for key, why in _NOT_CARRIED["plan"].items()}
     for name, size, ours in (("dp", axes.dp, dp), ("ep", axes.ep, ep)):
         if size != ours:
             left_out["parallelism", name] = f"cells spread over {ours} rank{'s' * (ours > 1)}, not {size}"
-    if plan.spec.training.lr_scheduler is not None:
-        left_out["training", "lr_scheduler"] = _LEFT_OUT["scheduler"]
-    if plan.spec.training.gradient_clipping:
-        left_out["training", "gradient_clipping"] = "cells clip at 0.5, which a tiny model exceeds"
-    if plan.spec.training.router is not None:
-        left_out["training", "router"] = _TRAINS_ELSE
+    where_set = _NOT_CARRIED["training where it is set"]
+    left_out |= {("training", name): why for name, why in where_set.items() if getattr(plan.spec.training, name)}
     model = {
         key: 0.0 if isinstance(value, float) and any(word in key for word in _AT_RANDOM) else value
         for key, value in small.model.hf_config.items()

@@ -16,6 +16,8 @@ FEATURES = {
         "ranks weigh alike",
         "stale",
         "moments are not saved",
+        "begins with a step",
+        "begins with moments",
     ),
 }
 
@@ -29,7 +31,15 @@ def supports(cell):
 def build(model, cell):
     """The engine of this rank, around a model that every rank has alike."""
     dist.init_process_group("gloo")
-    return Plain(model, cell["packed"])
+    engine = Plain(model, cell["packed"])
+    if "begins" in cell["mistake"]:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.optimizer.step()
+        for state in engine.optimizer.state.values() if "moments" in cell["mistake"] else ():
+            state["step"].zero_()
+            state["exp_avg"].fill_(1e-3)
+    return engine
 
 
 def step(engine, batch, cell):

@@ -82,7 +82,7 @@ def _dead(engine: Result) -> str | None:
         return f"the loss is {losses[0]} at every step"
     if norms and not any(norms):
         return "the gradient norm is 0 at every step"
-    return engine.get("state")
+    return f"the optimizer's state {engine['state']}" if engine.get("state") else None
 
 
 def _differences(engine: Result, expected: Result) -> Iterator[tuple[str, tuple[float, str]]]:
@@ -117,7 +117,8 @@ def _differences(engine: Result, expected: Result) -> Iterator[tuple[str, tuple[
 
 def _furthest(found: Mapping[str, tuple[float, float]]) -> tuple[float, str]:
     """The largest distance relative to a size, and whose it is."""
-    return max((off / max(size, 1e-12), name) for name, (off, size) in found.items())
+    apart = [(off / max(size, 1e-12), name) for name, (off, size) in found.items()]
+    return max(apart, key=lambda one: math.inf if math.isnan(one[0]) else one[0])
 
 
 def _first_gradient(after: Tensor, start: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from .cells import FAMILIES, Cell, batch_size, planned
 from .tracing import Trace
 
-STEPS, SEQUENCE, VOCABULARY = 3, 32, 128
+SIZES: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Keys of each model's configuration beside those of its family."""
+STEPS, SEQUENCE, VOCABULARY = 3, 32, SIZES["vocab_size"]
 IGNORED = -100
 AUX_COEFFICIENT = 0.1
 LAST_BIT: Mapping[str, float] = {"fp32": 1e-7, "fp64": 1e-7, "bf16": 2**-8}
@@ -34,13 +38,9 @@ def configuration(cell: Cell) -> Any:
     if own := planned(cell):
         kind = {"tie_word_embeddings": cell["tied"], "use_cache": False, **_balanced(cell)}
         return transformers.AutoConfig.for_model(**{**own["model"], **kind})
-    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    sizes |= {"num_hidden_layers": 2 * cell.get("vpp", 1), "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"max_position_embeddings": 128, "tie_word_embeddings": cell["tied"], "initializer_range": 0.08}
-    sizes |= {"attention_dropout": 0.0, "use_cache": False}
-    sizes |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    layers = {"num_hidden_layers": 2 * cell.get("vpp", 1), "tie_word_embeddings": cell["tied"]}
     family = FAMILIES[cell["family"]]
-    return getattr(transformers, family["class"])(**sizes, **family["keys"] | _balanced(cell))
+    return getattr(transformers, family["class"])(**SIZES, **layers, **family["keys"] | _balanced(cell))
 
 
 def _balanced(cell: Cell) -> dict[str, Any]:

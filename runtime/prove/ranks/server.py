@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -63,19 +62,15 @@ def serve(engine: str) -> None:
     except Exception as error:
         print(json.dumps({"error": without_folders(f"{type(error).__name__}: {error}")}), file=answers)
         return
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     first = {"versions": versions_of(adapter), "wheels": wheels_of(adapter), "code": code_of()}
     print(json.dumps({**first, "features": features_of(adapter)}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         if "draw" in task:
-            cells = draw(
-                {**features_of(adapter), **{name: (value,) for name, value in task["fixed"].items()}},
-                lambda cell: unsupported(cell) or adapter.supports(cell),
-                task["draw"],
-                task["seed"],
-                task["most_ranks"],
-            )
+            features = {**features_of(adapter), **{name: (value,) for name, value in task["fixed"].items()}}
+            asked = (task["draw"], task["seed"], task["most_ranks"])
+            cells = draw(features, lambda cell: unsupported(cell) or adapter.supports(cell), *asked)
             answer: dict[str, Any] = {"cells": cells}
         else:
             answer = run_cell(adapter, task["cell"], task["timeout"], task.get("explain", False))
@@ -132,7 +127,9 @@ def wheels_of(adapter: ModuleType) -> dict[str, str]:
 def code_of() -> str:
     """Hash of what was loaded to draw, run and judge: what all engines share, and this one's adapter."""
     loaded = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
-    files = [(name, Path(str(file)).read_bytes()) for name, file in sorted(loaded.items())]
+    paths = [(name, Path(str(file))) for name, file in sorted(loaded.items())]
+    paths += [(name, own) for name, file in paths if (own := file.with_suffix(".json")).exists()]
+    files = [(name, file.read_bytes()) for name, file in paths]
     return _digest(b"\0".join([*(name.encode() + b"\0" + text for name, text in files), repr(FAMILIES).encode()]))
 
 
@@ -200,10 +197,8 @@ def _rank_task(
     def task() -> None:
         world = world_size(cell)
         os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": _port(folder),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -217,7 +212,6 @@ def _rank_task(
         if watched:
             trace = Trace(model)
             trace.watch(model)
-            trace.watch_collectives()
         engine = adapter.load(model, saved, cell) if run.start else adapter.build(model, cell)
         result: dict[str, Any] = {"steps": []}
         for number, batch in list(enumerate(batches(cell)))[run.start : run.stop]:
@@ -229,7 +223,7 @@ def _rank_task(
             adapter.save(engine, saved, cell)
         result["params"] = adapter.full_parameters(engine, cell)
         if fault := states.fault(run.start, len(run)):
-            (folder / f"state-{rank}").write_text(fault)
+            (folder / f"state-{run.stop}-{rank}").write_text(fault)
         if watched:
             torch.save(trace.data(), folder / f"trace-{run.stop}-{rank}.pt")
         if rank == 0:
@@ -246,7 +240,11 @@ def _explain(cell: Cell, folder: Path) -> None:
     """By the first of the runs that differs: what is resumed comes after what is saved."""
     expected, answer = reference(cell, watched=True), dict[str, Any]()
     for run, result in zip(sorted(folder.glob("result-*.pt")), _loaded(folder, "result-*.pt"), strict=True):
-        traces = _loaded(folder, f"trace-{run.stem.removeprefix('result-')}-*.pt")
+        number = run.stem.removeprefix("result-")
+        if fault := _fault(folder, f"state-{number}-*"):
+            answer = {"place": "the optimizer's state", "said": f"it {fault}", "collectives": []}
+            break
+        traces = _loaded(folder, f"trace-{number}-*.pt")
         losses, norms = zip(*result["steps"], strict=True)
         upto = {name: expected[name][: len(losses) + answer.get("steps", 0)] for name in ("loss", "norm")}
         answer = explain(cell, traces, {"loss": losses, "norm": norms}, upto, expected["trace"])
@@ -260,9 +258,13 @@ def _explain(cell: Cell, folder: Path) -> None:
 def _result(folder: Path) -> dict[str, Any]:
     runs = _loaded(folder, "result-*.pt")
     losses, norms = zip(*(step for run in runs for step in run["steps"]), strict=True)
-    faults = [file.read_text() for file in sorted(folder.glob("state-*"))]
-    state = {"state": faults[0]} if faults else {}
-    return {"loss": losses, "norm": norms, "params": runs[-1]["params"], "first": runs[0]["first"], **state}
+    params = {"params": runs[-1]["params"], "first": runs[0]["first"]}
+    return {"loss": losses, "norm": norms, **params, "state": _fault(folder, "state-*")}
+
+
+def _fault(folder: Path, pattern: str) -> str | None:
+    """What a rank said against the state that its optimizer began with."""
+    return next((file.read_text() for file in sorted(folder.glob(pattern))), None)
 
 
 def _judge(cell: Cell, folder: Path) -> None:
@@ -313,10 +315,8 @@ def _forked(
         for pid in running:
             _ended(pid)
     if failed:
-        causes = [
-            f"rank {rank}: {why}" for rank, why in sorted(failed.items()) if not any(sign in why for sign in _LOST)
-        ]
-        return (causes or [f"rank {rank}: {why}" for rank, why in sorted(failed.items())])[0]
+        told = [f"rank {rank}: {why}" for rank, why in sorted(failed.items())]
+        return next((one for one in told if not any(sign in one for sign in _LOST)), told[0])
     waits = [f"rank {rank} is in {where}" for rank, where in sorted(late.items())]
     return f"no answer within {timeout:g} s: {'; '.join(waits)}" if late else None
 
@@ -338,24 +338,11 @@ def _ended(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _end(*_: object) -> None:
-    raise SystemExit(0)
-
-
 def _end_with(parent: int) -> None:
     """Ends this process when the one that forked it ends, even where it hangs and holds the interpreter's lock."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    except (AttributeError, OSError):  # no Linux
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 def _child(task: Callable[[], None], error: Path, stack: Path, parent: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 LIMITS = {"fp32": 1e-4, "bf16": 0.1, "fp64": 1e-8}
 """Relative differences of single tensors that rounding does not explain."""
@@ -35,13 +36,15 @@ class States:
 
     def _before(self, optimizer: Any, *_: Any) -> None:
         for tensor in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
-            self._counts.setdefault((optimizer, tensor), []).append(_counted([optimizer.state.get(tensor, {})]))
+            self._counts.setdefault((optimizer, tensor), []).append(_counted(optimizer.state.get(tensor, {})))
 
     def fault(self, before: int, steps: int) -> str | None:
-        """What is wrong in front of the last `steps`, where at most `before` were taken."""
-        wrong = [first for counts in self._counts.values() if not 0 <= (first := counts[-steps:][0]) <= before]
-        said = f"counts {max(wrong, default=0):g} steps" if max(wrong, default=0) > 0 else "has moments"
-        return f"the optimizer's state {said} in front of step {before + 1}" if wrong else None
+        """What is wrong in front of the last `steps`, where `before` were taken."""
+        firsts = [counts[-steps:][0] for counts in self._counts.values()] or [before]
+        if min(firsts) >= 0 and max(firsts) == before:
+            return None
+        said = "has moments" if min(firsts) < 0 else f"counts {max(firsts):g} step(s)"
+        return f"{said} in front of step {before + 1}"
 
 
 class Trace:
@@ -50,7 +53,7 @@ class Trace:
     Attributes:
         calls: of each micro-batch its `ids` and tensors, by what they are and the module's or parameter's name.
         steps: of each step of an optimizer the `collectives` in front of it, the norm of its gradients, gradients
-            (before) and values (after) of parameters that are the model's own, and how many steps its state counts.
+            (before) and values (after) of parameters that are the model's own.
         collectives: each in words.
         fronts: how many collectives were in front of each micro-batch.
     """
@@ -63,6 +66,8 @@ class Trace:
         self._model, self._deep = model, 0
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
+        for name in _COLLECTIVES:
+            setattr(dist, name, self._logged(name, getattr(dist, name)))
 
     def watch(self, model: nn.Module) -> None:
         """The modules and parameters that compute."""
@@ -77,11 +82,6 @@ class Trace:
             module.register_forward_hook(self._output(name or "the model"))
         for name, parameter in model.named_parameters():
             parameter.register_hook(self._keeper((GRADIENT, name)))  # type: ignore[no-untyped-call]
-
-    def watch_collectives(self) -> None:
-        """Those that are called by their name in torch.distributed."""
-        for name in _COLLECTIVES:
-            setattr(dist, name, self._logged(name, getattr(dist, name)))
 
     def data(self) -> Data:
         """To be saved."""
@@ -119,9 +119,7 @@ class Trace:
         if self._deep:  # an optimizer that steps others: theirs is the state
             self.steps.pop()
         self._deep += 1
-        self.steps.append(
-            {"collectives": front, "norm": norm, "gradients": gradients, "counted": _counted(optimizer.state.values())}
-        )
+        self.steps.append({"collectives": front, "norm": norm, "gradients": gradients})
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         self._deep -= 1
@@ -141,12 +139,11 @@ class Trace:
         return call
 
 
-def _counted(states: Iterable[Mapping[str, Any]]) -> float:
-    """Steps that an optimizer's state counts; -1 where it counts none and has moments."""
-    states = list(states)
-    steps = max((float(state["step"]) for state in states if "step" in state), default=0.0)
-    moments = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.any()]
-    return steps or (-1.0 if moments else 0.0)
+def _counted(state: Mapping[str, Any]) -> float:
+    """Steps that a tensor's state counts; -1 where it counts none and has moments."""
+    steps = float(state.get("step", 0.0))
+    filled = any(isinstance(value, Tensor) and bool(value.any()) for value in state.values())
+    return steps if steps or not filled else -1.0
 
 
 def explain(
@@ -163,11 +160,7 @@ def _differences(
 ) -> Iterator[tuple[int, str, str, int]]:
     """Rank, place, sentence, and how many collectives came before; in the order in which they arise."""
     limit, count = LIMITS[cell["dtype"]], len(told["loss"])
-    begun, extra = len(expected["loss"]) - count, [len(rank["steps"]) - count for rank in ranks]
-    for rank, trace in enumerate(ranks):
-        if extra[rank] > 0 and trace["steps"][0]["norm"] == 0:
-            said = f"the optimizer takes {extra[rank]} more step(s) than there are batches, the first without gradients"
-            yield rank, "the optimizer's state before the first step", said, 0
+    begun, ended = len(expected["loss"]) - count, [rank["steps"][-count:] for rank in ranks]
     pieces = {_digest(piece["ids"]): piece for piece in reference["calls"]}
     whole = all(cell.get(axis, 1) == 1 for axis in ("tp", "cp", "pp", "ep"))
     weight: float | None = None
@@ -196,9 +189,9 @@ def _differences(
                         said += f"; and in another direction, relative error {off:.1e}" if not off <= limit else ""
                         yield rank, f"{key[0]} of {key[1]}, {at}", said, front
         norm = _apart("norm", told, expected, step, limit)
-        for rank, trace in enumerate(ranks):
-            if step + max(0, extra[rank]) < len(trace["steps"]):
-                own = trace["steps"][step + max(0, extra[rank])]
+        for rank, steps in enumerate(ended):
+            if step < len(steps):
+                own = steps[step]
                 for where, said in _of_step(own, reference["steps"][begun + step], ranks if whole else (), step, limit):
                     yield rank, f"{where}, step {begun + step + 1} on rank {rank}", f"{said}{norm}", own["collectives"]
         for name, apart in (("norm", norm), ("loss", _apart("loss", told, expected, step, limit))):
@@ -215,7 +208,7 @@ def _apart(name: str, told: Data, expected: Data, step: int, limit: float) -> st
 
 
 def _of_step(own: Data, right: Data, ranks: Sequence[Data], step: int, limit: float) -> Iterator[tuple[str, str]]:
-    """What an optimizer is given, what it remembers, and what it makes of them."""
+    """What an optimizer is given, and what it makes of it."""
     both = [name for name in right["gradients"] if name in own["gradients"]]
     both = [name for name in both if own["gradients"][name].shape == right["gradients"][name].shape]
     wrong = [name for name in both if not _distance(own["gradients"][name], right["gradients"][name]) <= limit]
@@ -234,9 +227,6 @@ def _of_step(own: Data, right: Data, ranks: Sequence[Data], step: int, limit: fl
     ):
         said = f"{total:.6g} over the shards of all ranks, one process has {right['norm']:.6g}"
         yield "the norm of the gradients that the optimizer is given", said
-    if own["counted"] != right["counted"]:
-        said = f"its state counts {own['counted']:g} steps, that of one process {right['counted']:g}"
-        yield "the optimizer's state", said
     for name in both:
         if name in own.get("after", {}) and not _distance(own["after"][name], right["after"][name]) <= limit:
             yield (
@@ -262,13 +252,8 @@ def _times(actual: Tensor, right: Tensor) -> float:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    output = getattr(output, "logits", output)
-    if isinstance(output, Tensor):
-        return output
-    parts: Any = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, (Mapping, tuple, list)):
-        return None
-    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
+    leaves = tree_leaves(getattr(output, "logits", output))
+    return next((one for one in leaves if isinstance(one, Tensor)), None)
 
 
 def full(tensor: Any) -> Tensor:

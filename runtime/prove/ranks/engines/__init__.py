@@ -2,8 +2,8 @@
 
 supports(cell): why the engine has no such run, or None. build(model, cell): what this rank steps. step(engine, batch,
 cell): one optimizer step on a global batch; its loss, and the norm of its gradients before clipping, or None.
-full_parameters(engine, cell): whole, by the names of transformers. save(engine, folder, cell): what load(model, folder,
-cell) goes on from. shims(cell): what of the engine is replaced.
+full_parameters(engine, cell): whole, by the names of transformers, after the first step and the last. save(engine,
+folder, cell): what load(model, folder, cell) goes on from. shims(cell): what of the engine is replaced.
 """
 
 from __future__ import annotations

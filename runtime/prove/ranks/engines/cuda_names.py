@@ -22,15 +22,12 @@ def install() -> None:
     for owner in (torch.Tensor, nn.Module):
         setattr(owner, "cuda", lambda self, *_, **__: self)  # noqa: B010 -- a method of another class
     for name, value in {
-        "is_available": True,
-        "is_initialized": True,
+        **dict.fromkeys(("is_available", "is_initialized"), True),
         "_is_in_bad_fork": False,
         "device_count": dist.get_world_size(),
         "current_device": cpu,
         "get_device_capability": (8, 0),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
         **dict.fromkeys(("set_device", "synchronize", "empty_cache")),
     }.items():
         setattr(cuda, name, _always(value))

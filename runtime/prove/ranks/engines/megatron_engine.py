@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,9 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "ep": (1, 2),
     "distributed_optimizer": (False, True),
 }
+_NAMES: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Of Megatron's configuration those of transformers' (`sizes`) and of cells (`layout`), what every cell has (`kind`),
+and of parameters of a `layer` those of transformers."""
 _NORM = "torch's norm marks its weights under sequence parallelism, as those of Apex and TransformerEngine do"
 _GEMM = "a name that routers look for is there without TransformerEngine"
 
@@ -211,18 +215,13 @@ def _config(whole: Any, cell: Cell, dtype: torch.dtype) -> Any:
         experts["moe_ffn_hidden_size"] = getattr(model, "moe_intermediate_size", model.intermediate_size)
         experts |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
         experts["expert_tensor_parallel_size"] = 1
-    sizes = {"num_layers": model.num_hidden_layers, "hidden_size": model.hidden_size, "kv_channels": model.head_dim}
-    sizes |= {"num_attention_heads": model.num_attention_heads, "num_query_groups": model.num_key_value_heads}
-    sizes |= {"ffn_hidden_size": model.intermediate_size, "layernorm_epsilon": model.rms_norm_eps}
-    layout = {"tensor_model_parallel_size": cell["tp"], "sequence_parallel": cell["sequence_parallel"]}
-    layout |= {"pipeline_model_parallel_size": cell["pp"], "expert_model_parallel_size": cell["ep"]}
+    sizes = {own: getattr(model, name) for own, name in _NAMES["sizes"].items()}
+    layout = {own: cell[name] for own, name in _NAMES["layout"].items()}
     layout["virtual_pipeline_model_parallel_size"] = cell["vpp"] if cell["vpp"] > 1 else None
     # Megatron's rule for chunks on two stages, each of which is before the other.
     layout |= {"overlap_p2p_comm": cell["vpp"] > 1, "batch_p2p_comm": cell["vpp"] == 1}
-    numbers: dict[str, Any] = {"pipeline_dtype": dtype, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    numbers |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention_softmax_in_fp32": False}
-    kind: dict[str, Any] = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": nn.functional.silu}
-    kind |= {"normalization": "RMSNorm", "calculate_per_token_loss": True, "use_cpu_initialization": True}
+    numbers = {"pipeline_dtype": dtype, "params_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    kind = {**_NAMES["kind"], "activation_func": nn.functional.silu}
     kind["qk_layernorm"] = any("q_norm" in name for name, _ in whole.named_parameters())
     config: Any = TransformerConfig(**sizes, **layout, **numbers, **kind, **experts)
     config.experts_of_rank = experts.get("num_moe_experts", 0) // cell["ep"]
@@ -277,18 +276,6 @@ def _part(whole: Tensor, name: str) -> Tensor:
     return whole.chunk(ranks, 1)[rank] if re.search(r"linear_proj|linear_fc2", name) else whole
 
 
-_SAME: Mapping[str, str] = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-}
-"""Parameters of a layer of Megatron's GPT model, and of transformers' layers."""
-
-
 def _renamed(given: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     """What parameters of transformers have, by the names of Megatron's."""
     embedding = given["model.embed_tokens.weight"]
@@ -299,7 +286,7 @@ def _renamed(given: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
     }
     for number in range(config.num_hidden_layers):
         own, other = f"decoder.layers.{number}.", f"model.layers.{number}."
-        renamed |= {own + name: given[other + same] for name, same in _SAME.items() if other + same in given}
+        renamed |= {own + name: given[other + same] for name, same in _NAMES["layer"].items() if other + same in given}
         rows = [given[f"{other}self_attn.{letter}_proj.weight"] for letter in "qkv"]
         by_group = [weight.view(config.num_key_value_heads, -1, weight.shape[1]) for weight in rows]
         renamed[own + "self_attention.linear_qkv.weight"] = torch.cat(by_group, 1).flatten(0, 1)

@@ -47,14 +47,19 @@ class _Run:
         options |= {"gradient_accumulation_steps": cell["accumulation"], "max_grad_norm": cell["clipping"] or 1e9}
         options |= {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "save_steps": STEPS - 1, "report_to": []}
         options |= {"save_strategy": "steps" if cell["resume"] else "no", "remove_unused_columns": False}
-        options |= {"output_dir": str(_output()), "use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
+        options |= {
+            "output_dir": f"{tempfile.gettempdir()}/trainer",
+            "use_cpu": True,
+            "ddp_backend": "gloo",
+            "disable_tqdm": True,
+        }
         arguments = TrainingArguments(**options)
         self.params: list[dict[str, Tensor]] = []
         self.trainer = _Sequential(
             model=own,
             args=arguments,
             train_dataset=rows(cell),
-            callbacks=[_Keep(self), *([_End()] if cell["resume"] and resume_from is None else [])],
+            callbacks=[_Watch(self, cell["resume"] and resume_from is None)],
             data_collator=default_data_collator,
         )
         self.trainer.train(resume_from_checkpoint=resume_from)
@@ -73,17 +78,13 @@ def step(engine: _Run, batch: Batch, cell: Cell) -> tuple[float, float | None]: 
     return next(engine.steps)
 
 
-def _output() -> Path:
-    return Path(tempfile.gettempdir()) / "trainer"
-
-
 def save(engine: _Run, folder: Path, cell: Cell) -> None:
     """The Trainer saved already; it is looked up where it did."""
 
 
 def load(model: nn.Module, folder: Path, cell: Cell) -> _Run:  # noqa: ARG001
     """The last step, by the Trainer that resumes."""
-    return _Run(model, cell, str(_output() / f"checkpoint-{STEPS - 1}"))
+    return _Run(model, cell, f"{tempfile.gettempdir()}/trainer/checkpoint-{STEPS - 1}")
 
 
 def full_parameters(engine: _Run, cell: Cell) -> dict[str, Tensor]:  # noqa: ARG001
@@ -100,21 +101,16 @@ class _Sequential(Trainer):  # type: ignore[misc]
         return self.optimizer
 
 
-class _Keep(TrainerCallback):  # type: ignore[misc]
-    """Keeps whole parameters after the first and the last step of a run."""
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Keeps whole parameters after the first and the last step of a run; one that is resumed ends where it saved."""
 
-    def __init__(self, run: _Run) -> None:
-        self._run = run
+    def __init__(self, run: _Run, ends: bool) -> None:
+        self._run, self._ends = run, ends
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         trainer = self._run.trainer
-        whole = whole_parameters(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-        self._run.params[1:] = [whole]
-
-
-class _End(TrainerCallback):  # type: ignore[misc]
-    """Ends a run that is resumed where it saved."""
+        self._run.params[1:] = [whole_parameters(trainer.accelerator.unwrap_model(trainer.model_wrapped))]
 
     def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
-        control.should_training_stop = True
+        control.should_training_stop |= self._ends
         return control
