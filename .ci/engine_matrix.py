@@ -67,6 +67,7 @@ OTHERS = {
     "deepspeed-0.19.3": ["deepspeed==0.19.3"],
 }
 """Packages of the interpreters of other versions, in front of those of this one."""
+KINDS = ("loss", "norm", "gradient", "update")
 Shown = tuple[str, str]
 
 
@@ -247,10 +248,10 @@ def _other(stem: str) -> str:
 
 def _tables(proved: Mapping[str, Certificate], scripts: Mapping[tuple[str, str], str]) -> Iterator[str]:
     for name, one in proved.items():
-        yield f"## {name}\n\n| cell | verdict | loss | norm | update | |\n|---|---|---|---|---|---|"
+        yield f"## {name}\n\n| cell | verdict | loss | norm | gradient | update | |\n|---|---|---|---|---|---|---|"
         for cell in one.cells:
             apart = cell.answer.get("differences", {})
-            numbers = " | ".join(f"{apart[key]:.1e}" if key in apart else "" for key in ("loss", "norm", "update"))
+            numbers = " | ".join(f"{apart[key]:.1e}" if key in apart else "" for key in KINDS)
             why = cell.answer.get("why") or ("shim" if cell.answer.get("shims") else "")
             if cell.smallest is not None:
                 first = cell.answer["explanation"]

@@ -100,7 +100,7 @@ def _of_stage(work: Workload, stage: Stage) -> HostMemory:
     weights = gathered = 0
     if work.weights_on_host:
         weights = shard * width + math.ceil(untrained_bytes(work, stage) / work.shards)
-        gathered = weights * work.micro_batches * (3 if work.recomputes_layers else 2)
+        gathered = weights * work.micro_batches * (2 if work.recompute in ("none", "selective") else 3)
     if not work.on_host:
         pinned = weights if work.pins_weights else 0
         return HostMemory(weights, 0, 0, 0, 0, pinned, to_host_bytes=weights, from_host_bytes=gathered)
