@@ -9,13 +9,16 @@ backward pass on, and are reduced when the next one does not fit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import GroupKind, group_kind, padded_numel
+from parcompile.model import Parameter
 from parcompile.model.derived_rows import parameter_table
+from parcompile.model.shape import ModelShape
 
 from .workload import RankPlace, Workload
 
@@ -52,11 +55,12 @@ def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     return sum(one.numel for one in _of_place(work, stage, place))
 
 
+@lru_cache(maxsize=256)
 def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_Kept, _Kept]:
     dense, dealt = _kept(work, stage)
     if place is not None:
         return dense[place.shard], dealt[place.expert_shard]
-    buckets = list(_buckets(work, stage))
+    buckets = _buckets(work, stage)
 
     def most(one: _Kept) -> tuple[int, int]:
         """What is kept, and what reductions take with it beside."""
@@ -64,7 +68,7 @@ def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_K
         # The first of the last parameters is reduced first.
         return one.numel + max(one.numel, *beside), one.last
 
-    return max(dense, key=most), max(dealt, key=most)
+    return max(dict.fromkeys(dense), key=most), max(dict.fromkeys(dealt), key=most)
 
 
 @lru_cache(maxsize=256)
@@ -87,18 +91,26 @@ def _kept(work: Workload, stage: Stage) -> tuple[Sequence[_Kept], Sequence[_Kept
 @lru_cache(maxsize=256)
 def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
     """The parameters that a rank of a stage trains, in the model's order."""
-    table = parameter_table(work.shape)
-    found = []
+    rows, order = _trained(work.shape, stage)
+    of_row = list[tuple[int, bool, GroupKind]]()
+    for row in rows:
+        layout, kind = work.layout(row), group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay)
+        of_row.append((layout.local_numel, layout.ep > 1, kind))
+    return tuple(_Flat(*of_row[row], layer) for row, layer in order)
+
+
+@lru_cache(maxsize=64)
+def _trained(shape: ModelShape, stage: Stage) -> tuple[Sequence[Parameter], Sequence[tuple[int, int]]]:
+    """Rows of trained parameters; and of each parameter its row's number and its layer's place, in order."""
+    table, rows, order = parameter_table(shape), dict[Parameter, int](), list[tuple[int, int]]()
     for row, layer in table.in_order():
         is_before = row in table.before
         at_end = stage.has_embedding if is_before else stage.has_head
         if row.trained and (at_end if layer is None else layer in stage.layers):
-            layout = work.layout(row)
-            kind = group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay)
             end = -1 if is_before else len(stage.layers)
-            number = end if layer is None else layer - stage.layers.start
-            found.append(_Flat(layout.local_numel, layout.ep > 1, kind, number))
-    return tuple(found)
+            number = rows.setdefault(row, len(rows))
+            order.append((number, end if layer is None else layer - stage.layers.start))
+    return tuple(rows), order
 
 
 class Reduction(NamedTuple):
@@ -146,18 +158,21 @@ class _Bucket(NamedTuple):
     """Elements of the gradient that does not fit."""
 
 
-def _buckets(work: Workload, stage: Stage) -> Iterator[_Bucket]:
+@lru_cache(maxsize=256)
+def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
     """What is reduced together, in the order of backward."""
-    every = _flattened(work, stage)
-    size = min(LARGEST_BUCKET, sum(one.numel for one in every))
+    every, found = _flattened(work, stage), list[_Bucket]()
+    of_layer = Counter[int]()
+    for one in every:
+        of_layer[one.layer] += one.numel
+    left, size = Counter(of_layer), min(LARGEST_BUCKET, sum(of_layer.values()))
     filled, stop = [0, 0], len(every)
     for number in reversed(range(len(every))):
         one = every[number]
         if any(filled) and sum(filled) + one.numel > size:
-            of_layer = [each.numel for each in every if each.layer == one.layer]
-            here = sum(each.numel for each in every[: number + 1] if each.layer == one.layer) / sum(of_layer)
-            layers = max(0.0, min(one.layer + here, len(stage.layers)))
-            yield _Bucket(layers, number + 1, stop, (filled[0], filled[1]), one.numel)
+            layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
+            found.append(_Bucket(layers, number + 1, stop, (filled[0], filled[1]), one.numel))
             filled, stop = [0, 0], number + 1
         filled[one.is_dealt] += one.numel
-    yield _Bucket(0, 0, stop, (filled[0], filled[1]))
+        left[one.layer] -= one.numel
+    return (*found, _Bucket(0, 0, stop, (filled[0], filled[1])))
