@@ -687,20 +687,21 @@ def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) 
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "training", "rank"),
+    ("layers", "parallelism", "training", "rank"),
     [
-        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 0),  # whole sums, twice
-        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 7),
-        ({"dp": 8}, {"precision": "fp32", "global_batch_size": 8}, 3),  # once, and none before the first reduction
-        ({"tp": 4, "cp": 2}, {"precision": "bf16", "global_batch_size": 2}, 0),  # a bucket that comes with backward
+        (3, {"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 0),  # whole sums
+        (3, {"dp": 8}, {"precision": "fp32", "global_batch_size": 16}, 7),
+        (8, {"cp": 4}, {"precision": "fp32", "global_batch_size": 8, "sequence_length": 512}, 0),  # twice
+        (3, {"dp": 8}, {"precision": "fp32", "global_batch_size": 8}, 3),  # once, and none before the first reduction
+        (3, {"tp": 4, "cp": 2}, {"precision": "bf16", "global_batch_size": 2}, 0),  # a bucket that comes with backward
     ],
 )
 def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
-    parallelism: dict[str, Any], training: dict[str, Any], rank: int
+    layers: int, parallelism: dict[str, Any], training: dict[str, Any], rank: int
 ) -> None:
     found = find_preset("llama-3.2-1b")
     assert found is not None
-    model = {**found.config, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    model = {**found.config, "num_hidden_layers": layers, "tie_word_embeddings": False}
     training = {"sequence_length": 2048, "micro_batch_size": 1, **training}
     plan = make_plan(8, parallelism, model=model, training=training, whole_model=True, extra={"zero": {"stage": 2}})
     with stand_in(plan, rank) as mesh:
