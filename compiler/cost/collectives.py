@@ -69,7 +69,7 @@ from parcompile.model.user_module import LAYER, UserModule
 from .activations import BLOCKS, GATED_RESIDUALS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
-from .memory import gathered_numels
+from .memory import gathered_numels, gathers_anew
 from .parameters import trained_tensors
 from .workload import FRAMEWORKS, RankPlace, Workload
 
@@ -370,24 +370,28 @@ def _gradients(work: Workload, numels: Sequence[int], group: str, ranks: int, se
 def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
     """At ZeRO stage 3: weights around each module that uses them, small ones once in a step; gradients of each pass.
 
-    They are gathered for forward, for a recomputed forward, and for backward, but for what stays in between.
+    They are gathered for forward and for backward, but for what stays in between; an embedding, which backward comes to
+    last, does not. A head that is tied gathers it as well. Gradients go in the type of the messages.
     """
+    table, tied = parameter_table(work.shape), work.shape.tie_word_embeddings
+    _, others, _ = gathered_numels(work, stage)
+    stays, anew = min(1.0, work.live_numel / others) if others else 0.0, gathers_anew(work, stage)
     # A tiled MLP stops where it would be computed again.
     parts = work.parts_again - ({MLP} if work.mlp_tiles > 1 and work.shape.moe is None else set())
     again = tuple(f"{name}." for part in parts for name in modules_of(work.shape, part))
-    _, others, live = gathered_numels(work, stage)
-    stays = work.micro_batches * live / others if others else 0.0
-    for parameter, count in trained_tensors(parameter_table(work.shape), stage, tied=work.shape.tie_word_embeddings):
+    for parameter, count in trained_tensors(table, stage, tied=tied):
         layout = work.layout(parameter)
         group, ranks = (EXPERT_DP, work.expert_shards) if layout.ep > 1 else ("dp-cp", work.shards)
         if ranks == 1:
             continue
-        whole = -(-layout.local_numel // ranks) * ranks * work.element_bytes
+        numel = -(-layout.local_numel // ranks) * ranks
         name = parameter.name.partition(".{layer}.")[2]
-        passes = 3 if work.recomputes_layers or name.startswith(again) else 2
-        gathers = 1.0 if layout.local_numel <= work.small_numel else work.micro_batches * passes - stays
-        send(group, "all-gather", count * gathers, whole, ranks)
-        send(group, "reduce-scatter", count * work.micro_batches, whole, ranks)
+        passes = 2 - (stays if parameter not in table.before or tied else 0.0)
+        passes *= 2 if tied and parameter is table.before[0] else 1
+        passes += anew and parameter.layers is not None and (work.recomputes_layers or name.startswith(again))
+        gathers = 1.0 if layout.local_numel <= work.small_numel else work.micro_batches * passes
+        send(group, "all-gather", count * gathers, numel * work.element_bytes, ranks)
+        send(group, "reduce-scatter", count * work.micro_batches, numel * work.message_bytes, ranks)
 
 
 # What Muon sends and takes at the end of a step: matrices on their way to their owners, and back.

@@ -123,6 +123,11 @@ def gathered_numels(work: Workload, stage: Stage) -> tuple[int, int, int]:
     return small, others, min(others, max(largest, work.live_numel))
 
 
+def gathers_anew(work: Workload, stage: Stage) -> bool:
+    """Whether weights of a recomputed layer are gathered once more for its backward pass: fewer may be live."""
+    return work.live_numel * len(stage.layers) < gathered_numels(work, stage)[1]
+
+
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
     return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))

@@ -15,7 +15,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES
 from parcompile.units import format_bytes
 
-from .memory import untrained_bytes
+from .memory import gathers_anew, untrained_bytes
 from .memory_terms import kept_tensors
 from .workload import Workload
 
@@ -100,7 +100,7 @@ def _of_stage(work: Workload, stage: Stage) -> HostMemory:
     weights = gathered = 0
     if work.weights_on_host:
         weights = shard * width + math.ceil(untrained_bytes(work, stage) / work.shards)
-        gathered = weights * work.micro_batches * (2 if work.recompute in ("none", "selective") else 3)
+        gathered = weights * work.micro_batches * (2 + gathers_anew(work, stage))
     if not work.on_host:
         pinned = weights if work.pins_weights else 0
         return HostMemory(weights, 0, 0, 0, 0, pinned, to_host_bytes=weights, from_host_bytes=gathered)

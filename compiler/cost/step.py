@@ -29,6 +29,7 @@ from .flops import (
     mixed_matmul_parameters,
     model_flops_per_token,
 )
+from .memory import gathers_anew
 from .offload import copy_seconds, host_seconds
 from .workload import FRAMEWORKS, Workload
 
@@ -220,9 +221,9 @@ def _uniform_terms(work: Workload) -> StepTerms:
     reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
     reduced += (work.gradient_reductions - 1) * work.gradient_bytes
     gathers = float(work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0)
-    if work.shards_weights:  # for forward and backward, and a recomputed forward; none behind the optimizer
+    if work.shards_weights:  # for forward and backward; none behind the optimizer
         reread = 1.0 if work.recomputes_layers else alone / per_token
-        gathers *= 2 + reread
+        gathers *= 2 + reread * gathers_anew(work, work.stages[0])
         reduced -= work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
     rows = (
