@@ -711,3 +711,17 @@ def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
         estimated, counted = peak_bytes(mesh, step)
         assert all(one.verdict is Verdict.AGREES for one in compare_static(mesh, step))
     assert estimated == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_messages_of_zero_stage_3_agree_with_the_estimate(tied: bool, recompute: str) -> None:
+    found = find_preset("llama-3.2-1b")
+    assert found is not None
+    model = {**found.config, "num_hidden_layers": 6, "tie_word_embeddings": tied}
+    training = {"sequence_length": 256, "micro_batch_size": 1, "precision": "bf16", "global_batch_size": 16}
+    training["activation_checkpointing"] = recompute
+    plan = make_plan(8, {"dp": 8}, model=model, training=training, whole_model=True, extra={"zero": {"stage": 3}})
+    report = preflight(plan, ranks=[0])
+    sent = next(one for one in report.findings if one.subject == "sent over dp-cp")
+    assert sent.verdict is Verdict.AGREES, report.text()
