@@ -28,7 +28,7 @@ MINIMAL = {
         "lr_scheduler": {"type": "constant", "warmup_steps": 1},
         "router": {"bias_update_rate": 0.001},
     },
-    "zero": {"offload_optimizer": {}},
+    "zero": {"offload_optimizer": {}, "offload_param": {}},
 }
 
 

@@ -191,3 +191,31 @@ def test_the_page_lists_the_waits_that_are_known() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text(encoding="utf-8")
     for wait in KNOWN_WAITS:
         assert f"| {wait.where} | {wait.how_often} | {wait.why} |" in page
+
+
+ONE_KERNEL = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from parcompile.runtime.preflight.cuda_host import cuda_without_gpu
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        print(func.overloadpacket)
+        return func(*args, **(kwargs or {}))
+
+with cuda_without_gpu(), FakeTensorMode():
+    output = torch.nn.functional.silu(torch.empty(4, device="cuda", requires_grad=True))
+    given = torch.empty(4, device="cuda")
+    with Seen():
+        output.backward(given)
+"""
+
+
+def test_an_operator_of_one_kernel_is_not_taken_apart() -> None:
+    """Tensors between its parts, which no GPU has, would be the peak of layers with many tokens."""
+    skip_where_there_is_none()
+    done = subprocess.run([sys.executable, "-c", ONE_KERNEL], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "aten.silu_backward" in done.stdout.split()
+    assert "aten.sigmoid" not in done.stdout.split()

@@ -180,6 +180,10 @@ class NoCudaHostError(Exception):
     """Why this process gets no CUDA without a GPU: one sentence."""
 
 
+_ONE_KERNEL = ("silu_backward", "mish_backward")
+"""Operators of one kernel on GPUs, which a build without CUDA takes apart into several with tensors in between."""
+
+
 @contextlib.contextmanager
 def cuda_without_gpu() -> Iterator[None]:
     """Within it tensors of `FakeTensorMode` on `cuda` take torch's own ways for CUDA.
@@ -190,8 +194,11 @@ def cuda_without_gpu() -> Iterator[None]:
     library = _loaded()
     library.parcompile_cuda_install()
     try:
-        _check_backward()
-        yield
+        with torch.library._scoped_library("aten", "IMPL") as kernels:
+            for name in _ONE_KERNEL:
+                kernels.impl(name, lambda _, given: torch.empty_like(given), "CUDA")
+            _check_backward()
+            yield
     finally:
         library.parcompile_cuda_remove()
 
