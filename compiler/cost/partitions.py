@@ -9,8 +9,9 @@ backward pass on, and are reduced when the next one does not fit.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,6 +45,10 @@ class _Kept(NamedTuple):
     """The place of the last of them in the model's order."""
 
 
+_Runs = Sequence[tuple[int, _Kept]]
+"""What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
+
+
 def keeps_whole_sums(work: Workload) -> bool:
     """Whether a rank keeps the sums of whole parameters."""
     same = work.gradient_bytes == work.element_bytes
@@ -59,33 +64,49 @@ def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
 def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_Kept, _Kept]:
     dense, dealt = _kept(work, stage)
     if place is not None:
-        return dense[place.shard], dealt[place.expert_shard]
+        return _of_rank(dense, place.shard), _of_rank(dealt, place.expert_shard)
     buckets = _buckets(work, stage)
 
-    def most(one: _Kept) -> tuple[int, int]:
+    def most(run: tuple[int, _Kept]) -> tuple[int, int]:
         """What is kept, and what reductions take with it beside."""
+        one = run[1]
         beside = (max(bucket.numels) + one.numel * (bucket.first > one.last) for bucket in buckets)
         # The first of the last parameters is reduced first.
         return one.numel + max(one.numel, *beside), one.last
 
-    return max(dict.fromkeys(dense), key=most), max(dict.fromkeys(dealt), key=most)
+    return max(dense, key=most)[1], max(dealt, key=most)[1]
+
+
+def _of_rank(runs: _Runs, rank: int) -> _Kept:
+    return runs[bisect.bisect_right(runs, rank, key=lambda run: run[0]) - 1][1]
 
 
 @lru_cache(maxsize=256)
-def _kept(work: Workload, stage: Stage) -> tuple[Sequence[_Kept], Sequence[_Kept]]:
-    """Of each rank that shares dense layers, and of each that shares experts which are dealt over ep."""
-    found = [_Kept(0, -1)] * work.shards, [_Kept(0, -1)] * work.expert_shards
-    groups: dict[tuple[bool, GroupKind], list[tuple[int, int]]] = {}
-    for number, one in enumerate(_flattened(work, stage)):
-        groups.setdefault((one.is_dealt, one.kind), []).append((number, one.numel))
+def _kept(work: Workload, stage: Stage) -> tuple[_Runs, _Runs]:
+    """Of the ranks that share dense layers, and of those that share experts which are dealt over ep."""
+    every = _flattened(work, stage)
+    groups: dict[tuple[bool, GroupKind], list[int]] = {}
+    for number, one in enumerate(every):
+        groups.setdefault((one.is_dealt, one.kind), []).append(number)
+    changes = dict[int, list[int]](), dict[int, list[int]]()
     for (is_dealt, _), members in groups.items():
-        ranks, stop = found[is_dealt], 0
-        shard = padded_numel(sum(numel for _, numel in members), len(ranks)) // len(ranks)
-        for number, numel in members:
-            start, stop = stop, stop + numel
-            for rank in range(start // shard, -(-stop // shard)):
-                ranks[rank] = _Kept(ranks[rank].numel + numel, max(ranks[rank].last, number))
-    return found
+        ranks, stop = work.expert_shards if is_dealt else work.shards, 0
+        shard = padded_numel(sum(every[number].numel for number in members), ranks) // ranks
+        for number in members:
+            start, stop = stop, stop + every[number].numel
+            changes[is_dealt].setdefault(start // shard, []).append(number)
+            changes[is_dealt].setdefault(-(-stop // shard), []).append(~number)
+    return _swept(every, changes[0]), _swept(every, changes[1])
+
+
+def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Runs:
+    """From the ranks at which parameters begin (their number) and end (its complement), what each rank has."""
+    here, runs = set[int](), [(0, _Kept(0, -1))]
+    for rank in sorted(changes):
+        for change in changes[rank]:
+            (here.add if change >= 0 else here.discard)(max(change, ~change))
+        runs.append((rank, _Kept(sum(every[number].numel for number in here), max(here, default=-1))))
+    return runs
 
 
 @lru_cache(maxsize=256)
