@@ -70,7 +70,7 @@ def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_K
     def most(run: tuple[int, _Kept]) -> tuple[int, int]:
         """What is kept, and what reductions take with it beside."""
         one = run[1]
-        beside = (max(bucket.numels) + one.numel * (bucket.first > one.last) for bucket in buckets)
+        beside = [max(bucket.numels) + one.numel * (bucket.first > one.last) for bucket in buckets]
         # The first of the last parameters is reduced first.
         return one.numel + max(one.numel, *beside), one.last
 
@@ -105,7 +105,7 @@ def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Run
     for rank in sorted(changes):
         for change in changes[rank]:
             (here.add if change >= 0 else here.discard)(max(change, ~change))
-        runs.append((rank, _Kept(sum(every[number].numel for number in here), max(here, default=-1))))
+        runs.append((rank, _Kept(sum([every[number].numel for number in here]), max(here, default=-1))))
     return runs
 
 
@@ -117,7 +117,8 @@ def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
     for row in rows:
         layout, kind = work.layout(row), group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay)
         of_row.append((layout.local_numel, layout.ep > 1, kind))
-    return tuple(_Flat(*of_row[row], layer) for row, layer in order)
+    new = tuple.__new__  # as `_Flat(...)`, of thousands of parameters for each layout of a search
+    return tuple([new(_Flat, (*of_row[row], layer)) for row, layer in order])
 
 
 @lru_cache(maxsize=64)
@@ -152,7 +153,7 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     width, message = work.element_bytes, work.message_bytes
     whole, apart, several = keeps_whole_sums(work), work.gradient_bytes != width, work.micro_batches > 1
     kept = _of_place(work, stage, place)
-    sums = width * sum(one.numel for one in kept)
+    sums, last = width * sum(one.numel for one in kept), max(one.last for one in kept)
     if not whole:
         sums = 0 if work.on_host and not apart else work.gradient_bytes * work.sharded(stage).shard_numel
     for bucket in _buckets(work, stage):
@@ -161,7 +162,7 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
             flat = width * (ranks > 1 or apart)
             copied = max(copied, numel * (flat + message * (message > width)))
         # fp32 sums are there before the copies, those in the type of the weights behind them.
-        begun = any(bucket.stop <= one.last for one in kept), any(bucket.first <= one.last for one in kept)
+        begun = bucket.stop <= last, bucket.first <= last
         beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
         taken = bucket.waiting * width + max(copied + beside[not whole], beside[1])
         yield Reduction(bucket.layers, float(taken))
