@@ -91,7 +91,7 @@ def _kept(work: Workload, stage: Stage) -> tuple[_Runs, _Runs]:
     changes = dict[int, list[int]](), dict[int, list[int]]()
     for (is_dealt, _), members in groups.items():
         ranks, stop = work.expert_shards if is_dealt else work.shards, 0
-        shard = padded_numel(sum(every[number].numel for number in members), ranks) // ranks
+        shard = padded_numel(sum([every[number].numel for number in members]), ranks) // ranks
         for number in members:
             start, stop = stop, stop + every[number].numel
             changes[is_dealt].setdefault(start // shard, []).append(number)
@@ -124,15 +124,18 @@ def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
 @lru_cache(maxsize=64)
 def _trained(shape: ModelShape, stage: Stage) -> tuple[Sequence[Parameter], Sequence[tuple[int, int]]]:
     """Rows of trained parameters; and of each parameter its row's number and its layer's place, in order."""
-    table, rows, order = parameter_table(shape), dict[Parameter, int](), list[tuple[int, int]]()
+    table, rows, order = parameter_table(shape), dict[int, Parameter](), list[tuple[int, int]]()
+    places, before = dict[int, int](), {id(row) for row in table.before}
     for row, layer in table.in_order():
-        is_before = row in table.before
+        is_before = id(row) in before
         at_end = stage.has_embedding if is_before else stage.has_head
         if row.trained and (at_end if layer is None else layer in stage.layers):
             end = -1 if is_before else len(stage.layers)
-            number = rows.setdefault(row, len(rows))
-            order.append((number, end if layer is None else layer - stage.layers.start))
-    return tuple(rows), order
+            rows[id(row)] = row
+            order.append(
+                (places.setdefault(id(row), len(places)), end if layer is None else layer - stage.layers.start)
+            )
+    return tuple(rows.values()), order
 
 
 class Reduction(NamedTuple):
