@@ -132,12 +132,15 @@ def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = F
 def memory_losses(spec: Spec, optimizer_stays: str | None) -> list[Loss]:
     """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
 
-    `optimizer_stays` says why it keeps the optimizer there, too; None: it does not.
+    `optimizer_stays` says why it keeps the optimizer, and weights, there, too; None: it does not.
     """
     found = []
     if spec.offload_optimizer is not None and optimizer_stays is not None:
         instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
         found.append(Loss("zero.offload_optimizer", optimizer_stays, instead))
+    if spec.offload_param is not None and optimizer_stays is not None:
+        instead = "weights stay on the accelerator: the numbers of a step are the same"
+        found.append(Loss("zero.offload_param", "the target is not told to", instead))
     kept = "what recomputed layers keep stays on the accelerator"
     parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
     for key, takes in parts.items():

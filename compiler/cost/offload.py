@@ -47,12 +47,8 @@ class HostMemory:
     @property
     def total_bytes(self) -> int:
         """All of it, for the whole run."""
-        return self.weight_bytes + self.state_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the optimizer: master weights, moments, gradients and copies."""
-        return self.master_bytes + self.optimizer_bytes + self.gradient_bytes + self.copy_bytes
+        states = self.master_bytes + self.optimizer_bytes + self.gradient_bytes + self.copy_bytes
+        return self.weight_bytes + states
 
 
 @dataclass(frozen=True, slots=True)

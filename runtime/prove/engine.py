@@ -19,6 +19,7 @@ from typing_extensions import Self
 BUILT_IN = ("deepspeed", "transformers", "accelerate", "megatron", "torchtitan", "parcompile")
 """Engines whose adapter is here; another is the path of a Python file."""
 
+_Cell = Mapping[str, Any]
 _RANKS = Path(__file__).parent / "ranks"
 _START = """
 import importlib.util, sys
@@ -47,11 +48,13 @@ class Engine:
         timeout: seconds for a cell's ranks.
 
     Raises:
-        EngineError: the interpreter cannot import the engine.
+        EngineError: the interpreter cannot import the engine, or this is no Linux.
     """
 
     def __init__(self, name: str, python: str = sys.executable, timeout: float = 180.0) -> None:
         self.name, self.python, self._timeout = name, python, timeout
+        if sys.platform != "linux":
+            raise EngineError(f"prove runs on Linux, and this is {sys.platform}: its ranks end with what started them")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- what engines print; closed with the process
         command = [python, "-c", _START, str(_RANKS), str(Path(name).resolve()) if name.endswith(".py") else name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -91,22 +94,19 @@ class Engine:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)  # ranks end with it
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._said):
-            if pipe is not None:
-                pipe.close()
+        for pipe in filter(None, (self._process.stdin, self._process.stdout, self._said)):
+            pipe.close()
 
-    def draw(
-        self, count: int, seed: int, most_ranks: int, fixed: Mapping[str, Any] | None = None
-    ) -> list[dict[str, Any]]:
+    def draw(self, count: int, seed: int, most_ranks: int, fixed: _Cell | None = None) -> list[dict[str, Any]]:
         """Cells that the engine supports, which cover pairs of features; `fixed`: values that all of them have."""
         task = {"draw": count, "seed": seed, "most_ranks": most_ranks, "fixed": dict(fixed or {})}
         return list(self._ask(task, 60.0)["cells"])
 
-    def run(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, cell: _Cell) -> dict[str, Any]:
         """The verdict of a cell: `verdict`, `why`, `differences`; see `ranks.comparison.judge`."""
         return self._ask({"cell": cell, "timeout": self._timeout}, 2 * self._timeout + _MARGIN_SECONDS)
 
-    def explain(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+    def explain(self, cell: _Cell) -> dict[str, Any]:
         """Where a cell first differs from one process: `place`, `said`, and the `collectives` in front of it."""
         return self._ask({"cell": cell, "timeout": self._timeout, "explain": True}, 2 * self._timeout + _MARGIN_SECONDS)
 

@@ -125,3 +125,11 @@ def test_llama_factory_keeps_the_optimizer_on_the_host_and_has_no_batch_that_gro
     assert "zero.offload_optimizer" not in said
     config = yaml.safe_load(render(plan, ("llamafactory",))["llama_factory_ds_config.json"])
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+def test_targets_that_keep_weights_on_the_accelerator_say_so() -> None:
+    plan = plan_of({}, zero={"stage": 3, "offload_param": {"device": "cpu"}})
+    for target in ("accelerate", "torchtitan", "megatron"):
+        assert "zero.offload_param" in {one.what for one in losses(plan, (target,))[target]}, target
+    config = render(plan, ("llamafactory",))["llama_factory_ds_config.json"]
+    assert yaml.safe_load(config)["zero_optimization"]["offload_param"]["device"] == "cpu"
