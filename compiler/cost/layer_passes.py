@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parcompile.layout.pipeline import Stage
+from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
 from parcompile.model.family import Norm, types_with
-from parcompile.model.layer_parts import ATTENTION, MLP, NORMS
+from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
 from .activations import FP32_NORMS, ROW_COPIES, LayerBytes
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
+from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
@@ -58,14 +60,13 @@ def ends_bytes(
     waiting = weight if _is_tied(work, stage) else 0.0
     chunk = loss_chunk_bytes(work, logits)
     counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk
-    normed = head = 0.0
+    head = 0.0
+    normed = stage.has_head * hidden * (4 * (not tiles_norms(work)) + 2 * width) / share
     if stage.has_head and work.linear_loss:
         # The gradients of weight and input wait for backward; there the weight's is cast while the other is there.
-        normed = hidden * (4 + 2 * width) / share
         of_weight = 4 * weight / width
         head = hidden / share * width + of_weight + max(chunk, weight if width < 4 else 0.0)
     elif stage.has_head:
-        normed = hidden * (4 + 2 * width) / share
         inputs = hidden * (4 + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
         loss += width * logits * work.shape.caps.logits
@@ -162,12 +163,17 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
 
 
 def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
-    """What a layer keeps for each token whose dense MLP runs in tiles: of that its input, of a rank's own tokens."""
+    """What a layer keeps for each token whose dense MLP runs in tiles: of that its input, of a rank's own tokens.
+
+    Norms that run in tiles keep theirs alone.
+    """
     if work.mlp_tiles == 1:
         return dense
     share = work.tp if work.sequence_parallel else 1
     taken = dense.gathered / work.shape.blocks_per_layer
-    return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=dense.stream + taken / share)
+    normed = work.shape.norms.per_layer * norm_bytes(work) * tiles_norms(work)
+    stream = dense.stream + (taken - normed) / share
+    return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=stream)
 
 
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
@@ -182,7 +188,7 @@ def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
         attention, stream, gathered = min(attention, kept_attention(work)), stream + taken / share, gathered - taken
     if MLP in work.parts_again and mlp:  # not in tiles
         mlp, stream, gathered = 0.0, stream + taken / share, gathered - taken
-    if NORMS in work.parts_again:
+    if NORMS in work.parts_again and not tiles_norms(work):
         stream -= work.shape.norms.per_layer * norm_bytes(work) / share
     return LayerBytes(stream, attention, mlp, gathered)
 
@@ -211,27 +217,61 @@ def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
 
 
 def tile_bytes(work: Workload) -> float:
-    """What a layer has in flight while its tiled MLP runs backward, or the norm in front of it: the larger of the two.
+    """What a layer has in flight while its tiled MLP runs backward, the norm in front of it, or attention: the most.
 
-    The gradient of the MLP's input; of a tile all that an MLP keeps and its gradients; the gradients of weights, whose
-    sums are in fp32. An RMSNorm of transformers computes five tensors in fp32, when the MLP's input is gone.
+    The gradients of the MLP's output and input; of a tile all that an MLP keeps and its gradients; the gradients of
+    weights, whose sums are in fp32. A whole RMSNorm of transformers computes five tensors in fp32, when the MLP's input
+    is gone. Attention has the gradients of its output, queries, keys and values, when what goes into the MLP and its
+    norm is gone.
     """
     share, h = work.tp if work.sequence_parallel else 1, work.shape.hidden_size
     width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
     numel = h * width * (3 if work.shape.mlp.gated else 2)
     tokens = work.split_tokens / work.mlp_tiles
     kept = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
-    of_tile = work.element_bytes * tokens * (2 * h + (kept + 2) * width)
-    taken = work.split_tokens / share * h
-    family = family_of(work.shape.model_type)
-    of_norm = 5 * 4 - work.element_bytes if family.norm is Norm.WEIGHT and not work.shape.norms.bias else 0
-    return max(taken * of_norm, work.element_bytes * taken + of_tile + (4 + work.element_bytes) * numel)
+    of_tile = work.element_bytes * tokens * (2 * h + (kept + 1) * width)
+    taken = work.element_bytes * work.split_tokens / share * h
+    of_norm = 0.0 if tiles_norms(work) else taken * (5 * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
+    attention = _attention_gradients(work) - taken
+    return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
+
+
+def _attention_gradients(work: Workload) -> float:
+    """The gradients of what goes into an attention's kernel and comes out of it, and what ranks exchange for them.
+
+    A pass of a ring has copies of its queries, outputs and their gradients, and keys and values twice; the sums of
+    gradients of queries and of keys and values, those that travel, those that come, and both of the pass before. In
+    fp32 sums are the gradients themselves. Ulysses has queries, outputs and gradients in the order of heads.
+    """
+    sizes, context = sizes_of(work), work.context
+    queries, keys = sizes.q_bytes, sizes.kv_bytes(sizes.kv_heads)
+    if work.cp == 1:
+        return queries + keys
+    swapped = 1.55 * queries if context.head_ranks > 1 else 0.0
+    if context.head_ranks == work.cp:
+        return queries + keys + swapped
+    passes = passes_of(sizes, context, on_gpu=runs_on_gpu(work))
+    together = work.cp if context.implementation is CpImplementation.ALL_GATHER else 1
+    before, wide = passes > 1, SUM_BYTES / work.element_bytes  # of a sum, beside what it is a sum of
+    pairs = 2 + before + (1 + before) * (wide > 1)
+    of_pass = (1.75 + wide / 2 * (wide > 1)) * queries + (2 + pairs * wide) * together * keys
+    return queries + keys + max(swapped, of_pass / passes)
 
 
 def input_bytes(work: Workload) -> float:
     """What goes into a layer of a micro-batch: all residual streams of a rank's tokens."""
     share = work.tp if work.sequence_parallel else 1
     return work.shape.residual_streams * work.shape.hidden_size * stream_bytes(work) * work.split_tokens / share
+
+
+def keeps_input(work: Workload) -> bool:
+    """Whether the first norm of a layer keeps what goes into the layer itself, and no copy of it in fp32."""
+    return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work)
+
+
+def tiles_norms(work: Workload) -> bool:
+    """Whether the norms of layers with a dense MLP, and that behind the last layer, run in tiles."""
+    return work.mlp_tiles > 1 and bool(tiled_norms(work.shape))
 
 
 def behind_mlp_bytes(work: Workload) -> float:

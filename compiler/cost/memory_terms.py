@@ -31,6 +31,7 @@ from .layer_passes import (
     ends_bytes,
     in_flight_bytes,
     input_bytes,
+    keeps_input,
     kept_attention,
     kept_layers,
     loss_chunk_bytes,
@@ -385,6 +386,12 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
+        if one.attending and not one.routed and not work.moves_activations:
+            # What the layer that is computed again takes and attends to is among what all layers keep.
+            attended, taken = kept_attention(work) * tokens, inputs * keeps_input(work)
+            kept["attention"] -= attended
+            kept["stream"] -= taken
+            one_layer -= attended + taken
     return kept, one_layer, in_flight
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .families import FAMILIES
-from .family import types_with
+from .family import Norm, types_with
 from .layers import KeysAndValues
 from .shape import ModelShape
 
@@ -55,6 +55,12 @@ def why_whole(shape: ModelShape, parts: frozenset[str]) -> str | None:
     if NORMS in parts and (not shape.norms.names or shape.norms.gate or shape.model_type in _WEIGHTED_RESIDUALS):
         return "its norms have no weights, or gates"
     return None
+
+
+def tiled_norms(shape: ModelShape) -> tuple[str, ...]:
+    """The names of the norms, below the layers, that `training.tiled_mlp` computes in tiles: those in fp32."""
+    is_rms = FAMILIES[shape.model_type].norm is Norm.WEIGHT and not shape.norms.bias
+    return shape.norms.names if is_rms and why_whole(shape, frozenset({NORMS})) is None else ()
 
 
 _WEIGHTED_RESIDUALS = types_with("gated_residuals")

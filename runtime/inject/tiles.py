@@ -1,5 +1,7 @@
 """The MLP of a layer tile by tile along the sequence: neither its gathered input nor its features exist whole.
 
+RMSNorms around attention and MLP go in tiles, too: what they compute in float32 is five times the size of a tile.
+
 Shapes: B rows, s tokens of each that this rank has between the regions, tp ranks, f features between the projections.
 A tile is the same run of every rank's tokens: with sequence parallelism its input is gathered and its output scattered
 for it alone. An MLP treats each token by itself, so that their order is of no matter.
@@ -25,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.layout.shards import mlp_tile_length
 from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.layer_parts import tiled_norms
 from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.errors import RunError
@@ -40,13 +43,15 @@ _Call = Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def tile_mlps(placed: Placed) -> None:
-    """Makes the dense MLPs of this rank's layers compute tile by tile, in place; layers with experts stay as they are.
+    """Makes dense MLPs of this rank's layers, and RMSNorms beside them, compute tile by tile, in place.
+
+    Layers with experts stay as they are.
 
     Raises:
         RunError: an MLP draws at random.
     """
     spec, shape = placed.mesh.plan.spec, placed.shape
-    share = placed.mesh.size("tp") if spec.parallelism.sequence_parallel else 1
+    norms, tiled = tiled_norms(shape), []
     for number, layer in placed.layers(dense_mlps(shape)):
         module = layer.get_submodule(placed.family.mlp)
         if draws(module):
@@ -56,11 +61,18 @@ def tile_mlps(placed: Placed) -> None:
                 "to 0",
                 everywhere=True,
             )
-        _TiledMlp(module, share)
+        tiled += [module, *(layer.get_submodule(name) for name in norms)]
+    # The norm behind the last layer is of the same class.
+    kinds = {type(one) for one in tiled}
+    tiled += [
+        one for one in placed.model.get_submodule(placed.stack.rpartition(".")[0]).children() if type(one) in kinds
+    ]
+    for one in tiled:
+        _Tiled(one, placed.mesh.size("tp") if spec.parallelism.sequence_parallel else 1)
         if spec.shards_weights:
             # DeepSpeed gathers all weights of a leaf around its call, and reduces their gradients behind it.
-            module._z3_leaf = True
-            module.__class__ = _leaf(cast(Any, type(module)))
+            one._z3_leaf = True
+            one.__class__ = _leaf(type(one))
 
 
 @functools.cache
@@ -76,7 +88,7 @@ class _Leaf:
         return linear_map(found, Tensor.detach, lambda gradient: gradient)
 
 
-class _TiledMlp:
+class _Tiled:
     """Takes the place of a module's forward; the hooks that it has before run for each tile."""
 
     def __init__(self, module: nn.Module, share: int) -> None:
@@ -135,7 +147,7 @@ class _Tiles:
     gradient: Tensor | None = None
     """Of the output, from the end of the call on its way to the beginning."""
 
-    def __init__(self, mlp: _TiledMlp, values: list[Any], call: _Call, step: int, names: list[str]) -> None:
+    def __init__(self, mlp: _Tiled, values: list[Any], call: _Call, step: int, names: list[str]) -> None:
         self.mlp, self.call, self.step, self.names = mlp, call, step, names
         self.values = [None if isinstance(one, Tensor) else one for one in values]
         self.places = [place for place, one in enumerate(values) if isinstance(one, Tensor)]
