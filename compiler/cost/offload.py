@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import MASTER_BYTES
+from parcompile.layout.shards import MASTER_BYTES, page_locked_pieces
 from parcompile.units import format_bytes
 
 from .memory import gathers_anew, untrained_bytes
@@ -86,7 +86,9 @@ def _activations(whole: Workload, stage: Stage) -> HostActivations:
 
 def _page_locked(work: Workload, size: float) -> float:
     """What torch takes for a tensor of so many bytes."""
-    return size if work.machine.name == "cpu" or not size else float(1 << (math.ceil(size) - 1).bit_length())
+    if work.machine.name == "cpu":
+        return size
+    return float(sum(1 << (piece - 1).bit_length() for piece in page_locked_pieces(math.ceil(size))))
 
 
 @lru_cache(maxsize=256)

@@ -60,6 +60,19 @@ def mlp_tile_length(features: int, rows: int, share: int) -> int:
     return max(1, int(MLP_TILE_TOKENS * features) // (rows * share))
 
 
+def page_locked_pieces(size: int) -> list[int]:
+    """What a tensor of so many bytes, or numbers, is cut into on the host, where torch takes a power of two for each.
+
+    Descending powers of two, until less than 1/16 of it is left: that is the last piece, whatever its size.
+    """
+    pieces, left = [], size
+    while left:
+        largest = 1 << left.bit_length() - 1
+        pieces.append(largest if 16 * left >= size else left)
+        left -= pieces[-1]
+    return pieces
+
+
 COUNT_BYTES = 8
 """Before rows travel, ranks tell each other how many go to each expert: a number of so many bytes."""
 

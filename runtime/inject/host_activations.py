@@ -9,7 +9,7 @@ same is done without streams. Weights, views of them and small tensors stay wher
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parcompile.layout.shards import page_locked_pieces
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import MicroBatch, current
 
@@ -90,10 +91,17 @@ class _Moved:
         self._host, self._source, self._device = host, (weakref.ref(storage), row._version, row.dtype), row.device
         self._here: Tensor | None = row
         self._version = row._version
-        self._there = torch.empty_like(row, device="cpu", pin_memory=row.device.type == "cuda")
+        pinned, sizes = row.device.type == "cuda", page_locked_pieces(row.numel())
+        parts = row.split(sizes) if len(sizes) > 1 else (row,)
+        self._there = [torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts]
         with host.copying(row.device):
-            self._there.copy_(row, non_blocking=True)
+            self._copy(parts, self._there)
         self._copied = host.copied(row.device)
+
+    @staticmethod
+    def _copy(given: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        for part, place in zip(given, into, strict=True):
+            place.copy_(part, non_blocking=True)
 
     def let_go(self) -> None:
         """Lets go of it here, when the copy is made.
@@ -114,9 +122,11 @@ class _Moved:
     def bring(self) -> None:
         """Begins to bring it back."""
         if self._here is None:
-            self._here = torch.empty(self._there.shape, dtype=self._there.dtype, device=self._device)
+            sizes, dtype = [part.numel() for part in self._there], self._there[0].dtype
+            self._here = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+            parts = self._here.split(sizes) if len(sizes) > 1 else (self._here,)
             with self._host.copying(self._device):
-                self._here.copy_(self._there, non_blocking=True)
+                self._copy(self._there, parts)
             self._version = self._here._version
             self._copied = self._host.copied(self._device)
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from training_runs import make_plan
 
+from parcompile.layout.shards import page_locked_pieces
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.inject import host_activations
 from parcompile.runtime.inject.host_activations import HostActivations
@@ -119,6 +120,24 @@ def test_gradients_are_the_same_bits(run: Any, micro_batches: int, times: int) -
     found = gradients(run, moving(HostActivations()), micro_batches, times)
     assert len(found) == micro_batches + 3
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000, 5 << 20, (3 << 30) + 7])
+def test_pieces_on_the_host_waste_little_where_powers_of_two_are_taken(size: int) -> None:
+    pieces = page_locked_pieces(size)
+    taken = sum(1 << (one - 1).bit_length() for one in pieces)
+    assert sum(pieces) == size and len(pieces) <= 5
+    assert taken <= size * 17 / 16 + 1
+
+
+def test_what_is_cut_into_pieces_comes_back_whole() -> None:
+    assert len(page_locked_pieces(1000)) == 5
+    one, other = (torch.randn(1000, requires_grad=True) for _ in range(2))
+    layer = HostActivations()._begin(())
+    with torch.autograd.graph.saved_tensors_hooks(layer.pack, layer.unpack):
+        product = one * other.tanh()
+    layer.let_go()
+    assert torch.autograd.grad(product.sum(), one)[0].equal(other.tanh())
 
 
 class Deferred(TorchDispatchMode):
