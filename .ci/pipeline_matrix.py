@@ -1,7 +1,10 @@
 """Trains drawn pipelines, or ZeRO stages, on live ranks and in one process, and prints how far apart they are.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--first 0]
-        [--count 100] [--ranks 8] [--draws pipelines|stages|offload|offload_activations|linear_loss|tiled_mlp|parts]
+        [--count 100] [--ranks 8]
+        [--draws pipelines|stages|offload|offload_deepspeed|offload_activations|linear_loss|tiled_mlp|parts]
+
+With offload_deepspeed DeepSpeedCPUAdam steps on the host, which is compiled the first time: a minute and a half.
 
 The exit code is 1 when a loss, a gradient norm or a parameter is further from one process than 1e-5 (relative) and than
 a change of the last bits of the weights explains (`tests/runtime/closeness.py`).
@@ -18,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
 
 FURTHER: dict[str, dict[str, Any]] = {
     "offload": {"on_host": True},
+    "offload_deepspeed": {"on_host": True, "implementation": "deepspeed"},
     "offload_activations": {"switch": "activation_offloading"},
     "linear_loss": {"switch": "linear_cross_entropy"},
     "tiled_mlp": {"switch": "tiled_mlp"},

@@ -14,6 +14,10 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+COMPILED = "TEST_COMPILED_EXTENSIONS"
+"""Where extensions of torch are that were compiled before: TORCH_EXTENSIONS_DIR, or nothing for torch's own place."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where tests write how near to its limit every comparison of numbers came: see `tests/runtime/closeness.py`."""
     parser.addoption("--margins", metavar="FOLDER", help="write the margins of numeric comparisons to this folder")
@@ -26,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     without end, so whoever begins one fails at once.
     """
     if config.option.markexpr != "gpu":
+        os.environ.setdefault(COMPILED, os.environ.get("TORCH_EXTENSIONS_DIR", ""))
         os.environ["TORCH_EXTENSIONS_DIR"] = f"{os.devnull}/nothing is compiled at run time"
     folder = config.getoption("--margins")
     if folder:

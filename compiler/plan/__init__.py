@@ -121,8 +121,8 @@ def _body(plan: Plan) -> dict[str, Any]:
         "training": _training(spec),
         "zero": {
             "stage": spec.zero_stage,
-            **({"offload_optimizer": asdict(spec.offload_optimizer)} if spec.offload_optimizer else {}),
-            **({"offload_param": asdict(spec.offload_param)} if spec.offload_param else {}),
+            **({"offload_optimizer": _offload(spec.offload_optimizer)} if spec.offload_optimizer else {}),
+            **({"offload_param": _offload(spec.offload_param)} if spec.offload_param else {}),
         },
         "deepspeed": dict(spec.deepspeed),
         **({"backends": {"megatron": dict(spec.megatron)}} if spec.megatron else {}),
@@ -228,6 +228,10 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         "preset": None if cluster.preset is None else preset_tree(cluster.preset),
         "world_size": cluster.world_size,
     }
+
+
+def _offload(offload: Offload) -> dict[str, Any]:
+    return {key: value for key, value in asdict(offload).items() if value != "torch"}
 
 
 def _training(spec: Spec) -> dict[str, Any]:

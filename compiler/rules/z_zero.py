@@ -114,7 +114,7 @@ def unsharded_sums_have_the_type_of_weights(spec: Resolution) -> Iterator[Findin
 
 @rule("Z006")
 def the_host_can_hold_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires for NVMe, below the stage that DeepSpeed offloads from, and for Muon."""
+    """Fires for NVMe, below the stage that DeepSpeed offloads from, for Muon, and for DeepSpeed's Adam without Adam."""
     for part, first in (("optimizer", 1), ("param", 3)):
         yield from _part_on_host(spec, part, first)
 
@@ -147,6 +147,16 @@ def _part_on_host(spec: Resolution, part: str, first: int) -> Iterator[Finding]:
             fixes=(removal,),
             related=also(spec, ("training", "optimizer", "type")),
         )
+    elif part == "optimizer" and offload is not None and offload.implementation != "torch":
+        kind, place = spec.optimizer.type, (*place[:2], "implementation")
+        if kind not in ("adam", "adamw"):
+            yield Finding(
+                f"implementation {offload.implementation} with optimizer {kind}: its kernel is for adamw and adam",
+                place,
+                help='write "torch", whose kernel steps the others',
+                fixes=(Fix.removing(place, Safety.CHANGES_COST),),
+                related=also(spec, ("training", "optimizer", "type")),
+            )
 
 
 def _at(stage: int) -> Fix:

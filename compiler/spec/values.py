@@ -249,6 +249,8 @@ class Offload:
 
     device: str
     pin_memory: bool
+    implementation: str = "torch"
+    """Of an optimizer: whose kernel steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +329,14 @@ class Spec:
 
     @property
     def fuses_adam(self) -> bool:
-        """Whether Adam is one kernel that torch brings compiled: on GPUs, and on the host of an offloaded optimizer."""
+        """Whether Adam is one kernel: torch's on GPUs, torch's or DeepSpeed's on the host of an offloaded optimizer."""
         on_gpu = self.cluster.accelerator != "cpu"
         return self.training.optimizer.type in ("adam", "adamw") and (on_gpu or self.offload_optimizer is not None)
+
+    @property
+    def takes_cpu_adam(self) -> bool:
+        """Whether DeepSpeedCPUAdam steps on the host, which is compiled there."""
+        return self.offload_optimizer is not None and self.offload_optimizer.implementation == "deepspeed"
 
     @property
     def shards_weights(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
+from parcompile.runtime.deepspeed_patches.cpu_adam import in_own_settings
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     groups_of_shards,
     master_shards,
@@ -45,6 +46,8 @@ def adapt(engine: Any, saved: SavedRun) -> None:
     for (_, state, _), origin in zip(groups, origins, strict=True):
         scalars = saved.groups[origin[0]].scalars
         state.update({kind: value.clone() if isinstance(value, Tensor) else value for kind, value in scalars.items()})
+        if "step" in state:  # a number where DeepSpeedCPUAdam saved it, which takes torch's tensor, too
+            state["step"] = torch.tensor(float(state["step"]))
     with torch.no_grad():
         for parameter, name in names.items():
             for kind in saved.kinds:
@@ -124,7 +127,7 @@ def _settings(engine: Any, saved: SavedRun, origins: Sequence[Sequence[int]]) ->
     # Where parameters were grouped otherwise, no group has settings to go on with.
     if len({number for number, _ in alike}) == len(alike) and all(len(origin) == 1 for origin in origins):
         for group, (number,) in zip(live, origins, strict=True):
-            group.update(saved.groups[number].settings)
+            group.update(in_own_settings(group, saved.groups[number].settings))
     # A run that changes to fp16 brings no moving scale of its own: the engine's stays.
     if type(saved.loss_scaler) is type(getattr(engine.optimizer, "loss_scaler", None)):
         engine.optimizer.loss_scaler = saved.loss_scaler

@@ -66,6 +66,8 @@ Changed:
   sums of the shard on the accelerator too. `take_over_gradients`
 - `complete_grad_norm_calculation_for_cpu_offload` and the parts in `norm_for_param_grads` (runtime/zero/stage3.py and
   stage_1_and_2.py), in the place of `get_grad_norm_direct` on the host. `count_on_host`
+- `load_state_dict` of the Adam in an optimizer of ZeRO, of torch or DeepSpeed (ops/adam/cpu_adam.py): it takes what the
+  other has saved. `load_either_form`
 - `defragment` (runtime/zero/stage3.py), which copies over the host, and the autocast that `runtime/zero/linear.py` asks
   for, while a rank has no values; and `torch.nn.functional.linear`, which DeepSpeed replaces for good. `without_values`
 
@@ -79,6 +81,8 @@ Read:
 - `grad_position` (runtime/zero/stage_1_and_2.py, stage3.py): where a gradient lies on the host. `gradient_on_host`
 - `parameter._hp_mapping` (utils/mixed_precision_linkage.py): which elements of a parameter lie in this rank's shard.
   `place_in_shard`
+- `installed_ops` (git_version_info.py) and `CPUAdamBuilder` (ops/op_builder), with torch's folder of extensions:
+  whether DeepSpeedCPUAdam is compiled. `cpu_adam`
 - `parameter.grad_accum`, `all_grad_tensors` and `averaged_gradients` (of stage 2),
   `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
   `reduce_buckets`, `shape_tensors`

@@ -8,6 +8,7 @@ rate, that of the cosine 0 in the first, and the cosine begins to fall one step 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +23,10 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.doctor.records import FOLDER as RECORDS_FOLDER
 from parcompile.layout.groups import EXPERT_DP
 from parcompile.plan import Plan, load_plan
+from parcompile.runtime.checkpoint.agreement import on_all_ranks
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
-from parcompile.runtime.deepspeed_patches import check_names
+from parcompile.runtime.deepspeed_patches import check_names, cpu_adam
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer, without_bf16_optimizer
 from parcompile.runtime.deepspeed_patches.optimizer_state import add_in_place
 from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
@@ -251,6 +253,8 @@ def initialize(
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     check_names()
+    if plan.spec.takes_cpu_adam:
+        _load_cpu_adam(mesh)
     if model is None:
         # A model of any size, where transformers' rules draw all of it; a small one is compared with the original.
         in_slices = not is_small(plan) and self_check is not True and draws_all(plan)
@@ -284,6 +288,27 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if self_check is not False and rules is None and (check is None or not check.crosses_all):
         check_small_copy(mesh)
     return model
+
+
+def _load_cpu_adam(mesh: Mesh) -> None:
+    """DeepSpeedCPUAdam, which one rank of each host compiles while the others wait.
+
+    Raises:
+        RunError: a host lacks what that takes; every rank raises.
+    """
+
+    def look() -> str:
+        if why := cpu_adam.what_is_missing():
+            raise RunError(f"DeepSpeedCPUAdam cannot be compiled on {socket.gethostname()}: {why}")
+        return socket.gethostname()
+
+    hosts = on_all_ranks(look)
+    is_first = hosts.index(hosts[mesh.rank]) == mesh.rank
+    with doing("compiling DeepSpeedCPUAdam"):
+        if is_first and not cpu_adam.is_built():
+            cpu_adam.say_that_it_is_built()
+        on_all_ranks(cpu_adam.load_extension if is_first else lambda: None)
+        on_all_ranks(cpu_adam.load_extension)
 
 
 def _refuse_quantized(model: nn.Module) -> None:
@@ -335,6 +360,8 @@ def take_over(engine: Any, mesh: Mesh, stop_on_nonfinite: int | None = STOP_AFTE
     join_shards(engine, mesh)
     count_once(engine)
     add_in_place(engine.optimizer)
+    if mesh.plan.spec.training.optimizer.type in ("adam", "adamw"):
+        cpu_adam.load_either_form(engine.optimizer)
     sum_once(engine, mesh)
     engine.mesh = mesh
     attach_biases(engine)

@@ -218,6 +218,8 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     plan = mesh.plan
     config = ds_config(plan)
     config["optimizer"]["params"].pop("fused", None)  # of which stand-ins of tensors know nothing
+    if plan.spec.takes_cpu_adam:
+        config["optimizer"]["params"]["torch_adam"] = True  # which keeps as much
     micro_batches = RUN + plan.spec.shards_weights
     config["gradient_accumulation_steps"] = micro_batches
     config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp

@@ -256,11 +256,48 @@ def test_an_optimizer_on_the_host_is_carried(stage: int, given: dict[str, Any], 
     result = imported({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"stage": stage, **given}})
     assert result.of(Outcome.LOST) == []
     assert result.plan is not None
-    assert result.plan.spec.offload_optimizer == Offload("cpu", pinned)
+    assert result.plan.spec.offload_optimizer == Offload("cpu", pinned, "deepspeed")
     written = ds_config(result.plan)
     assert written["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": pinned}
-    assert written["zero_force_ds_cpu_optimizer"] is False
+    assert written["zero_force_ds_cpu_optimizer"] is True
+    assert written["optimizer"]["params"]["torch_adam"] is False
     assert plan_from_tree(plan_tree(result.plan)).spec == result.plan.spec
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad", None])
+@pytest.mark.parametrize("torch_adam", [True, False, None])
+@pytest.mark.parametrize("forced", [True, False, None])
+def test_the_optimizer_on_the_host_is_that_which_deepspeed_would_make(
+    kind: str | None, torch_adam: bool | None, forced: bool | None
+) -> None:
+    """A script's own, which is torch's AdamW here, goes through accelerate."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.config import get_zero_force_ds_cpu_optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    params = {"lr": 1e-3, **({} if torch_adam is None or kind not in ("Adam", "AdamW") else {"torch_adam": torch_adam})}
+    tree: dict[str, Any] = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        **({} if forced is None else {"zero_force_ds_cpu_optimizer": forced}),
+        **({} if kind is None else {"optimizer": {"type": kind, "params": params}}),
+    }
+    engine = SimpleNamespace(zero_use_cpu_optimizer=lambda: True, zenflow=False, bf16_optimizer_states=lambda: False)
+    if kind in ("Adam", "AdamW"):
+        made, _ = DeepSpeedEngine.get_optimizer_configuration(engine, dict(params), adam_w_mode=True)
+        native = made is DeepSpeedCPUAdam
+    else:
+        native = kind is None and get_zero_force_ds_cpu_optimizer(tree)
+    result = imported(tree)
+    offload = result.spec["zero"]["offload_optimizer"]
+    assert offload.get("implementation", "torch") == ("deepspeed" if native else "torch")
+    assert {one.option for one in result.of(Outcome.LOST)} <= {"optimizer.type"}  # DeepSpeed's Adam is an AdamW
+    if kind is not None:
+        assert result.plan is not None
+        again = imported(ds_config(result.plan))
+        assert again.of(Outcome.LOST) == []
+        assert again.plan is not None
+        assert again.plan.spec.offload_optimizer == result.plan.spec.offload_optimizer
 
 
 def test_without_zero_nothing_is_on_the_host_and_a_part_of_the_states_is_lost() -> None:

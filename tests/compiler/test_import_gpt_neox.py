@@ -167,6 +167,16 @@ def test_an_optimizer_that_a_spec_has_not_is_asked_for() -> None:
     assert {one.option for one in found.of(Outcome.LOST)} >= {"optimizer.type", "optimizer.params.lr"}
 
 
+@pytest.mark.parametrize("kind", ["Adam", "CPU_Adam", "cpu_torch_adam"])
+def test_adam_on_the_host_is_deepspeeds(kind: str) -> None:
+    tree = NEOX_20B | {"optimizer": NEOX_20B["optimizer"] | {"type": kind}}
+    spec = imported(tree | {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}).spec
+    assert spec["zero"]["offload_optimizer"] == {"device": "cpu", "implementation": "deepspeed"}
+    assert spec["training"]["optimizer"]["type"] == "adamw"
+    asked = {one.path for one in imported(tree).questions}  # on the accelerator DeepSpeed's stops
+    assert (("training", "optimizer") in asked) == (kind != "Adam")
+
+
 def test_the_defaults_are_those_of_gpt_neox() -> None:
     training = imported(LLAMA_2_7B).plan.spec.training  # type: ignore[union-attr]
     assert training.optimizer.betas == (0.9, 0.999)

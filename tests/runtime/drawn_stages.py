@@ -69,7 +69,13 @@ PIPELINES: tuple[tuple[int, dict[str, Any]], ...] = (
 
 
 def draw(
-    number: int, most_ranks: int, *, on_host: bool = False, switch: str = "", in_parts: bool = False
+    number: int,
+    most_ranks: int,
+    *,
+    on_host: bool = False,
+    implementation: str = "torch",
+    switch: str = "",
+    in_parts: bool = False,
 ) -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns.
 
@@ -108,6 +114,7 @@ def draw(
         extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}
         if on_host:
             extra["zero"]["offload_optimizer"] = {"device": "cpu", "pin_memory": choose.random() < 0.5}
+            extra["zero"]["offload_optimizer"]["implementation"] = implementation
             if stage == 3 and number % 3:
                 extra["zero"]["offload_param"] = {"device": "cpu", "pin_memory": False}
                 extra["zero"] |= {} if number % 3 == 1 else {"offload_optimizer": {"device": "none"}}

@@ -27,6 +27,7 @@ PUBLIC = {
     "deepspeed.utils",  # its logger
 }
 NAMED_BY_LISTS = {
+    "deepspeed_patches/cpu_adam",
     "deepspeed_patches/engine",
     "deepspeed_patches/norm",
     "deepspeed_patches/sharded_weights",

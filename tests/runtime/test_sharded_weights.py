@@ -41,11 +41,14 @@ def plan_of(
     *,
     on_host: bool = False,
     weights_on_host: bool = False,
+    implementation: str = "torch",
     **options: Any,
 ) -> Plan:
     further = {"deepspeed": {"zero_optimization": ZERO}} if stage == 3 else {}
     parts = {"offload_optimizer": on_host, "offload_param": weights_on_host}
-    zero = {"stage": stage, **{part: {"device": "cpu"} for part, there in parts.items() if there}}
+    zero: dict[str, Any] = {"stage": stage, **{part: {"device": "cpu"} for part, there in parts.items() if there}}
+    if on_host:
+        zero["offload_optimizer"]["implementation"] = implementation
     return make_plan(world, parallelism, extra={"zero": zero, **further}, **options)
 
 

@@ -212,7 +212,8 @@ def plain_optimizer(model: torch.nn.Module, plan: Plan, *, of_trainer: bool = Fa
         return torch.optim.Adagrad(parameters, **rate, eps=chosen.eps)
     if chosen.is_muon:
         return PlainMuon(model, plan, parameters)
-    return torch.optim.AdamW(parameters, **rate, betas=chosen.betas, eps=chosen.eps)
+    make = torch.optim.Adam if chosen.type == "adam" else torch.optim.AdamW
+    return make(parameters, **rate, betas=chosen.betas, eps=chosen.eps)
 
 
 def trainer_arguments(plan: Plan) -> dict[str, Any]:

@@ -36,7 +36,10 @@ FORBIDDEN_ZERO: Mapping[str, str] = _STORED["forbidden_zero"]
 """Keys of zero_optimization that break a plan, and why."""
 
 
-NO_NVME = "states on a drive go with stage 3 alone and a build of async_io, and checkpoints would lack them"
+NO_NVME = (
+    "DeepSpeed reads and writes drives at stage 3 alone, through async_io, which needs libaio, with which this never "
+    "ran, and checkpoints would lack what lies there"
+)
 """Why a plan keeps no optimizer state on NVMe."""
 
 

@@ -265,6 +265,33 @@ def read_offload(source: Source, draft: Draft, part: str, device: str = "") -> N
         for name in {device, *source.under(host)}:
             if source.has(name):
                 source.ignore(name, "off" if reaches else f"DeepSpeed reads it from stage {_FIRST_STAGE[part]} on")
+    if part == "optimizer":
+        _implementation(source, draft, path)
+
+
+ADAM_ON_HOST = ("cpu_adam", "cpu_torch_adam")
+"""What gpt-neox calls DeepSpeedCPUAdam."""
+_FORCED = "zero_force_ds_cpu_optimizer"
+
+
+def _implementation(source: Source, draft: Draft, host: SpecPath) -> None:
+    """Whose kernel steps on the host: DeepSpeed's Adam, unless the file asks for torch's or leaves it to the script.
+
+    With `zero_force_ds_cpu_optimizer`, the default, DeepSpeed refuses another optimizer that a script brings, and
+    accelerate puts DeepSpeed's in the place of torch's.
+    """
+    kind, path = source.given.get("optimizer.type"), (*host, "implementation")
+    if (*host, "device") not in draft.values or isinstance(kind, str):
+        source.ignore(_FORCED, "it is for the optimizer on the host that a script brings")
+    if (*host, "device") not in draft.values:
+        return
+    if isinstance(kind, str):
+        native = (
+            kind.lower() in ("adam", "adamw", *ADAM_ON_HOST) and source.given.get(_PARAMS + "torch_adam") is not True
+        )
+    else:
+        native = source.value(_FORCED, path) is not False
+    draft.set(path, "deepspeed" if native else "torch", said=native)
 
 
 # Keys that a file gives and a plan does not decide: they become the spec's further DeepSpeed keys.

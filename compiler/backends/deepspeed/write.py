@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from parcompile.backends.artefacts import Loss, decay_schedule_losses, rampup_losses
 from parcompile.cost.memory import bucket_numel
 from parcompile.plan import Plan
 from parcompile.spec import OPTIMIZER_KEYS, Precision, Spec
-from parcompile.spec.values import workload_of
+from parcompile.spec.values import Offload, workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
@@ -44,8 +43,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "seq_parallel_communication_data_type": "fp32",
         "zero_optimization": _zero(spec),
         "zero_allow_untested_optimizer": training.optimizer.type in ("muon", "sgd", "adagrad"),
-        # Whatever optimizer a script brings steps on the host, too: not DeepSpeed's own alone, which is compiled first.
-        **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": False}),
+        # False: whatever optimizer a script brings steps on the host, and not DeepSpeed's own alone.
+        **({} if spec.offload_optimizer is None else {"zero_force_ds_cpu_optimizer": spec.takes_cpu_adam}),
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,
         "dump_state": False,
@@ -115,7 +114,8 @@ def losses(plan: Plan) -> list[Loss]:
 
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
-    # torch's own implementation: the same arithmetic on every accelerator, and nothing to compile when the job starts.
+    # torch's own implementation, unless the spec says another: the same arithmetic on every accelerator, and nothing to
+    # compile when the job starts.
     settings: dict[str, Any] = {"lr": optimizer.lr}
     if "betas" in OPTIMIZER_KEYS[optimizer.type]:
         settings["betas"] = list(optimizer.betas)
@@ -127,8 +127,10 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
     elif optimizer.is_muon:
         settings |= {"momentum": optimizer.momentum, "ns_method": "standard"}
     if "betas" in settings:
-        settings["torch_adam"] = True
-    if spec.fuses_adam or (spec.offload_optimizer is not None and optimizer.type != "adagrad"):
+        settings["torch_adam"] = not spec.takes_cpu_adam
+    if spec.takes_cpu_adam:
+        settings["fp32_optimizer_states"] = True
+    elif spec.fuses_adam or (spec.offload_optimizer is not None and optimizer.type != "adagrad"):
         # One kernel, which torch brings compiled, instead of eight passes through memory.
         settings["fused"] = True
     if "betas" in settings:
@@ -182,8 +184,8 @@ def _zero(spec: Spec) -> dict[str, Any]:
         # At stage 3 weights are gathered under what is computed with others.
         "overlap_comm": spec.shards_weights,
         "contiguous_gradients": True,
-        **({} if spec.offload_optimizer is None else {"offload_optimizer": asdict(spec.offload_optimizer)}),
-        **({} if spec.offload_param is None else {"offload_param": asdict(spec.offload_param)}),
+        **({} if spec.offload_optimizer is None else {"offload_optimizer": _offload(spec.offload_optimizer)}),
+        **({} if spec.offload_param is None else {"offload_param": _offload(spec.offload_param)}),
     }
     if not spec.shards_weights:
         return {**found, "round_robin_gradients": False}
@@ -198,6 +200,10 @@ def _zero(spec: Spec) -> dict[str, Any]:
     # DeepSpeed knows each of them by two names.
     given = {key.removeprefix("stage3_") for key in spec.deepspeed.get("zero_optimization", {})}
     return found | {key: value for key, value in gathering.items() if key.removeprefix("stage3_") not in given}
+
+
+def _offload(offload: Offload) -> dict[str, Any]:
+    return {"device": offload.device, "pin_memory": offload.pin_memory}
 
 
 def _merged(config: dict[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.backends.architecture import InexpressibleError
-from parcompile.backends.deepspeed.read import carry_sums, read_further, read_offload, sum_as_weights
+from parcompile.backends.deepspeed.read import ADAM_ON_HOST, carry_sums, read_further, read_offload, sum_as_weights
 from parcompile.backends.reading import (
     Draft,
     Importer,
@@ -208,13 +208,18 @@ def _precision(source: Source, draft: Draft) -> None:
 
 
 def _optimizer(source: Source, draft: Draft) -> None:
-    """Its Adam is apex's or DeepSpeed's FusedAdam, which decays weights directly, by the top-level `weight_decay`."""
+    """Its Adam is apex's or DeepSpeed's FusedAdam, which decays weights directly, by the top-level `weight_decay`.
+
+    On the host `cpu_adam` is DeepSpeedCPUAdam, which does so too; so is `cpu_torch_adam`, which its code looks for in
+    the wrong place (megatron/training.py, `get_optimizer`).
+    """
     try:
         kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
     except UndecidedError as error:
         draft.leave_open(source, error, _OPTIMIZER)
         return
-    if str(kind).lower() != "adam":
+    on_host = source.given.get("zero_optimization.offload_optimizer.device") == "cpu"
+    if str(kind).lower() not in ("adam", *(ADAM_ON_HOST if on_host else ())):
         made = "MuSGD" if str(kind).lower() == "sgd" else kind
         refuse_optimizer(source, draft, "optimizer.type", made, source.under("optimizer"))
         return

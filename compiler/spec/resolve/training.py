@@ -125,7 +125,8 @@ class TrainingValues(ParallelismValues):
         path = ("zero", f"offload_{part}")
         if not self.given(*path):
             return None
-        found = Offload(self.get(*path, "device"), bool(self.get(*path, "pin_memory")))
+        more = [self.get(*path, "implementation")] if part == "optimizer" else []
+        found = Offload(self.get(*path, "device"), bool(self.get(*path, "pin_memory")), *more)
         return None if found.device == "none" else found
 
     @property

@@ -25,6 +25,7 @@ from parcompile.runtime.preflight.live.agreement import (
     JOB,
     Arrived,
     compare_arrival,
+    compare_cpu_adam,
     compare_disk,
     compare_memory,
     compare_places,
@@ -108,6 +109,7 @@ def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     go = not _differing(found.findings)
     found.findings += compare_places(found.arrived)
     found.findings += compare_memory(found.arrived)
+    found.findings += compare_cpu_adam(found.arrived)
     found.findings += compare_shared_memory(found.arrived)
     return {"go": go, "nodes": [one.node for one in facts], "marker": heard[0]["marker"]}
 

@@ -210,6 +210,19 @@ def compare_memory(arrived: Arrived) -> Iterator[Finding]:
     yield from _enough("host memory for what ranks keep there", optimizers)
 
 
+def compare_cpu_adam(arrived: Arrived) -> Iterator[Finding]:
+    """Whether each host has DeepSpeedCPUAdam compiled, or can do it, where the plan takes it."""
+    subject, asked = "DeepSpeedCPUAdam", [one for one in arrived.facts if one.cpu_adam is not None]
+    for one in asked:
+        if one.cpu_adam_failure:
+            detail = f"on {one.node} {one.cpu_adam_failure}"
+            yield Finding(one.rank, subject, "can be compiled", "cannot", Verdict.DIFFERS, detail)
+    if asked and not any(one.cpu_adam_failure for one in asked):
+        waiting = {one.node for one in asked if not one.cpu_adam}
+        found = f"not yet on {len(waiting)} host(s): a minute or more" if waiting else "compiled"
+        yield Finding(JOB, subject, "compiled, or can be", found, Verdict.AGREES)
+
+
 def compare_shared_memory(arrived: Arrived) -> Iterator[Finding]:
     """Through which NCCL's ranks of a node may speak; gloo and single ranks do without."""
     places = []

@@ -17,6 +17,7 @@ import torch
 from parcompile import __version__
 from parcompile.backends.artefacts import variables
 from parcompile.plan import Plan
+from parcompile.runtime.deepspeed_patches import cpu_adam
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.spec import Precision
@@ -104,6 +105,10 @@ class Facts:
     """What the plan's environment variables are set to here."""
     failure: str = ""
     """Why this rank cannot take part."""
+    cpu_adam: bool | None = None
+    """Whether DeepSpeedCPUAdam is compiled here; None: the plan does not take it."""
+    cpu_adam_failure: str = ""
+    """Why it cannot be."""
 
     def to_json(self) -> dict[str, Any]:
         """For the way to rank 0."""
@@ -142,7 +147,15 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
         disk_failure=refused,
         variables={one.name: os.environ.get(one.name) for one in (() if plan is None else variables(plan))},
         failure=failure,
+        **_cpu_adam(plan),
     )
+
+
+def _cpu_adam(plan: Plan | None) -> dict[str, Any]:
+    if plan is None or not plan.spec.takes_cpu_adam:
+        return {}
+    why = cpu_adam.what_is_missing()
+    return {"cpu_adam": not why and cpu_adam.is_built(), "cpu_adam_failure": why}
 
 
 def node_name() -> str:
