@@ -103,6 +103,7 @@ def test_the_training_snippet_trains(tmp_path: Path) -> None:
     named = set(re.findall(r"`([a-z_]+)[`/]", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
     written = {name.partition("/")[0] for row in rows for name in row} - {"step"}
     elsewhere = {"mfu", "skipped_steps", "slowest_rank", "slowest_seconds", "fastest_seconds", "router_load"}
+    elsewhere |= {"refused_choices"}
     assert named == written | elsewhere
     assert "parcompile_eval_loss{" in (tmp_path / "output" / "run.prom").read_text("utf-8")
 

@@ -600,6 +600,7 @@ def losses(plan: Plan) -> list[Loss]:
     found += decay_schedule_losses(spec, "its weight decay stays", "every step has optimizer.weight_decay")
     if training.router is not None:
         why = "bias_update_rate is load_balance_coeff of a model's own arguments; it has no losses of routers"
+        why += ", and its experts take all rows" * (training.router.expert_capacity is not None)
         found.append(Loss(f"router {', '.join(training.router.said)}", why, "set load_balance_coeff"))
     if not isinstance(training.activation_checkpointing, str):
         found.append(

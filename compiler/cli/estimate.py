@@ -94,6 +94,9 @@ def command(
     assert checked.resolution is not None
     # A plan holds more than the spec that can be made of it, such as a machine that stood in a file.
     decided = load_plan(spec).spec if is_plan(spec) else checked.resolution.spec()
+    if imbalance is not None and decided.training.router is not None and decided.training.router.expert_capacity:
+        given = f"training.router.expert_capacity {decided.training.router.expert_capacity}"
+        raise click.UsageError(f"--expert-imbalance {imbalance}, but with {given} every expert has equally many rows")
     try:
         work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
     except ValueError as error:

@@ -187,12 +187,14 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
     # What goes to experts that give back what they take stays.
     rows = int(sent_rows(work, moe.num_experts_per_token) * moe.num_experts / moe.num_choices)
     row_bytes = work.shape.expert_features * work.element_bytes
-    counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
     again = 2 if work.recomputes(MLP) else 1
+    # The numbers of rows, which are known where experts have a capacity.
+    counted = again if work.capacity_rows is None else 0
+    counts = COUNT_BYTES * moe.num_experts * work.expert_slices * (work.ep - 1) / work.ep
     there_and_back = 2 * again + 2
     travelling = (work.ep - 1) * balanced_rows(rows, work.ep) * row_bytes
-    size = passes * (there_and_back * travelling + again * counts)
-    found = {(Axis.EP.value, "all-to-all"): Sent(passes * (there_and_back + again), size)}
+    size = passes * (there_and_back * travelling + counted * counts)
+    found = {(Axis.EP.value, "all-to-all"): Sent(passes * (there_and_back + counted), size)}
     if work.expert_slices > 1:
         gathered = passes * there_and_back * (work.expert_slices - 1) * rows * row_bytes
         found[Axis.TP, "all-to-all"] = Sent(passes * there_and_back, gathered)
@@ -201,6 +203,8 @@ def _experts(work: Workload, stage: Stage) -> Collectives:
 
 def sent_rows(work: Workload, choices: int) -> int:
     """Rows that the rank with most tokens sends in a layer of experts; each token has so many choices."""
+    if work.shape.moe is not None and (rows := work.capacity_rows) is not None:
+        return rows * work.shape.moe.num_experts
     start, stop = shared_tokens(work.local_tokens, work.tp, 0)
     return (stop - start) * choices
 

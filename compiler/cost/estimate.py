@@ -112,7 +112,10 @@ class Estimate:
             },
             "expert_imbalance": None
             if self.work.ep == 1
-            else {"factor": self.work.imbalance, "assumed": self.work.expert_imbalance is None},
+            else {
+                "factor": self.work.imbalance,
+                "assumed": self.work.expert_imbalance is None and self.work.capacity_rows is None,
+            },
             "documents": {
                 "tokens": self.work.attended_length,
                 "assumed": self.work.document_length is None,

@@ -131,6 +131,8 @@ def _distance(found: Estimate) -> str:
 
 def imbalance_text(work: Workload) -> str:
     """How unevenly experts are chosen in memory and time, and whether that was said or assumed."""
+    if work.capacity_rows is not None:
+        return f"each expert has {work.capacity_rows:,} rows of each rank: {work.imbalance:g} times balanced ones"
     if work.expert_imbalance is None:
         return "assumes balanced experts; `estimate --expert-imbalance` takes another share of the busiest ep rank"
     return f"the busiest ep rank computes {work.imbalance:g} times the mean of all rows (given)"

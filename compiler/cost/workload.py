@@ -22,10 +22,12 @@ from parcompile.layout.shards import (
     GroupKind,
     ShardedGroups,
     TensorLayout,
+    expert_rows,
     loss_chunk_tokens,
     mlp_tile_length,
     padded_vocab_size,
     sharded_groups,
+    shared_tokens,
     takes_muon,
     tensor_layout,
 )
@@ -130,6 +132,8 @@ class Workload:
     """What lies between the projections of dense MLPs exists for a tile of tokens at a time."""
     expert_imbalance: float | None = None
     """Rows of the busiest ep rank over the mean of all; None: `ASSUMED_IMBALANCE`."""
+    expert_capacity: float | None = None
+    """Rows that an expert takes of the tokens of a rank over its even share; None: all that come."""
     document_length: int | None = None
     """Tokens of each document that is packed into a sequence; None: a sequence is one document."""
     state_bytes: int = ADAM_STATE_BYTES
@@ -183,10 +187,24 @@ class Workload:
 
     @property
     def imbalance(self) -> float:
-        """The factor by which the busiest ep rank gets more rows than the mean; 1 where each rank has all experts."""
+        """The factor by which the busiest ep rank gets more rows than the mean; 1 where each rank has all experts.
+
+        With a capacity each rank gets equally many: as many over those of balanced experts.
+        """
         if self.ep == 1:
             return 1.0
+        moe, rows = self.shape.moe, self.capacity_rows
+        if moe is not None and rows is not None:
+            return rows * moe.num_experts * self.tp / (self.local_tokens * moe.num_experts_per_token)
         return ASSUMED_IMBALANCE if self.expert_imbalance is None else self.expert_imbalance
+
+    @property
+    def capacity_rows(self) -> int | None:
+        """Rows that an expert takes of the tokens of the rank with most; None where it takes all that come."""
+        if self.expert_capacity is None or self.shape.moe is None:
+            return None
+        moe, (_, tokens) = self.shape.moe, shared_tokens(self.local_tokens, self.tp, 0)
+        return expert_rows(self.expert_capacity, tokens, moe.num_experts_per_token, moe.num_experts)
 
     @property
     def attended_length(self) -> int:

@@ -107,6 +107,15 @@ def shared_tokens(tokens: int, tp: int, rank: int) -> tuple[int, int]:
     return min(rank * share, tokens), min((rank + 1) * share, tokens)
 
 
+def expert_rows(factor: float, tokens: int, choices: int, experts: int) -> int:
+    """Rows that an expert takes of the `tokens` of a rank, each with so many choices, where its share is limited.
+
+    ⌈factor · tokens · choices / experts⌉, and no more than all tokens: Megatron-Core's `get_capacity`, above which its
+    `apply_router_token_dropping` drops nothing.
+    """
+    return min(math.ceil(factor * tokens * choices / experts), tokens)
+
+
 def keeps_places(dense: Grid, expert: Grid) -> bool:
     """Whether every rank holds experts of its own stage, cut at its own place on tp.
 

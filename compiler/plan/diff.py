@@ -295,7 +295,7 @@ def _changed(kind: ChangeKind, before: dict[str, Any], after: dict[str, Any], no
 
 def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, Any]:
-        training = plan.spec.training
+        training, router = plan.spec.training, plan.spec.training.router
         model = {f"model.{key}": value for key, value in plan.spec.model.architecture.items()}
         optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
         schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
@@ -309,10 +309,10 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             **schedule,
             "gradient_clipping": training.gradient_clipping,
             "loss_scale": training.loss_scale,
-            **{f"router.{key}": value for key, value in _fields(training.router).items()},
+            **{f"router.{key}": value for key, value in _fields(router).items()},
             **(
                 {"micro_batch_size": training.micro_batch_size}
-                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
+                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH) or (router and router.expert_capacity)
                 else {}
             ),
             **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
+from parcompile.layout.shards import expert_rows, shared_tokens
 from parcompile.model.catalogue import CORRECTED, router_scores
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
@@ -15,7 +16,7 @@ from .arithmetic import also, layout_change, listed, model_path, nearest_divisor
 
 _EP = ("parallelism", "ep")
 _ROUTER = ("training", "router")
-_RATE = (*_ROUTER, "bias_update_rate")
+_RATE, _CAPACITY = ((*_ROUTER, name) for name in ("bias_update_rate", "expert_capacity"))
 _AUX, _SCOPE, _Z = ((*_ROUTER, name) for name in ("aux_loss", "aux_loss_scope", "z_loss"))
 _EXPERT_TP = ("parallelism", "expert_tp")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -172,6 +173,51 @@ def scope_of_the_balance_is_shown(spec: Resolution) -> Iterator[Finding]:
             _SCOPE,
             help="sequence needs none",
         )
+
+
+@rule("M008")
+def experts_can_have_a_capacity(spec: Resolution) -> Iterator[Finding]:
+    """Fires for a model without experts, and for zero experts."""
+    if not spec.given(*_CAPACITY):
+        return
+    kind, moe = spec.shape.model_type, spec.shape.moe
+    if moe is None:
+        why = f"{kind} has no experts"
+    elif moe.num_identities:
+        why = f"the {moe.num_identities} zero experts of {kind} compute nothing: what they take needs no limit"
+    else:
+        return
+    yield Finding(
+        f"expert_capacity {spec.get(*_CAPACITY)}, but {why}",
+        _CAPACITY,
+        help="remove expert_capacity",
+        fixes=(Fix.removing(_CAPACITY, Safety.SAFE if moe is None else Safety.CHANGES_NUMERICS),),
+        related=also(spec, model_path(spec, "model_type")),
+    )
+
+
+@rule("M009", severity=Severity.INFO)
+def what_a_capacity_refuses_is_shown(spec: Resolution) -> Iterator[Finding]:
+    """Says how many rows an expert takes of which tokens; at a capacity of experts / top-k, that none is refused."""
+    moe = spec.shape.moe
+    if moe is None or moe.num_identities or not spec.given(*_CAPACITY):
+        return
+    factor, cp, tp = spec.get(*_CAPACITY), spec.axis(Axis.CP), spec.axis(Axis.TP)
+    count, chosen = moe.num_experts, moe.num_experts_per_token
+    _, tokens = shared_tokens(spec.micro_batch_size * spec.sequence_length // cp, tp, 0)
+    rows = expert_rows(factor, tokens, chosen, count)
+    means = "another layout refuses other choices"
+    instead = f"at {count} / {chosen} = {count / chosen:g} or more none is refused, as without the key"
+    if rows == tokens:
+        means = "no choice is refused"
+        instead = "write less, or leave it out: with ep, as much is sent as if each token had chosen every expert"
+    yield Finding(
+        f"an expert takes min(⌈{factor} · {tokens} · {chosen} / {count}⌉, {tokens}) = {rows} rows of the {tokens} "
+        f"tokens that a rank has of a micro-batch (micro_batch_size {spec.micro_batch_size} · sequence_length "
+        f"{spec.sequence_length} / cp {cp} / tp {tp}): {means}",
+        _CAPACITY,
+        help=instead,
+    )
 
 
 @rule("M003")

@@ -130,6 +130,8 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
     found["skipped_steps"] = int(skipped[-1]) if skipped else 0
     found["nonfinite_steps"] = wrong
     found |= _slowest(rows) | _loads(rows)
+    if refused := known_values(rows, "refused_choices"):
+        found["refused_choices"] = {"median": statistics.median(refused), "last": refused[-1]}
     held_out = [
         {
             name: value if math.isfinite(value) else None

@@ -189,19 +189,27 @@ MICRO_BATCH, GLOBAL_BATCH = "micro_batch", "global_batch"
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Losses of the routers of experts, and the move of their correction bias: `training.router`."""
+    """Losses of the routers of experts, the move of their correction bias, and a limit of rows: `training.router`."""
 
     aux_loss: float
     aux_loss_scope: str
     z_loss: float
     bias_update_rate: float | None
+    expert_capacity: float | None = None
+    """Rows that an expert takes of the tokens of a rank over its even share; None: all that come."""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether anything is added to the loss of tokens."""
+        return bool(self.aux_loss or self.z_loss)
 
     @property
     def said(self) -> list[str]:
         """What it asks for, in words."""
         words = [f"aux_loss {self.aux_loss} ({self.aux_loss_scope})"] if self.aux_loss else []
         words += [f"z_loss {self.z_loss}"] if self.z_loss else []
-        return words + ([] if self.bias_update_rate is None else [f"bias_update_rate {self.bias_update_rate}"])
+        words += [] if self.bias_update_rate is None else [f"bias_update_rate {self.bias_update_rate}"]
+        return words + ([] if self.expert_capacity is None else [f"expert_capacity {self.expert_capacity}"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +473,7 @@ def workload_of(spec: Spec) -> Workload:
         linear_loss=training.linear_cross_entropy,
         tiled_mlp=training.tiled_mlp,
         router_z_loss=bool(router and router.z_loss),
+        expert_capacity=router.expert_capacity if router else None,
         stage_layers=spec.stages,
         state_bytes=training.optimizer.state_bytes,
         muon=training.optimizer.is_muon,

@@ -19,6 +19,7 @@ from parcompile.cost.step import utilisation
 from parcompile.cost.workload import Workload
 from parcompile.doctor.records import STEP
 from parcompile.runtime.data import Batch
+from parcompile.runtime.expert_parallel import REFUSED, Capacity
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
 from parcompile.runtime.model.lora import without_peft
@@ -56,7 +57,8 @@ class StepMeter:
     - after a gathering, of the steps before it: `memory_peak_bytes`, the most that a rank has held since it began, and
       `memory_peak_rank`; on CPUs `slowest_rank`, `slowest_seconds` and `fastest_seconds`, the mean times of ranks in a
       step without what they wait for each other; `router_load/LAYER`, the tokens of the fullest expert over the mean
-      of all, where the plan has losses or biases of routers: 1 is balanced.
+      of all, where the plan has losses or biases of routers: 1 is balanced; `refused_choices`, the share of choices
+      that experts refused, where they have a capacity.
 
     Args:
         engine: from `initialize`.
@@ -76,6 +78,7 @@ class StepMeter:
         shape, model = plan.spec.model.shape, without_peft(engine.module)
         counting = (getattr(model, "loss_function", None), getattr(engine.module, KEPT, None))
         self._routers: list[Any] = [one for one in counting if isinstance(one, RouterLosses | RouterBiases)][-1:]
+        self._capacity: Capacity | None = getattr(model, REFUSED, None)
         self._layers, self._experts = shape.num_hidden_layers, 0 if shape.moe is None else shape.moe.num_choices
 
     def train_batch(self, batches: Iterator[Batch]) -> dict[str, float]:
@@ -120,8 +123,8 @@ class StepMeter:
 
     def _gather(self) -> None:
         """Posts the message: each rank's time and peak, and how often the experts of each layer were chosen."""
-        sent = torch.zeros(2 * self._world_size + self._layers * self._experts, dtype=torch.float64)
-        of_ranks, of_layers = sent[: 2 * self._world_size], sent[2 * self._world_size :]
+        sent = torch.zeros(2 * self._world_size + 2 + self._layers * self._experts, dtype=torch.float64)
+        of_ranks, of_choices, of_layers = self._parts(sent)
         of_ranks.view(-1, 2)[self._mesh.rank] = torch.tensor(
             [self._own / self._since, float(peak_bytes(self._mesh.device))], dtype=torch.float64
         )
@@ -129,9 +132,15 @@ class StepMeter:
             for layer, load in zip(one.layers, one.loads, strict=True):
                 of_layers.view(self._layers, -1)[layer, : len(load)] += load.cpu()
                 load.zero_()
+        if self._capacity is not None:
+            of_choices.copy_(torch.tensor(self._capacity.told(), dtype=torch.float64))
         self._own, self._since = 0.0, 0
         sent = sent.to(self._mesh.device)
         self._coming = dist.all_reduce(sent, async_op=True), sent
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, ...]:
+        """What ranks tell of themselves, choices that were refused and all, and how often experts were chosen."""
+        return torch.split(message, [2 * self._world_size, 2, self._layers * self._experts])
 
     def _gathered(self) -> dict[str, float]:
         """What the message of the step before has brought."""
@@ -140,13 +149,14 @@ class StepMeter:
         (work, brought), self._coming = self._coming, None
         if work is not None:
             work.wait()
-        brought = brought.cpu()
-        of_ranks, of_layers = brought[: 2 * self._world_size], brought[2 * self._world_size :]
+        of_ranks, of_choices, of_layers = self._parts(brought.cpu())
         own, peaks = of_ranks.view(-1, 2).unbind(1)
         row = {"memory_peak_bytes": float(peaks.max()), "memory_peak_rank": int(peaks.argmax())}
         if self._on_cpu and self._world_size > 1:
             row["slowest_rank"] = int(own.argmax())
             row |= {"slowest_seconds": float(own.max()), "fastest_seconds": float(own.min())}
+        if of_choices[1]:
+            row["refused_choices"] = float(of_choices[0] / of_choices[1])
         for layer, load in enumerate(of_layers.view(self._layers, -1) if self._experts else ()):
             if load.any():
                 row[f"router_load/{layer}"] = float(load.max() / load.mean())

@@ -14,8 +14,8 @@ Tensor-parallel ranks have the same tokens, and each sends an equal share of the
 experts put the rows that come to them together, and add up what they compute of each. The results of a rank's share are
 its part of a sum over tp, which the block of experts ends with: it is zero for all other tokens.
 
-Shapes: A tokens of all tp ranks, T of this rank's share, k experts of a token, R = T · k rows, Q rows that come to this
-rank, N to all that hold slices of the same experts, H hidden size.
+Shapes: A tokens of all tp ranks, k experts of a token, N rows that come to all that hold slices of the same experts, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.groups import EXPERT_DP, Axis
+from parcompile.layout.shards import shared_tokens
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.deepspeed_patches.engine import register_expert_groups
 from parcompile.runtime.deepspeed_patches.norm import (
@@ -47,7 +48,8 @@ from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 from parcompile.spec.values import workload_of
 
-from .routing import Sharing, exchange, gather_rows, in_order_of_choices, route, rows_of, start_exchange, sum_rows
+from .dispatch import AllToAll, Dispatcher
+from .routing import Capacity, Routing, Sharing, route, route_up_to
 from .variants import (
     PassedOn,
     ScaledExperts,
@@ -59,6 +61,9 @@ from .variants import (
     visit_chosen,
     warn_of_empty_tables,
 )
+
+REFUSED = "parcompile_refused"
+"""The attribute of a model that holds its `Capacity`, which counts the choices that were refused."""
 
 mark_dealt = mark_expert
 is_dealt = is_expert
@@ -130,12 +135,21 @@ def apart(given: Iterable[Any], ep: int) -> list[dict[str, Any]]:
 
 
 def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
-    """Leaves each rank its experts, and lets tokens travel to them. Nothing is done where ep is 1.
+    """Leaves each rank its experts, and lets tokens travel to them. Where ep is 1, a capacity alone is kept to.
 
     What is left is whole; tensor parallelism cuts it afterwards.
     """
     group, tp = mesh.parallel_group(Axis.EP), mesh.parallel_group(Axis.TP)
+    rows = workload_of(mesh.plan.spec).capacity_rows
+    capacity = None if rows is None else Capacity(rows)
+    if capacity is not None:
+        setattr(model, REFUSED, capacity)
     if group is None:
+        if capacity is not None:
+            names = (name for name, _ in model.named_parameters())
+            stacks = [name for name in names if slices.has(name) and slices.of(name).parameter.expert_dim is not None]
+            for owner in dict.fromkeys(name.rpartition(".")[0] for name in stacks):
+                Limited(model.get_submodule(owner), group_size(tp), capacity)
         return
     # Tensor-parallel ranks then hold other experts, not slices of the same ones.
     folds = slices.folds_experts
@@ -158,7 +172,7 @@ def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:
         if pieces:
             block = model.get_submodule(name.rpartition(".")[0])
             shared = getattr(block, shared_name, None) if shared_name else None
-            Dispatched(module, group, tp, None if folds else tp, shared)
+            Dispatched(module, group, tp, None if folds else tp, shared, capacity)
 
 
 def _dealt(whole: Tensor, piece: Slice) -> Tensor:
@@ -191,6 +205,7 @@ class Dispatched:
         tp: the tensor-parallel ranks, which have the same tokens; None: there are no others.
         holders: those of them that hold slices of the same experts; None: no others do.
         shared: the shared expert of the block, which is computed while rows travel.
+        capacity: how many rows an expert takes of a rank in training; None: all.
     """
 
     def __init__(
@@ -200,54 +215,49 @@ class Dispatched:
         tp: dist.ProcessGroup | None = None,
         holders: dist.ProcessGroup | None = None,
         shared: nn.Module | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         experts: Any = module
-        self._module, self._group, self._experts = module, group, int(experts.num_experts)
-        own = experts.forward
-        self._identities = own.count if isinstance(own, PassedOn) else 0
-        self._scaled = isinstance(own, ScaledExperts)
-        self._holders = holders
+        own, count = experts.forward, int(experts.num_experts)
+        identities = own.count if isinstance(own, PassedOn) else 0
+        self._module, self._scaled = module, isinstance(own, ScaledExperts)
         self._shared = None if shared is None else SharedExpert(shared)
-        self._sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
         self._compute: Callable[..., Tensor] = own.computed if isinstance(own, PassedOn | ScaledExperts) else own
-        experts.num_experts = self._experts // dist.get_world_size(group)
+        experts.num_experts = count // dist.get_world_size(group)
         experts.forward = self
+        sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
+
+        def dropless(chosen_Ak: Tensor, _: Tensor) -> Routing:
+            return route(chosen_Ak, count, group, sharing, identities)
+
+        def limited(chosen_Ak: Tensor, weights_Ak: Tensor) -> Routing:
+            assert capacity is not None
+            return route_up_to(capacity, chosen_Ak, weights_Ak, count, group, sharing)
+
+        def dispatcher(routed: Callable[[Tensor, Tensor], Routing]) -> Dispatcher:
+            # The one place that says which library takes rows to their experts.
+            return AllToAll(routed, group, holders, scales=self._scaled, passes_on=identities > 0)
+
+        self._dropless = dispatcher(dropless)
+        self._training = self._dropless if capacity is None else dispatcher(limited)
 
     def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
         """As the experts of transformers: of each token the sum of what its experts give, by their weights."""
+        dispatcher = self._training if self._module.training else self._dropless
+
+        def meanwhile() -> None:
+            if self._shared is not None:
+                self._shared.compute(hidden_AH)
+
         try:
-            return self._dispatched(hidden_AH, chosen_Ak, weights_Ak)
+            rows_NH, expert_of_row, way = dispatcher.dispatch(hidden_AH, chosen_Ak, weights_Ak, meanwhile)
+            return dispatcher.combine(self._local(rows_NH, expert_of_row), way)
         except BaseException:
             # Recomputation stops by an exception once backward has what it needs: the block never asks for the shared
             # expert then, and what it was computed from, a whole layer, would stay until the next micro-batch.
             if self._shared is not None:
                 self._shared.forget()
             raise
-
-    def _dispatched(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
-        routing = route(chosen_Ak, self._experts, self._group, self._sharing, self._identities)
-        start, stop = routing.tokens
-        sent_RH, kept_H = rows_of(hidden_AH[start:stop], routing), None
-        if self._scaled:
-            sent_RH = sent_RH * weights_Ak[start:stop].flatten().index_select(0, routing.order).unsqueeze(-1)
-        if self._identities:
-            # What experts give back unchanged lies behind the others, and stays.
-            sent_RH, kept_H = torch.split(sent_RH, [sum(routing.send), len(sent_RH) - sum(routing.send)])
-            kept_H = kept_H.clone()  # not with all that is sent
-        on_their_way = start_exchange(sent_RH, routing.send, routing.receive, self._group)
-        del sent_RH
-        if self._shared is not None:
-            self._shared.compute(hidden_AH)
-        rows_NH = gather_rows(on_their_way.wait(), routing.gathered, self._holders)
-        del on_their_way  # it keeps what was sent
-        done_NH = self._local(rows_NH, routing.expert_of_row)
-        done_QH = sum_rows(done_NH, routing.gathered, self._holders)
-        back_RH = exchange(done_QH, routing.receive, routing.send, self._group)
-        each_TkH = in_order_of_choices(back_RH if kept_H is None else torch.cat([back_RH, kept_H]), routing)
-        if not self._scaled:
-            each_TkH = each_TkH * weights_Ak[start:stop].unsqueeze(-1)
-        done_TH = each_TkH.sum(1).to(hidden_AH.dtype)
-        return F.pad(done_TH, (0, 0, start, len(hidden_AH) - stop))
 
     def _local(self, rows_NH: Tensor, expert_of_row: Tensor) -> Tensor:
         count = len(rows_NH)
@@ -259,3 +269,29 @@ class Dispatched:
         ones = () if self._scaled else (torch.ones_like(rows_NH[:, :1]),)
         done_NH = self._compute(rows_NH, expert_of_row.unsqueeze(1), *ones)
         return done_NH if count else done_NH[:0]
+
+
+class Limited:
+    """Takes the place of the `forward` of experts that every rank has: what a capacity refuses has the weight 0.
+
+    Args:
+        module: the experts of transformers.
+        tp: ranks among which the tokens are shared out, as where experts are dealt.
+        capacity: how many rows an expert takes of each share in training.
+    """
+
+    def __init__(self, module: nn.Module, tp: int, capacity: Capacity) -> None:
+        experts: Any = module
+        self._module, self._tp, self._capacity = experts, tp, capacity
+        self._experts, self._compute = int(experts.num_experts), experts.forward
+        experts.forward = self
+
+    def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:
+        """As the experts of transformers."""
+        if self._module.training:
+            experts, (_, share) = self._tp * self._experts, shared_tokens(len(chosen_Ak), self._tp, 0)
+            first = torch.arange(len(chosen_Ak), device=chosen_Ak.device) // max(1, share) * self._experts
+            slots = self._capacity.slots((chosen_Ak + first[:, None]).flatten(), weights_Ak.flatten(), experts)
+            weights_Ak = weights_Ak.masked_fill((slots == experts * self._capacity.rows).view_as(chosen_Ak), 0)
+        done: Tensor = self._compute(hidden_AH, chosen_Ak, weights_Ak)
+        return done

@@ -1,6 +1,7 @@
 """Which rows go where: the choices of the router, and the exchanges that take rows to their experts and back.
 
-Dropless: every choice becomes a row, however many fall on one expert. Rows are sorted by expert, and so by rank.
+Dropless: every choice becomes a row, however many fall on one expert. Rows are sorted by expert, and so by rank. With a
+capacity each expert gets equally many rows of each rank, R = experts · capacity.
 
 Tensor-parallel ranks know the choices of all tokens of their data. Each sends those of its own share of the tokens, and
 where it holds slices of experts that others hold further slices of, it gets the rows of all of these.
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from parcompile.layout.shards import balanced_rows, shared_tokens
 from parcompile.runtime.collectives import linear_map
+from parcompile.runtime.micro_batch import is_repeated
 from parcompile.runtime.transport import Pending
 
 
@@ -62,7 +64,7 @@ class Routing:
     order: Tensor
     """[R], from the place of a row among those that are sent to its place among the choices [T, k], flat."""
     places: Tensor
-    """[R], the other way round."""
+    """[T · k], the other way round."""
     send: list[int]
     """Rows for each rank of ep; what is left of R stays."""
     receive: list[int]
@@ -71,6 +73,44 @@ class Routing:
     """Q of each rank that holds slices of the same experts, in their order."""
     expert_of_row: Tensor
     """[N], which of this rank's experts each row is for."""
+    empty: Tensor | None = None
+    """[R], the rows that are sent and are no choice's; None: all are."""
+    refused: Tensor | None = None
+    """[T · k], the choices that no row is sent for; None: one is for each."""
+
+
+class Capacity:
+    """How many rows an expert takes of a rank's tokens, and how many choices found none left."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._choices = 0
+        self._refused: Tensor | None = None
+
+    def told(self) -> tuple[int, int]:
+        """How many choices training has refused, and all of them, since this was asked last; the host waits."""
+        found = 0 if self._refused is None else int(self._refused), self._choices
+        self._refused, self._choices = None, 0
+        return found
+
+    def slots(self, chosen_R: Tensor, weights_R: Tensor, experts: int) -> Tensor:
+        """[R], the place of each choice among the `rows` of each expert, and `experts · rows` where it is refused.
+
+        An expert keeps the choices with the highest weights, and of equal ones the first: Megatron-Core's policy
+        "probs" (`apply_router_token_dropping` of core/transformer/moe/moe_utils.py).
+        """
+        by_weight = weights_R.detach().argsort(descending=True, stable=True)
+        order = by_weight.index_select(0, chosen_R.index_select(0, by_weight).argsort(stable=True))
+        counts = torch.zeros(experts, dtype=torch.long, device=chosen_R.device)
+        counts.scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+        of_expert = chosen_R.index_select(0, order)
+        within = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts).index_select(0, of_expert)
+        places = torch.where(within < self.rows, of_expert * self.rows + within, experts * self.rows)
+        if not is_repeated():
+            self._choices += len(order)
+            refused = (within >= self.rows).sum()
+            self._refused = refused if self._refused is None else self._refused + refused
+        return torch.empty_like(order).scatter_(0, order, places)
 
 
 def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sharing, identities: int = 0) -> Routing:
@@ -110,6 +150,39 @@ def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sh
     return Routing((start, stop), chosen_Ak.shape[1], order, places, send, receive, gathered, of_rows)
 
 
+def route_up_to(
+    capacity: Capacity,
+    chosen_Ak: Tensor,
+    weights_Ak: Tensor,
+    experts: int,
+    group: dist.ProcessGroup,
+    sharing: Sharing,
+) -> Routing:
+    """Each rank sends `capacity` rows to each expert, zeros where it has less: nothing is exchanged or waited for.
+
+    Args:
+        capacity: of an expert for the tokens of one rank; the same on all ranks.
+        chosen_Ak: the experts of each of the A tokens of all tp ranks together, of all `experts`.
+        weights_Ak: their weights.
+        experts: how many there are over all ranks.
+        group: the ranks over which they are dealt.
+        sharing: which of the tokens this rank sends.
+    """
+    ranks, local, rows = dist.get_world_size(group), experts // dist.get_world_size(group), experts * capacity.rows
+    start, stop = sharing.tokens(len(chosen_Ak), tp_rank=sharing.tp_rank if _has_values(chosen_Ak) else 0)
+    chosen_R = chosen_Ak[start:stop].reshape(-1)
+    slots = capacity.slots(chosen_R, weights_Ak[start:stop].reshape(-1), experts)
+    # What is refused goes behind the last row.
+    order = slots.new_full((rows + 1,), -1).scatter_(0, slots, torch.arange(len(slots), device=slots.device))[:rows]
+    each, came = [local * capacity.rows] * ranks, sharing.slices * ranks
+    of_rows = torch.arange(local, device=slots.device).view(1, -1, 1).expand(came, -1, capacity.rows).flatten()
+    gathered = [rows] * sharing.slices
+    places, choices = slots.clamp(max=rows - 1), chosen_Ak.shape[1]
+    return Routing(
+        (start, stop), choices, order.clamp(min=0), places, each, each, gathered, of_rows, order < 0, slots == rows
+    )
+
+
 def _counts(chosen_Ak: Tensor, experts: int, sharing: Sharing) -> Tensor:
     """[holders, experts]: how many rows each of those that hold slices of the same experts sends to each expert."""
     found = torch.zeros(sharing.slices, experts, dtype=torch.long, device=chosen_Ak.device)
@@ -141,41 +214,54 @@ def _has_values(tensor: Tensor) -> bool:
 
 def rows_of(tokens_TH: Tensor, routing: Routing) -> Tensor:
     """[R, H]: each token once for each of its experts, in the order in which they are sent."""
-    return cast(Tensor, cast(Any, _Rows).apply(tokens_TH, routing.order, routing.places, routing.choices))
+    return cast(Tensor, cast(Any, _Rows).apply(tokens_TH, routing))
 
 
 def in_order_of_choices(rows_RH: Tensor, routing: Routing) -> Tensor:
-    """What came back [R, H], in the order of the choices [T, k], as [T, k, H]."""
-    found = cast(Tensor, cast(Any, _Permuted).apply(rows_RH, routing.places, routing.order))
+    """What came back [R, H], in the order of the choices [T, k], as [T, k, H]; zeros for those that were refused."""
+    found = cast(Tensor, cast(Any, _Permuted).apply(rows_RH, routing))
     return found.view(-1, routing.choices, rows_RH.shape[-1])
+
+
+def scales_of(weights_Tk: Tensor, routing: Routing) -> Tensor:
+    """[R]: the weight of each row."""
+    weights = weights_Tk.flatten()
+    return weights.index_select(0, routing.order) if len(weights) else weights.new_zeros(len(routing.order))
+
+
+def taken(rows: Tensor, places: Tensor, none: Tensor | None) -> Tensor:
+    """The rows at these places, zeros where there is none."""
+    if none is None:
+        return rows.index_select(0, places)
+    if not len(rows):  # a rank without tokens
+        return rows.new_zeros(len(places), *rows.shape[1:])
+    return rows.index_select(0, places).masked_fill_(none.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 class _Rows(torch.autograd.Function):
     """Backward adds up the rows of a token in the order of its choices, whatever the order of arrival."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_TH: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.choices = choices
-        return tokens_TH.index_select(0, order // choices)
+    def forward(ctx: Any, tokens_TH: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(routing.places, routing.refused)
+        ctx.choices = routing.choices
+        return taken(tokens_TH, routing.order // routing.choices, routing.empty)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        gradient = gradients[0].index_select(0, places)
-        return gradient.view(-1, ctx.choices, gradient.shape[-1]).sum(1), None, None, None
+        gradient = taken(gradients[0], *ctx.saved_tensors)
+        return gradient.view(-1, ctx.choices, gradient.shape[-1]).sum(1), None
 
 
 class _Permuted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_RH: Tensor, places: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows_RH.index_select(0, places)
+    def forward(ctx: Any, rows_RH: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(routing.order, routing.empty)
+        return taken(rows_RH, routing.places, routing.refused)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return gradients[0].index_select(0, order), None, None
+        return taken(gradients[0], *ctx.saved_tensors), None
 
 
 def exchange(rows_RH: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:

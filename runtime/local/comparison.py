@@ -127,7 +127,9 @@ class LocalRun:
         ):
             rows.append((name, f"{one:.8g}", f"{many:.8g}", f"{difference:.1e}"))
         verdict = "equal" if all(difference <= self.tolerance for difference in self.differences) else "DIFFERENT"
-        without = ", without the losses of routers" if self.plan.spec.training.router else ""
+        router = self.plan.spec.training.router
+        without = ", without the losses of routers" if router and router.has_losses else ""
+        without += ", with no choice of an expert refused" if router and router.expert_capacity else ""
         return f"one step{without}:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
 
 
@@ -184,13 +186,14 @@ def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- t
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, _, loader, _ = initialize(plan=plan, training_data=list(_samples(plan)))
     assert loader is not None
-    # What is drawn at random, one process of plain torch draws otherwise.
-    engine.train(not trains_at_random(engine.module))
+    # What is drawn at random, one process of plain torch draws otherwise; what experts refuse, it does not.
+    router = plan.spec.training.router
+    engine.train(not (trains_at_random(engine.module) or (router is not None and router.expert_capacity)))
     held = {}
     for name, parameter in engine.module.named_parameters():
         with gathered(parameter):
             held[name] = _digest(parameter)
-    with without_router_losses(engine.module) if plan.spec.training.router else nullcontext():
+    with without_router_losses(engine.module) if router else nullcontext():
         loss = float(engine.train_batch(iter(loader)))
     return {"loss": loss, "gradient_norm": float(engine.get_global_grad_norm()), "held": held}
 

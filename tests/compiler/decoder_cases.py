@@ -183,7 +183,7 @@ def trainings(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
 
 @st.composite
 def routers(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
-    """Losses of routers that Megatron-LM has too, and the move of their bias."""
+    """Losses of routers that Megatron-LM has too, the move of their bias, and a capacity."""
     found: dict[str, Any] = {}
     if draw(st.booleans()):
         found["aux_loss"] = draw(RATES)
@@ -192,6 +192,8 @@ def routers(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         found["z_loss"] = draw(RATES)
     if model_type in CORRECTED and draw(st.booleans()):
         found["bias_update_rate"] = draw(RATES)
+    if draw(st.booleans()):
+        found["expert_capacity"] = draw(st.sampled_from([0.5, 1.0, 1.25, 8.0]))
     return found
 
 

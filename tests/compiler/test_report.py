@@ -58,6 +58,7 @@ def row(step: int, predicted: float) -> dict[str, Any]:
     if step in (3, 11, 21, 31):
         found |= {"memory_peak_bytes": 2**30 + step, "memory_peak_rank": 5, "slowest_rank": 6 if step > 3 else 1}
         found |= {"slowest_seconds": 0.5, "fastest_seconds": 0.25, "router_load/1": 1.5, "router_load/3": 2.25}
+        found |= {"refused_choices": 0.125}
     if step in (20, 40):
         found |= {"eval_loss": 7.0, "eval_perplexity": math.exp(7.0) + step, "eval_loss/news": 6.5 + step / 100}
     return found
@@ -96,6 +97,7 @@ def test_figures_stand_beside_those_of_the_estimate(tmp_path: Path, plan: Plan, 
     assert (found["skipped_steps"], found["nonfinite_steps"]) == (2, [35])
     assert found["slowest_rank"] == {"rank": 6, "times": 3, "of": 4, "slowest": 0.5, "fastest": 0.25}
     assert found["router_load"] == {"layer": 3, "largest": 2.25, "median": 1.875}
+    assert found["refused_choices"] == {"median": 0.125, "last": 0.125}
     assert [one["step"] for one in found["evaluations"]] == [20, 40]
     assert found["loss"] == {
         "first": 7.9,

@@ -6,6 +6,7 @@ Two AdamW steps in fp32 with clipping: losses, gradient norms and every adapter 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapter_runs import adapted, assert_exported, assert_same, stored, train, train_plain
@@ -33,8 +34,9 @@ def test_adapters_of_experts_train_in_one_layout_go_on_in_another_and_are_export
     assert_exported(plan, tmp_path, tmp_path, expected)
 
 
-def test_adapters_of_whole_experts_beside_tp_train_as_in_one_process(tmp_path: Path) -> None:
-    plan = Case("deepseek_v3", {"tp": 2, "dp": 1, "cp": 1, "ep": 2, "expert_tp": 1}).plan()
+@pytest.mark.parametrize("training", [{}, {"router": {"expert_capacity": 4.0}}], ids=["", "room for all choices"])
+def test_adapters_of_whole_experts_beside_tp_train_as_in_one_process(tmp_path: Path, training: dict[str, Any]) -> None:
+    plan = Case("deepseek_v3", {"tp": 2, "dp": 1, "cp": 1, "ep": 2, "expert_tp": 1}, training).plan()
     assert_same(run_ranks(2, train, plan, OF_ALL, str(tmp_path), False, False), train_plain(plan, OF_ALL), 2)
 
 

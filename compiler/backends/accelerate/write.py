@@ -110,6 +110,7 @@ def losses(plan: Plan) -> list[Loss]:
     found += decay_schedule_losses(spec, "the optimizer is the script's", "set weight decay in the script")
     if spec.training.router is not None:
         why = "Trainer adds the balancing loss of a model's own output_router_logits and router_aux_loss_coef alone"
+        why += "; experts of transformers take all rows" * (spec.training.router.expert_capacity is not None)
         found.append(Loss(f"router {', '.join(spec.training.router.said)}", why, "scope micro_batch is set there"))
     if (recomputed := spec.training.activation_checkpointing) not in ("none", "full"):
         said = recomputed if isinstance(recomputed, str) else ", ".join(recomputed)

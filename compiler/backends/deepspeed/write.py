@@ -66,7 +66,10 @@ def losses(plan: Plan) -> list[Loss]:
     found: list[Loss] = []
     if (router := plan.spec.training.router) is not None:
         asked = f"router {', '.join(router.said)}"
-        found.append(Loss(asked, "DeepSpeed has no key for it", "parcompile.runtime does it"))
+        why = "DeepSpeed has no key for it" + ": capacity_factor is an argument of its MoE layer" * bool(
+            router.expert_capacity
+        )
+        found.append(Loss(asked, why, "parcompile.runtime does it"))
     if plan.spec.training.activation_offloading:
         why = "activation_checkpointing.cpu_checkpointing is for models that call deepspeed.checkpointing themselves"
         found.append(Loss("training.activation_offloading", why, "parcompile.runtime does it"))

@@ -57,6 +57,10 @@ def _write_losses(training: RouterTraining | None) -> Arguments:
         "moe_router_load_balancing_type": kind or "none",
         "moe_aux_loss_coeff": training.aux_loss if training is not None and kind else 0.0,
     }
+    if training is not None and training.expert_capacity:
+        found |= {"moe_expert_capacity_factor": training.expert_capacity, _POLICY: "probs"}
+        # Fixed sizes; the bias of a router would then count padding, which every expert has as much of as it lacks.
+        found |= {} if training.bias_update_rate else {_PAD: True}
     return found | ({"moe_z_loss_coeff": training.z_loss} if training is not None and training.z_loss else {})
 
 
@@ -69,6 +73,22 @@ def losses(spec: Spec) -> Iterator[Loss]:
     elif scope == GLOBAL_BATCH and steps > 1:
         why = f"of {steps} micro-batches Megatron-LM counts the choices so far, a plan those of the whole step"
         yield Loss(f"aux_loss_scope {scope}", why, "other gradients; equal with one micro-batch")
+    router = spec.training.router
+    if router is None or not router.expert_capacity:
+        return
+    said = f"expert_capacity {router.expert_capacity}"
+    if "moe_token_dispatcher_type" not in spec.megatron:
+        why = "releases of Megatron-LM take it with the dispatcher alltoall alone, and its default is allgather"
+        yield Loss(said, why, "set moe_token_dispatcher_type in backends.megatron")
+    yield Loss(said, "Megatron-LM refuses choices in evaluation too", "other losses in evaluation alone")
+    if router.bias_update_rate:
+        why = "Megatron-LM moves the bias by the choices that it keeps, a plan by all"
+        yield Loss(f"bias_update_rate {router.bias_update_rate} beside expert_capacity", why, "another bias")
+    if spec.parallelism.tp > 1 and spec.training.micro_batch_size > 1:
+        why = "a tp rank of Megatron-LM sends a part of each sequence, one of a plan a run of the micro-batch's tokens"
+        yield Loss(
+            f"{said} with tp {spec.parallelism.tp}", why, "other choices are refused; equal at micro_batch_size 1"
+        )
 
 
 def _write_router(router: Router, moe: MoeShape, rate: float | None) -> Arguments:
@@ -135,17 +155,18 @@ def read(source: Source, *, ffn: int, layers: int) -> tuple[Router | None, MoeSh
 
 
 def read_training(source: Source, draft: Draft, router: Router) -> None:
-    """The losses of the routers, and the move of their bias.
+    """The losses of the routers, the move of their bias, and how many rows experts take.
 
     Raises:
         InexpressibleError: experts are chosen in a way that a spec has no word for.
         UndecidedError: the file does not say a value.
     """
-    if router.correction_bias and (rate := source.number("moe_router_bias_update_rate", _RATE)):
+    rate = source.number("moe_router_bias_update_rate", _RATE)
+    if router.correction_bias and rate:
         draft.set(_RATE, rate, said=source.has("moe_router_bias_update_rate"))
-    source.value("moe_router_bias_update_rate", _RATE)
     if z_loss := source.number("moe_z_loss_coeff", _Z):
         draft.set(_Z, z_loss, said=True)
+    _read_capacity(source, draft, moves=router.correction_bias and bool(rate))
     balancing, coefficient = source.value(_TYPE, _SCOPE), source.value(_COEFFICIENT, _AUX)
     balancing = balancing[0] if isinstance(balancing, list) and len(balancing) == 1 else balancing
     coefficient = coefficient[0] if isinstance(coefficient, list) and len(coefficient) == 1 else coefficient
@@ -163,6 +184,23 @@ def read_training(source: Source, draft: Draft, router: Router) -> None:
         draft.set(_SCOPE, scope, said=source.has(_TYPE))
 
 
+def _read_capacity(source: Source, draft: Draft, *, moves: bool) -> None:
+    factor, policy, pads = (source.value(name, _CAPACITY) for name in (_FACTOR, _POLICY, _PAD))
+    # Megatron-LM takes a negative one for none.
+    if factor is None or number(factor, _FACTOR) <= 0:
+        for name in (_FACTOR, _POLICY, _PAD):
+            source.ignore(name, "no choice is refused")
+        return
+    draft.set(_CAPACITY, number(factor, _FACTOR), said=True)
+    if policy != "probs":
+        source.lose(_POLICY, "a spec's experts keep the choices with the highest weights", changes=True)
+    if pads is True and moves:
+        source.lose(_PAD, "its bias counts padding as choices, that of a plan does not", changes=True)
+
+
+_FACTOR, _POLICY = "moe_expert_capacity_factor", "moe_token_drop_policy"
+_PAD = "moe_pad_expert_input_to_capacity"
+_CAPACITY: SpecPath = (*_ROUTER, "expert_capacity")
 _TYPE, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 _AUX, _SCOPE, _Z, _RATE = ((*_ROUTER, name) for name in ("aux_loss", "aux_loss_scope", "z_loss", "bias_update_rate"))
 

@@ -177,7 +177,8 @@ def llama_factory_losses(plan: Plan) -> list[Loss]:
     ]
     found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
     if training.router is not None:
-        found.append(Loss("router", "a model adds its own balancing loss alone", "set moe_aux_loss_coef"))
+        why = "a model adds its own balancing loss alone, and its experts take all rows"
+        found.append(Loss("router", why, "set moe_aux_loss_coef"))
     found += sums_losses(plan, f"it sums in {spec.training.precision.value}; compile with ZeRO stage 1")
     found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
     found += decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
@@ -240,7 +241,7 @@ def trl_files(plan: Plan) -> dict[str, Any]:
 def trl_losses(plan: Plan) -> list[Loss]:
     """What trl cannot do with the plan."""
     found = _refused(plan, "trl")
-    if plan.spec.training.router is not None:
+    if (router := plan.spec.training.router) is not None and (router.has_losses or router.bias_update_rate):
         why = "trainers of trl compute their own loss, without those of routers"
         found.append(Loss("router", why, "compile without training.router", fatal=True))
     if plan.spec.training.optimizer.weight_decay and plan.spec.training.optimizer.no_weight_decay is None:

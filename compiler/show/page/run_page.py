@@ -85,6 +85,9 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
     if (load := tree.get("router_load")) is not None:
         largest = f"fullest expert {load['largest']:.2f} × the mean in layer {load['layer']}"
         rows.append(("router load", f"{largest}, {load['median']:.2f} × in the middle of all layers"))
+    if (refused := tree.get("refused_choices")) is not None:
+        said = f"{refused['median']:.1%} of those of experts in the middle of the run, {refused['last']:.1%} at last"
+        rows.append(("refused choices", said))
     return [*rows, *_evaluated(tree["evaluations"])]
 
 

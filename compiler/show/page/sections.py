@@ -104,7 +104,8 @@ def tiles(subject: Subject) -> Html:
         ("MFU", f"{found.time.utilisation:.1%}", "of peak FLOP/s"),
     ]
     if found.work.ep > 1:
-        balance = imbalance_text(found.work) if found.work.imbalance != 1 else "assumes balanced experts"
+        says = found.work.imbalance != 1 or found.work.expert_capacity is not None
+        balance = imbalance_text(found.work) if says else "assumes balanced experts"
         entries.append(("Experts", f"ep {found.work.ep}", balance))
     return tag(
         "dl",

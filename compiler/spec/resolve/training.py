@@ -223,18 +223,19 @@ class TrainingValues(ParallelismValues):
 
     @property
     def router(self) -> Router | None:
-        """Losses of routers, and the move of their bias; None where the spec says nothing of them."""
+        """Losses of routers, the move of their bias, and a limit of rows; None where the spec says nothing of them."""
         path = ("training", "router")
         if not self.given(*path):
             return None
-        rate = (*path, "bias_update_rate")
+        rate, capacity = (*path, "bias_update_rate"), (*path, "expert_capacity")
         found = Router(
             aux_loss=float(self.get(*path, "aux_loss")),
             aux_loss_scope=str(self.get(*path, "aux_loss_scope")),
             z_loss=float(self.get(*path, "z_loss")),
             bias_update_rate=float(self.get(*rate)) if self.given(*rate) else None,
+            expert_capacity=float(self.get(*capacity)) if self.given(*capacity) else None,
         )
-        return found if found.aux_loss or found.z_loss or found.bias_update_rate else None
+        return found if found.said else None
 
     def _betas(self) -> tuple[float, float]:
         first, second = self.get("training", "optimizer", "betas")
