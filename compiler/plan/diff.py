@@ -293,6 +293,12 @@ def _changed(kind: ChangeKind, before: dict[str, Any], after: dict[str, Any], no
             yield Change(kind, what, before.get(what), after.get(what), note)
 
 
+def _group(plan: Plan) -> str:
+    """The tokens of which an expert with a capacity takes so many rows."""
+    axes, training = plan.spec.parallelism, plan.spec.training
+    return f"{training.micro_batch_size} · {training.sequence_length} tokens / cp {axes.cp} / tp {axes.tp}"
+
+
 def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
     def values(plan: Plan) -> dict[str, Any]:
         training, router = plan.spec.training, plan.spec.training.router
@@ -312,9 +318,10 @@ def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
             **{f"router.{key}": value for key, value in _fields(router).items()},
             **(
                 {"micro_batch_size": training.micro_batch_size}
-                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH) or (router and router.expert_capacity)
+                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
                 else {}
             ),
+            **({"router.expert_capacity of": _group(plan)} if router and router.expert_capacity else {}),
             **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},
             "train_steps": training.train_steps,
             "seed": training.seed,

@@ -149,6 +149,28 @@ def test_modules_that_are_recomputed_are_parts_where_these_are_the_same(
         assert sorted(arguments(result.plan)["recompute_modules"]) == sorted(modules.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "capacity", "lost"),
+    [
+        ("--moe-expert-capacity-factor 1.25", 1.25, []),
+        ("--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity", 1.25, []),
+        ("--moe-expert-capacity-factor -1 --moe-token-drop-policy position", None, []),
+        ("--moe-expert-capacity-factor 2 --moe-token-drop-policy position", 2.0, ["moe_token_drop_policy"]),
+    ],
+)
+def test_a_capacity_of_experts_is_carried_with_the_policy_that_a_plan_has(
+    words: str, capacity: float | None, lost: list[str]
+) -> None:
+    result = carried(f"{MODEL} {LLAMA} {EXPERTS} --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 {words}")
+    assert result.plan is not None, result.questions
+    router = result.plan.spec.training.router
+    assert (None if router is None else router.expert_capacity) == capacity
+    assert [one.option for one in result.of(Outcome.LOST) if one.option.startswith("moe_")] == lost
+    if capacity is not None:
+        assert {"moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"} <= arguments(result.plan).keys()
+        assert [one.what for one in losses(result.plan)].count(f"expert_capacity {capacity}") == 2
+
+
 @pytest.mark.parametrize(("modules", "word"), [(["mlp", "moe"], "mlp"), (["moe"], "selective"), (["mlp"], "selective")])
 def test_dense_mlps_and_experts_are_recomputed_together(modules: list[str], word: str) -> None:
     tree = {

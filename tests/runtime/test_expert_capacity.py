@@ -20,6 +20,7 @@ from training_runs import initial_model, samples
 
 from parcompile.plan import Plan
 from parcompile.runtime.expert_parallel import Capacity
+from parcompile.runtime.local.comparison import run_and_compare
 from parcompile.runtime.preflight import preflight
 from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
@@ -149,3 +150,10 @@ def test_a_run_tells_the_share_of_choices_that_were_refused() -> None:
     assert shares[0][:2] == [None, None]
     # Each expert takes half of its even share: at most half of all choices stay.
     assert 0.5 <= shares[0][2] < 0.75
+
+
+@pytest.mark.ranks
+def test_a_step_on_this_machine_is_compared_with_nothing_refused() -> None:
+    found = run_and_compare(limited(Case("mixtral", {"dp": 2, "ep": 2}), 0.5).plan())
+    assert "one step, with no choice of an expert refused:" in found.text()
+    assert found.equal, found.text()

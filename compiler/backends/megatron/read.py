@@ -101,6 +101,9 @@ def _model(found: dict[str, Any], known: Any) -> None:
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = found[name]
         found[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    limit = "moe_expert_capacity_factor"
+    if known(limit) and number(found[limit], limit) > 0:
+        found["moe_pad_expert_input_to_capacity"] = True  # fixed sizes change no number
     if found["moe_router_topk_scaling_factor"] is None:
         found["moe_router_topk_scaling_factor"] = 1.0
 
