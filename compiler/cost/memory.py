@@ -109,7 +109,8 @@ def gathered_numels(work: Workload, stage: Stage) -> tuple[int, int, int]:
     """At ZeRO stage 3, elements that are gathered: of small weights, of all others, and of these at most at a time.
 
     Before each module DeepSpeed gathers another bucket ahead, until as many are live as may be, and keeps where forward
-    turns to backward what it has looked at for backward (runtime/zero/partitioned_param_coordinator.py).
+    turns to backward what it has looked at for backward (runtime/zero/partitioned_param_coordinator.py). A head that
+    leaves its product to the loss stays gathered beside these.
     """
     if not work.shards_weights:
         return 0, 0, 0
@@ -120,7 +121,9 @@ def gathered_numels(work: Workload, stage: Stage) -> tuple[int, int, int]:
             small += numel * count
         else:
             others, largest = others + numel * count, max(largest, numel)
-    return small, others, min(others, max(largest, work.live_numel))
+    head = work.padded_vocabulary // work.tp * work.shape.hidden_size * (work.linear_loss and stage.has_head)
+    head *= not work.shape.tie_word_embeddings
+    return small, others, min(others, max(largest, work.live_numel) + head)
 
 
 def gathers_anew(work: Workload, stage: Stage) -> bool:

@@ -92,7 +92,7 @@ class _Moved:
         self._here: Tensor | None = row
         self._version = row._version
         pinned, sizes = row.device.type == "cuda", page_locked_pieces(row.numel())
-        parts = row.split(sizes) if len(sizes) > 1 else (row,)
+        parts = torch.split(row, sizes) if len(sizes) > 1 else (row,)
         self._there = [torch.empty_like(part, device="cpu", pin_memory=pinned) for part in parts]
         with host.copying(row.device):
             self._copy(parts, self._there)
@@ -124,7 +124,7 @@ class _Moved:
         if self._here is None:
             sizes, dtype = [part.numel() for part in self._there], self._there[0].dtype
             self._here = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-            parts = self._here.split(sizes) if len(sizes) > 1 else (self._here,)
+            parts = torch.split(self._here, sizes) if len(sizes) > 1 else (self._here,)
             with self._host.copying(self._device):
                 self._copy(self._there, parts)
             self._version = self._here._version

@@ -72,7 +72,7 @@ def tile_mlps(placed: Placed) -> None:
         if spec.shards_weights:
             # DeepSpeed gathers all weights of a leaf around its call, and reduces their gradients behind it.
             one._z3_leaf = True
-            one.__class__ = _leaf(type(one))
+            one.__class__ = _leaf(cast(Any, type(one)))
 
 
 @functools.cache
