@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
-from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, loss_chunk_tokens
+from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
 from parcompile.model.family import Norm, types_with
@@ -137,6 +137,12 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
         if work.mlp_tiles > 1:
             return tile_bytes(work)
         width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+        pieces = MOST_PIECES if work.micro_batch == 1 else work.micro_batch
+        in_pieces = work.element_bytes * h * tokens >= pieces * PIECE_BYTES and runs_on_gpu(work)
+        if work.tp > 1 and work.sequence_parallel and in_pieces:
+            # The gradient of a rank's own tokens, all that is gathered of it under the product, and three more pieces.
+            gathered = h * (1 + min(3, pieces) / pieces + 1 / work.tp)
+            return work.element_bytes * tokens * max(gathered + width, h / work.tp + 2 * width)
         return work.element_bytes * (tokens * (h + 2 * width) + h * width)
     h = work.shape.expert_features
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.

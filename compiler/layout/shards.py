@@ -60,6 +60,13 @@ def mlp_tile_length(features: int, rows: int, share: int) -> int:
     return max(1, int(MLP_TILE_TOKENS * features) // (rows * share))
 
 
+PIECE_BYTES = 2**23
+"""A piece that is gathered under a product has at least this size over all ranks: smaller messages and products do not
+fill links and GPUs."""
+MOST_PIECES = 4
+"""Of one sequence: more of them would hide little more, at the cost of more launches and smaller products."""
+
+
 def page_locked_pieces(size: int) -> list[int]:
     """What a tensor of so many bytes, or numbers, is cut into on the host, where torch takes a power of two for each.
 

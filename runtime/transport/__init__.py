@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.pipeline import Lane, Schedule
+from parcompile.layout.shards import MOST_PIECES, PIECE_BYTES
 
 from . import backend, gloo
 from .backend import Group, Pending, PendingGather, continuing, group_rank, group_size, slice_size, wait_for
@@ -117,13 +118,6 @@ class Lanes:
 def _other(group: dist.ProcessGroup) -> int:
     """The other one of two ranks."""
     return 1 - dist.get_rank(group)
-
-
-PIECE_BYTES = 2**23
-"""A piece has at least this size over all ranks: smaller messages and products do not fill links and GPUs."""
-
-MOST_PIECES = 4
-"""Of one sequence: more of them would hide little more, at the cost of more launches and smaller products."""
 
 
 @dataclass(frozen=True, slots=True)
