@@ -103,6 +103,7 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
     )
     only_of_some |= {
         "host_activations",
+        "implementation",
         "activation_offloading",
         "linear_cross_entropy",
         "tiled_mlp",

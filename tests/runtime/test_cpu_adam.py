@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 import torch
 from closeness import judge
-from conftest import COMPILED
 from drawn_stages import compare, draw
 from families import tiny_config
 from ranks import run_ranks
@@ -32,6 +31,8 @@ from parcompile.runtime.deepspeed_patches import cpu_adam
 from parcompile.runtime.preflight import preflight
 from parcompile.runtime.preflight.live.agreement import compare_cpu_adam
 
+COMPILED = "TEST_COMPILED_EXTENSIONS"
+"""As in tests/conftest.py."""
 SP = {"tp": 2, "sequence_parallel": True}
 MOE: dict[str, Any] = {"model": tiny_config("mixtral"), "whole_model": True}
 NATIVE: dict[str, Any] = {"on_host": True, "implementation": "deepspeed"}
