@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,23 @@ def _lock_that_stays() -> Path | None:
 
 def say_that_it_is_built() -> None:
     """On standard error, where training waits for it."""
-    doing = "waits for the build of" if (_folder() / "lock").exists() else "compiles"
-    text = f"parcompile: {os.uname().nodename} {doing} DeepSpeedCPUAdam in {_folder()}: this takes a minute or more"
+    lock = _folder() / "lock"
+    doing, then = "compiles", "this takes a minute or more"
+    if lock.exists():
+        doing = "waits for the build of"
+        if not _is_open_here(lock):
+            then = f"no process of this host builds it: unless another host does, delete {lock}"
+    text = f"parcompile: {os.uname().nodename} {doing} DeepSpeedCPUAdam in {_folder()}: {then}"
     print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+
+
+def _is_open_here(file: Path) -> bool:
+    """Whether a process that this one may look at has a file open; torch's lock is, by whoever builds."""
+    for one in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if one.readlink() == file:
+                return True
+    return False
 
 
 def in_own_settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

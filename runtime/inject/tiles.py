@@ -1,6 +1,7 @@
 """The MLP of a layer tile by tile along the sequence: neither its gathered input nor its features exist whole.
 
-RMSNorms around attention and MLP go in tiles, too: what they compute in float32 is five times the size of a tile.
+RMSNorms around attention and MLP, and the one behind the last layer, go in tiles, too. Whole, each has five tensors of
+all its tokens in float32 in backward.
 
 Shapes: B rows, s tokens of each that this rank has between the regions, tp ranks, f features between the projections.
 A tile is the same run of every rank's tokens: with sequence parallelism its input is gathered and its output scattered

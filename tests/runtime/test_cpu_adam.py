@@ -219,3 +219,16 @@ def test_a_lock_that_was_left_behind_is_named(tmp_path: Path, monkeypatch: pytes
     os.utime(lock, (old, old))
     with pytest.raises(RunError, match=f"{lock} was left by a build that did not end: delete it"):
         cpu_adam.load_extension()
+
+
+def test_who_waits_for_a_lock_is_told_whether_somebody_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    with lock.open("w"):
+        cpu_adam.say_that_it_is_built()
+        assert "this takes a minute or more" in capsys.readouterr().err
+    cpu_adam.say_that_it_is_built()
+    assert f"no process of this host builds it: unless another host does, delete {lock}" in capsys.readouterr().err

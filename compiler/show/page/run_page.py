@@ -86,8 +86,8 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
         largest = f"fullest expert {load['largest']:.2f} × the mean in layer {load['layer']}"
         rows.append(("router load", f"{largest}, {load['median']:.2f} × in the middle of all layers"))
     if (refused := tree.get("refused_choices")) is not None:
-        said = f"{refused['median']:.1%} of those of experts in the middle of the run, {refused['last']:.1%} at last"
-        rows.append(("refused choices", said))
+        said = f"{refused['median']:.1%} of the choices of experts in the median, {refused['last']:.1%} at last"
+        rows.append(("refused", said))
     return [*rows, *_evaluated(tree["evaluations"])]
 
 
