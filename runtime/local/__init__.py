@@ -92,7 +92,8 @@ class LocalWorld:
             for rank in range(size):
                 pipe, theirs = context.Pipe()
                 self._pipes.append(pipe)
-                environment = launcher_environment(rank, size, self._store.port)
+                # The fork server keeps the environment of its own start.
+                environment = {**os.environ, **launcher_environment(rank, size, self._store.port)}
                 process = context.Process(
                     target=_serve, args=(theirs, environment, process_group), name=f"rank {rank}", daemon=True
                 )
@@ -198,6 +199,7 @@ def _serve(pipe: Connection, environment: dict[str, str], process_group: bool) -
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends these
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent has ended this world

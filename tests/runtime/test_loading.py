@@ -178,8 +178,10 @@ def test_loading_and_drawing_take_a_rank_its_share_and_exporting_takes_a_file(tm
     whole = 4 * plan.parameters.numel
     for peak in run_ranks(2, load_and_measure, plan, str(tmp_path / "hf")):
         assert 0.45 * whole < peak < 0.6 * whole
-    for peak in run_ranks(2, draw_and_measure, family_plan("llama", 2, {"pp": 2}, **size)):
-        assert 0.4 * whole < peak < 0.85 * whole  # and a layer of 16
+    wide = family_plan("llama", 2, {"pp": 2}, **{**size, "hidden_size": 512, "intermediate_size": 2048})
+    whole_wide = 4 * wide.parameters.numel  # the memory of the code, up to 20 MB, is little beside it
+    for peak in run_ranks(2, draw_and_measure, wide):
+        assert 0.4 * whole_wide < peak < 0.8 * whole_wide  # and a layer of 16
     import_pretrained(tmp_path / "hf", plan, tmp_path / "start")
     (peak,) = run_ranks(1, export_and_measure, str(tmp_path / "start"), str(tmp_path / "exported"))
     assert peak < 0.25 * whole
