@@ -98,7 +98,7 @@ def _add_up(optimizer: Any, parameter: nn.Parameter) -> None:
     total = gradient_on_host(optimizer, parameter)
     part = optimizer.get_param_gradient_attribute(parameter).view(-1).narrow(0, first, numel)
     if optimizer.micro_step_id > 0:
-        part.add_(total.to(part.device, part.dtype))
+        part.add_(total.to(part.device, part.dtype, non_blocking=True))
     if not optimizer.is_gradient_accumulation_boundary():
         total.copy_(part, non_blocking=True)
         optimizer._record_offload_copy()

@@ -131,12 +131,35 @@ def planted() -> Iterator[CudaRun]:
             yield run("planted", text, plan, packed=False)
 
 
+SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 3": ("bf16", {"stage": 3}),
+    "optimizer on the host, stage 1": ("bf16", {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+    "optimizer on the host, stage 2 in fp32": ("fp32", {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "optimizer on the host, stage 3": ("bf16", {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+    "both on the host": (
+        "bf16",
+        {"stage": 3, **{key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")}},
+    ),
+}
+
+
+def sharded() -> Iterator[CudaRun]:
+    """Runs at ZeRO stages, and with states on the host."""
+    extra = {"cluster": {"gpus_per_node": 4, "accelerator": "h100-sxm"}}
+    for text, (precision, zero) in SHARDED.items():
+        training = {"precision": precision, "micro_batch_size": 1}
+        yield run(
+            "sharded", text, make_plan(4, {"tp": 2}, training=training, extra={**extra, "zero": zero}), packed=False
+        )
+
+
 def main(families: Sequence[str], count: int = 2) -> None:
     """Prints what was found."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    apart = {"planted": planted, "sharded": sharded}
     for family in families:
-        if family == "planted":
-            for found in planted():
+        if family in apart:
+            for found in apart[family]():
                 print(json.dumps(asdict(found)), flush=True)  # noqa: T201
             continue
         for layout, plan, packed in drawn(family, count):
