@@ -130,8 +130,11 @@ def row_copies(work: Workload) -> float:
     return ROW_COPIES - (work.shape.model_type in SCALED_INPUTS)
 
 
-def in_flight_bytes(work: Workload, *, routed: bool) -> float:
-    """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of."""
+def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> float:
+    """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of.
+
+    Experts may take more on their way forward, when a `bucket` that backward passes make is not there.
+    """
     h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
     if not routed or moe is None:
         if work.mlp_tiles > 1:
@@ -165,7 +168,7 @@ def in_flight_bytes(work: Workload, *, routed: bool) -> float:
     elif work.element_bytes < 4:
         # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
         running, back = running + input_bytes(work), back + input_bytes(work)
-    return max(of_weight + came - own, running, back)
+    return max(of_weight + came - own, running - bucket, back)
 
 
 def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:

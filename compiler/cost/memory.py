@@ -10,7 +10,7 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .partitions import LARGEST_BUCKET, keeps_whole_sums, kept_numel
+from .partitions import LARGEST_BUCKET, buckets_of_step, keeps_whole_sums, kept_numel
 from .workload import RankPlace, Workload
 
 
@@ -182,10 +182,23 @@ def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
     return 5.0 * MASTER_BYTES * max(whole, default=0)
 
 
-def reduction_bytes(work: Workload, bucket: float) -> float:
-    """At stage 1 the copy of a bucket in a wider type while it is reduced, in place of its gradients."""
-    widens = work.zero_stage == 1 and work.gradient_bytes < work.message_bytes
-    return work.message_bytes / work.gradient_bytes * bucket if widens else 0.0
+def _reduction_bytes(work: Workload, stage: Stage, numel: int, dealt: int, sums: float) -> float:
+    """What ZeRO stage 1 takes while it reduces the gradients of a step, less those that have gone into a bucket.
+
+    What a bucket has of each group of ranks is joined, and copied where messages are of a wider type. `dealt`: of
+    `numel`, the elements of experts that are dealt over ep; `sums`: those in a type wider than that of the weights.
+    """
+    if work.zero_stage != 1:
+        return 0.0
+    width = work.gradient_bytes
+    wider = work.message_bytes if work.message_bytes > width else 0
+    if not dealt and not wider:
+        return sums
+    found, reduced = 0.0, 0
+    for bucket in buckets_of_step(work, stage, numel, dealt):
+        reduced += sum(bucket)
+        found = max(found, (width + wider) * max(bucket) + sums - width * reduced)
+    return found
 
 
 def optimizer_step_bytes(
@@ -206,12 +219,11 @@ def optimizer_step_bytes(
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    copied = reduction_bytes(work, bucket)
+    # From the first bucket on fp32 sums of the shard lie in a tensor of their own.
+    apart = work.gradient_bytes > work.element_bytes and not work.on_host
+    copied = _reduction_bytes(work, stage, numel, work.dealt_parameters(stage), work.gradient_bytes * shard * apart)
     if work.on_host:
         return 0.0 if work.shards_weights else copied
-    if work.zero_stage == 1 and work.gradient_bytes > work.element_bytes:
-        # From the first bucket on the sums of the shard lie in a tensor of their own.
-        copied = max(copied, float(work.gradient_bytes * shard))
     if not work.zero_stage:
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam

@@ -268,7 +268,7 @@ def _waiting_logits(one: _Held, logits: float) -> float:
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
-    in_flight = _in_flight(one)
+    in_flight = _in_flight(one, static.bucket if static.reductions else 0.0)
     choice = choice_bytes(work, stage) if one.eager else 0.0
     if work.recomputes_layers:
         kept, one_layer, in_flight = _recomputed(one, in_flight)
@@ -335,10 +335,10 @@ def _kept(one: _Held) -> dict[str, float]:
     return kept
 
 
-def _in_flight(one: _Held) -> float:
-    """What one layer has in flight beside what it keeps, in its backward pass."""
+def _in_flight(one: _Held, bucket: float) -> float:
+    """What one layer has in flight beside what it keeps, in its backward pass, which makes the `bucket`."""
     work, together = one.work, one.work.shape.stack.layers_per_module
-    in_flight = in_flight_bytes(work, routed=one.routed > 0)
+    in_flight = in_flight_bytes(work, routed=one.routed > 0, bucket=bucket)
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
@@ -424,9 +424,12 @@ def _add_ends(
         last = one.sparse if one.routed else one.dense
         later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
     scoring = scoring_bytes(work, stage) + sum(kept.values()) - later - absent[0]
+    # Of micro-batches that go backward later.
+    waiting = (sum(kept.values()) - work.recomputes_layers * layer) * (1 - 1 / max(one.copies, 1))
     kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight, absent=absent)
     taken = sum(kept.values()) + counted_logits(work, logits)
     # The gradient of a table comes when the layers before it are still to go backward.
     table, before = late_gradient(work, stage)
     table += sum(kept.values()) * before / max(len(stage.layers), 1)
-    kept["stream"] += max(0.0, embedding_backward_bytes(work, stage) - taken, scoring - taken, table - taken)
+    embedding = embedding_backward_bytes(work, stage) + waiting * stage.has_embedding
+    kept["stream"] += max(0.0, embedding - taken, scoring - taken, table - taken)

@@ -138,6 +138,26 @@ def _trained(shape: ModelShape, stage: Stage) -> tuple[Sequence[Parameter], Sequ
     return tuple(rows.values()), order
 
 
+def buckets_of_step(work: Workload, stage: Stage, numel: int, dealt: int) -> Iterator[tuple[int, int]]:
+    """At ZeRO stage 1 what is reduced together at the end of a step: elements of dense layers, and of dealt experts.
+
+    `dealt` of the stage's `numel` elements are experts, whose groups come behind those of dense layers.
+    """
+    size = min(LARGEST_BUCKET, max(whole for whole, _ in work.stage_numels))
+    if numel <= size:
+        yield numel - dealt, dealt
+        return
+    filled = [0, 0]
+    for is_dealt in (False, True):
+        for one in _flattened(work, stage):
+            if one.is_dealt == is_dealt:
+                if any(filled) and sum(filled) + one.numel > size:
+                    yield filled[0], filled[1]
+                    filled = [0, 0]
+                filled[is_dealt] += one.numel
+    yield filled[0], filled[1]
+
+
 class Reduction(NamedTuple):
     """A moment of a backward pass in which gradients are reduced."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import resource
 import shlex
@@ -673,13 +674,19 @@ def test_nothing_of_a_layer_that_is_recomputed_stays_for_the_next_micro_batch(
     assert step.taken.held - static < layer  # positions, and tables of attention
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
-def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) -> None:
-    file = Path(__file__).parents[2] / ".ci" / "generate" / "launches.py"
+def script(name: str) -> Any:
+    """A script of `.ci` as a module."""
+    file = Path(__file__).parents[2] / ".ci" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
-    counting = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(counting)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) -> None:
+    counting = script("generate/launches")
     stored = shipped("parcompile.cost", "launches.json")
     assert counting.table([family]) == {name: stored[name] for name in (family, "others")}, (
         "python .ci/generate/launches.py"
@@ -710,6 +717,38 @@ def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
             step = run_step(build_sharded(mesh, tracker)[0], mesh, tracker)
         estimated, counted = peak_bytes(mesh, step)
         assert all(one.verdict is Verdict.AGREES for one in compare_static(mesh, step))
+    assert estimated == pytest.approx(counted, rel=0.01)
+
+
+IN_BF16 = {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}
+AGAIN = {"activation_checkpointing": "full"}
+WAITING = {"precision": "fp32", "sequence_length": 2048, "micro_batch_size": 2, "global_batch_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelism", "stage", "training", "rank"),
+    [
+        # Of a bucket, what goes to the ranks of experts is joined apart from the rest; fp32 sums beside it.
+        ("qwen3_moe", {"tp": 2, "cp": 4, "ep": 4, "sequence_parallel": True}, 1, {**IN_BF16, **AGAIN}, 0),
+        ("mixtral", {"cp": 2, "ep": 2}, 1, {"precision": "bf16", **AGAIN}, 0),
+        # Of more than a bucket, whole parameters.
+        ("qwen2", {"cp": 4, "pp": 2}, 1, {**IN_BF16, "sequence_length": 4096}, 4),
+        # Experts take most on their way forward, when there is no bucket yet.
+        ("qwen3_moe", {"tp": 4, "dp": 4, "ep": 4, "sequence_parallel": True}, 2, {"precision": "fp32"}, 0),
+        # An embedding goes backward while another micro-batch is waiting.
+        ("llama", {"cp": 4, "pp": 2, "dp": 4}, 0, WAITING, 0),
+    ],
+)
+def test_the_peak_of_a_step_agrees_with_the_estimate(
+    model: str, parallelism: dict[str, Any], stage: int, training: dict[str, Any], rank: int
+) -> None:
+    drawing = script("preflight_peaks")
+    world = math.prod(size for axis, size in parallelism.items() if axis in ("tp", "cp", "pp", "dp"))
+    training = {"sequence_length": 8192, "micro_batch_size": 1, "global_batch_size": 4, **training}
+    extra = {"zero": {"stage": stage}, "cluster": {"gpus_per_node": world, "accelerator": "h200"}}
+    config = drawing.MODELS[model]
+    plan = make_plan(world, parallelism, model=config, training=training, whole_model=True, extra=extra)
+    estimated, counted, _ = drawing.measured(plan, rank)
     assert estimated == pytest.approx(counted, rel=0.01)
 
 
