@@ -8,6 +8,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
+from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import family_of
 from parcompile.model.family import Norm, types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -180,6 +181,14 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
     normed = work.shape.norms.per_layer * norm_bytes(work) * tiles_norms(work)
     stream = dense.stream + (taken - normed) / share
     return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=stream)
+
+
+def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
+    """What a layer keeps for each token where inputs of its blocks are gathered again: of these a rank's own tokens."""
+    dense = len(dense_mlps(work.shape)) / work.shape.num_hidden_layers
+    taken = layer.gathered / work.shape.blocks_per_layer
+    taken *= work.gathers_again(ATTENTION) + dense * work.gathers_again(MLP)
+    return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp) if taken else layer
 
 
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:

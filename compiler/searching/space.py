@@ -93,6 +93,7 @@ LAST_ZERO_STAGE = 3
 
 OPTIONS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": {"linear_cross_entropy": True},
+    "gather_inputs_again": {"gather_inputs_again": True},
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
     "weights on the host": {"offload_param": {"device": "cpu"}},
@@ -140,6 +141,7 @@ class Candidate:
 
 _SHORT = {
     "linear_cross_entropy": "linear_ce",
+    "gather_inputs_again": "gather",
     "tiled_mlp": "tiled",
     "offload_optimizer": "offload",
     "offload_param": "offload_weights",
@@ -457,7 +459,7 @@ def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
     # Only the runtime recomputes some stages and not others, and computes in chunks and tiles.
-    names = [name for name in NAMES if space.executable or name not in ("linear_cross_entropy", "tiled_mlp")]
+    names = [name for name in NAMES if space.executable or name not in OPTIONS]
     for change in changes_that_fit(smallest.work, names, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:
