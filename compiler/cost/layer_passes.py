@@ -186,9 +186,23 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
 def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token where inputs of its blocks are gathered again: of these a rank's own tokens."""
     dense = len(dense_mlps(work.shape)) / work.shape.num_hidden_layers
-    taken = layer.gathered / work.shape.blocks_per_layer
+    taken = work.element_bytes * work.shape.hidden_size
     taken *= work.gathers_again(ATTENTION) + dense * work.gathers_again(MLP)
     return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp) if taken else layer
+
+
+def entering_bytes(work: Workload) -> float:
+    """What goes backward through the projections that enter a dense MLP, beyond what it has let go of.
+
+    Its input, gathered again, and its input's gradient, whole and of a rank's own tokens; the gradients of what the
+    projections give and of their weights. CPUs exchange both in buffers of their own.
+    """
+    projections = 2 if work.shape.mlp.gated else 1
+    gone = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
+    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    whole = (2 if runs_on_gpu(work) else 4) + 1 / work.tp
+    of_token = work.shape.hidden_size * whole + (projections - gone) * width
+    return work.element_bytes * (work.split_tokens * of_token + projections * work.shape.hidden_size * width)
 
 
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:

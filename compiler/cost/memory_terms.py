@@ -30,6 +30,7 @@ from .layer_passes import (
     counted_logits,
     embedding_backward_bytes,
     ends_bytes,
+    entering_bytes,
     gathered_again_bytes,
     in_flight_bytes,
     input_bytes,
@@ -343,7 +344,7 @@ def _in_flight(one: _Held) -> float:
     work, together = one.work, one.work.shape.stack.layers_per_module
     in_flight = in_flight_bytes(work, routed=one.routed > 0)
     if work.gathers_again(MLP) and not one.routed:
-        in_flight += work.element_bytes * work.split_tokens * work.shape.hidden_size
+        in_flight = max(in_flight, entering_bytes(work))
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
