@@ -12,6 +12,7 @@ from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.model.families import added_families, family_of
+from parcompile.model.layer_parts import ATTENTION, why_whole
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
@@ -181,9 +182,10 @@ def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Findi
     """Fires for gather_inputs_again where no block takes its input in by matrices that tp cuts alone."""
     place, shape = ("training", "gather_inputs_again"), spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
+        why = why_whole(shape, frozenset({ATTENTION}))
         yield Finding(
-            f"gather_inputs_again with {shape.model_type or 'a user module'}: none of its blocks is an attention or a "
-            "dense MLP that uses its input in matrices alone which tp cuts",
+            f"gather_inputs_again with {shape.model_type or 'a user module'}: "
+            + (why or "neither its attention nor its MLPs use their input in matrices alone that tp cuts"),
             place,
             help="set it to false",
             fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),

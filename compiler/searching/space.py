@@ -93,7 +93,6 @@ LAST_ZERO_STAGE = 3
 
 OPTIONS: dict[str, dict[str, object]] = {
     "linear_cross_entropy": {"linear_cross_entropy": True},
-    "gather_inputs_again": {"gather_inputs_again": True},
     "tiled_mlp": {"tiled_mlp": True},
     "the optimizer on the host": {"offload_optimizer": {"device": "cpu"}},
     "weights on the host": {"offload_param": {"device": "cpu"}},
@@ -458,8 +457,8 @@ _NAMES = {"stage": "zero.stage", "activation_checkpointing": "recomputation"}
 def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
-    # Only the runtime recomputes some stages and not others, and computes in chunks and tiles.
-    names = [name for name in NAMES if space.executable or name not in OPTIONS]
+    # Only the runtime recomputes some stages and not others, computes in chunks and tiles, and keeps inputs or not.
+    names = [name for name in NAMES if space.executable or name not in (*OPTIONS, "gather_inputs_again")]
     for change in changes_that_fit(smallest.work, names, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:
