@@ -186,7 +186,7 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
 def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token where inputs of its blocks are gathered again: of these a rank's own tokens."""
     dense = len(dense_mlps(work.shape)) / work.shape.num_hidden_layers
-    taken = work.element_bytes * work.shape.hidden_size
+    taken: float = work.element_bytes * work.shape.hidden_size
     taken *= work.gathers_again(ATTENTION) + dense * work.gathers_again(MLP)
     return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp) if taken else layer
 

@@ -183,8 +183,9 @@ def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Findi
     place, shape = ("training", "gather_inputs_again"), spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
+        whose = shape.model_type if shape.user_module is None else "a user module"
         yield Finding(
-            f"gather_inputs_again with {shape.model_type or 'a user module'}: "
+            f"gather_inputs_again with {whose}: "
             + (why or "neither its attention nor its MLPs use their input in matrices alone that tp cuts"),
             place,
             help="set it to false",
