@@ -129,10 +129,11 @@ def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = F
     return [Loss(f"start_weight_decay {optimizer.start_weight_decay:g}", why, instead, fatal=fatal)]
 
 
-def memory_losses(spec: Spec, optimizer_stays: str | None) -> list[Loss]:
+def memory_losses(spec: Spec, optimizer_stays: str | None, *, gathers_again: bool = False) -> list[Loss]:
     """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
 
-    `optimizer_stays` says why it keeps the optimizer, and weights, there, too; None: it does not.
+    `optimizer_stays` says why it keeps the optimizer, and weights, there, too; None: it does not. A target that
+    `gathers_again` does so with the inputs of all blocks, whatever a plan says.
     """
     found = []
     if spec.offload_optimizer is not None and optimizer_stays is not None:
@@ -143,6 +144,8 @@ def memory_losses(spec: Spec, optimizer_stays: str | None) -> list[Loss]:
         found.append(Loss("zero.offload_param", "the target is not told to", instead))
     kept = "what recomputed layers keep stays on the accelerator"
     parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
+    if not gathers_again:
+        parts["gather_inputs_again"] = "gathered inputs are kept"
     for key, takes in parts.items():
         if getattr(spec.training, key):
             why = "the target is not told to" if takes is kept else "the target's files have no such key"

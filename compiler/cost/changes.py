@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parcompile.layout.groups import divisors
-from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.model.families import family_of
 from parcompile.model.layer_parts import parts_of, why_whole
 from parcompile.model.shape import ModelShape
@@ -74,6 +74,7 @@ Value = int | str | bool | list[str]
 
 NAMES = (
     "linear_cross_entropy",
+    "gather_inputs_again",
     "tiled_mlp",
     "activation_checkpointing",
     "micro_batch_size",
@@ -91,6 +92,7 @@ _FIELDS = {
     "micro_batch_size": "micro_batch",
     "stage": "zero_stage",
     "linear_cross_entropy": "linear_loss",
+    "gather_inputs_again": "gathers_inputs",
 }
 _POWERS = (2, 4, 8, 16, 32, 64)
 _LAST_RESORTS = {"nodes": 1}
@@ -195,9 +197,11 @@ def _sets(work: Workload, names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def has_use_for(shape: ModelShape, name: str) -> bool:
-    """Whether rules X011 and X012 take a switch of `training`: a head of tokens, and dense MLPs."""
+    """Whether rules X011 to X013 take a switch of `training`: a head of tokens, dense MLPs, blocks of matrices."""
     if name == "tiled_mlp":
         return bool(dense_mlps(shape))
+    if name == "gather_inputs_again":
+        return bool(shared_inputs(shape))
     return name != "linear_cross_entropy" or (shape.user_module is None and not shape.head.labels)
 
 
@@ -211,6 +215,9 @@ def _values(work: Workload, name: str) -> list[Value]:
         return [] if work.linear_loss or not has_use_for(work.shape, name) else [True]
     if name == "tiled_mlp":
         return [] if work.tiled_mlp or not has_use_for(work.shape, name) else [True]
+    if name == "gather_inputs_again":
+        of_use = work.sequence_parallel and work.tp > 1 and not work.shards_weights and has_use_for(work.shape, name)
+        return [True] if of_use and not work.gathers_inputs else []
     if name == "sequence_parallel":
         return [] if work.sequence_parallel else [True]
     if name == "micro_batch_size":

@@ -8,6 +8,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
+from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import family_of
 from parcompile.model.family import Norm, types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -183,6 +184,28 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
     normed = work.shape.norms.per_layer * norm_bytes(work) * tiles_norms(work)
     stream = dense.stream + (taken - normed) / share
     return replace(dense, mlp=0.0, gathered=dense.gathered - taken, stream=stream)
+
+
+def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
+    """What a layer keeps for each token where inputs of its blocks are gathered again: of these a rank's own tokens."""
+    dense = len(dense_mlps(work.shape)) / work.shape.num_hidden_layers
+    taken: float = work.element_bytes * work.shape.hidden_size
+    taken *= work.gathers_again(ATTENTION) + dense * work.gathers_again(MLP)
+    return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp) if taken else layer
+
+
+def entering_bytes(work: Workload) -> float:
+    """What goes backward through the projections that enter a dense MLP, beyond what it has let go of.
+
+    Its input, gathered again, and its input's gradient, whole and of a rank's own tokens; the gradients of what the
+    projections give and of their weights. CPUs exchange both in buffers of their own.
+    """
+    projections = 2 if work.shape.mlp.gated else 1
+    gone = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
+    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    whole = (2 if runs_on_gpu(work) else 4) + 1 / work.tp
+    of_token = work.shape.hidden_size * whole + (projections - gone) * width
+    return work.element_bytes * (work.split_tokens * of_token + projections * work.shape.hidden_size * width)
 
 
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
+from parcompile.model.layer_parts import MLP
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
@@ -29,6 +30,8 @@ from .layer_passes import (
     counted_logits,
     embedding_backward_bytes,
     ends_bytes,
+    entering_bytes,
+    gathered_again_bytes,
     in_flight_bytes,
     input_bytes,
     keeps_input,
@@ -109,11 +112,12 @@ class _Held:
         )
         busiest = work.busiest_shape
         dense, sparse = (keeps(busiest, moe=one) for one in (False, work.shape.moe is not None))
-        dense = tiled_bytes(work, dense)
+        dense, sparse = (gathered_again_bytes(work, one) for one in (tiled_bytes(work, dense), sparse))
         routed = routed_layers(work.shape, stage) > 0
         kinds = [one for own, one in busiest.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
         usual = sparse if routed else dense
         each = (keeps(one, moe=True) if routed else tiled_bytes(work, keeps(one)) for one in kinds)
+        each = (gathered_again_bytes(work, one) for one in each)
         return cls(
             work,
             stage,
@@ -339,6 +343,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
     """What one layer has in flight beside what it keeps, in its backward pass, which makes the `bucket`."""
     work, together = one.work, one.work.shape.stack.layers_per_module
     in_flight = in_flight_bytes(work, routed=one.routed > 0, bucket=bucket)
+    if work.gathers_again(MLP) and not one.routed:
+        in_flight = max(in_flight, entering_bytes(work))
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens

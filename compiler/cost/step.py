@@ -229,10 +229,14 @@ def _uniform_terms(work: Workload) -> StepTerms:
     rows = (
         (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     )
-    tp_bytes = (crossings + more) * 2 * (work.tp - 1) / work.tp
+    # An all-gather more is half of a block's exchange.
+    regathered = (
+        work.gathers_again(ATTENTION) + work.gathers_again(MLP) * len(dense_mlps(shape)) / shape.num_hidden_layers
+    ) / 2
+    tp_bytes = (crossings + more + regathered) * 2 * (work.tp - 1) / work.tp
     tp_bytes *= work.split_tokens * shape.hidden_size * work.element_bytes
     calls = crossings - tiled * collectives / 2 + (tiled * collectives / 2 + more) * work.mlp_tiles
-    tp_calls = round(calls * (2 if work.sequence_parallel else 1))
+    tp_calls = round((calls + regathered) * (2 if work.sequence_parallel else 1))
     if work.ep > 1 and work.expert_slices > 1:
         # Ranks with slices of the same experts gather the rows that came for these, and scatter the results.
         tp_bytes += (work.expert_slices - 1) * rows

@@ -33,8 +33,8 @@ from parcompile.layout.shards import (
 )
 from parcompile.machines import Accelerator, find_accelerator
 from parcompile.model import Parameter
-from parcompile.model.derived_rows import dense_mlps, parameter_table
-from parcompile.model.layer_parts import ATTENTION, parts_of
+from parcompile.model.derived_rows import dense_mlps, parameter_table, shared_inputs
+from parcompile.model.layer_parts import ATTENTION, MLP, parts_of
 from parcompile.model.shape import ModelShape
 
 from .parameters import expert_numel, numels_apart, rank_parameters, trained_tensors
@@ -128,6 +128,8 @@ class Workload:
     """The host holds what recomputed layers keep."""
     linear_loss: bool = False
     """Logits exist for a chunk of tokens at a time."""
+    gathers_inputs: bool = False
+    """Inputs of blocks that are gathered over tp are gathered again in backward."""
     tiled_mlp: bool = False
     """What lies between the projections of dense MLPs exists for a tile of tokens at a time."""
     expert_imbalance: float | None = None
@@ -272,6 +274,14 @@ class Workload:
     def recomputes(self, part: str) -> bool:
         """Whether a part of a layer is computed again in backward, on its own or with the layer."""
         return self.recomputes_layers or part in self.parts_again
+
+    def gathers_again(self, part: str) -> bool:
+        """Whether the input of attention, or of dense MLPs, is gathered once more, and not kept, for backward."""
+        if not self.gathers_inputs or not self.sequence_parallel or self.tp == 1 or self.shards_weights:
+            return False
+        if self.parts_again or (part == MLP and self.mlp_tiles > 1):
+            return False
+        return part in shared_inputs(self.shape)
 
     @property
     def moves_activations(self) -> bool:

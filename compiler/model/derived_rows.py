@@ -17,6 +17,7 @@ from . import FROZEN, STREAM, Cut, Layers, Parameter, ParameterTable, Part, Spli
 from .cutting import OUTPUTS, PROJECTIONS, Place, cuts_of, own_key, places_of
 from .families import FAMILIES
 from .family import Family
+from .layer_parts import ATTENTION, MLP, why_whole
 from .shape import Biases, ModelShape
 from .tables import Repeated, TableError, repeated, table_of
 from .user_module import LAYER, InjectionRule, UserModule
@@ -280,6 +281,21 @@ def dense_mlps(shape: ModelShape) -> tuple[int, ...]:
     rows = (one for one in derived_rows(shape).layer if one.split is not None and inside in one.name)
     layers = {layer for row in rows for layer in row.layers or ()}
     return tuple(layer for layer in sorted(layers) if shape.dense(range(layer, layer + 1)))
+
+
+@functools.lru_cache(maxsize=256)
+def shared_inputs(shape: ModelShape) -> frozenset[str]:
+    """Which of attention and dense MLPs use what goes into them in matrices alone that tp cuts, in all layers."""
+    family = FAMILIES.get(shape.model_type)
+    if family is None or why_whole(shape, frozenset({ATTENTION})) is not None:
+        return frozenset()
+    found = set()
+    for part, name in ((ATTENTION, family.attention), (MLP, family.mlp if dense_mlps(shape) else "")):
+        inside = f".{{layer}}.{name}."
+        rows = [one for one in derived_rows(shape).layer if name and inside in one.name and len(one.shape) > 1]
+        if rows and all(one.split is not None or one.expert_dim is not None for one in rows):
+            found.add(part)
+    return frozenset(found)
 
 
 def norms_queries(model_type: str, family: Family) -> bool:

@@ -242,7 +242,8 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
-    for name in ("activation_offloading", "linear_cross_entropy", "tiled_mlp", "rampup_batch_size"):
+    switches = "activation_offloading", "linear_cross_entropy", "gather_inputs_again", "tiled_mlp"
+    for name in (*switches, "rampup_batch_size"):
         if not training[name]:
             del training[name]
     return training

@@ -15,7 +15,7 @@ from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity, closest
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
 from parcompile.machines import PresetError, accelerators, is_preset_file
-from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
@@ -37,6 +37,7 @@ _PLACES: dict[str, tuple[str, str]] = {
     "activation_checkpointing": ("training", "activation_checkpointing"),
     "activation_offloading": ("training", "activation_offloading"),
     "linear_cross_entropy": ("training", "linear_cross_entropy"),
+    "gather_inputs_again": ("training", "gather_inputs_again"),
     "tiled_mlp": ("training", "tiled_mlp"),
     "micro_batch_size": ("training", "micro_batch_size"),
     "sequence_parallel": ("parallelism", "sequence_parallel"),
@@ -91,6 +92,23 @@ def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
     work = workload(spec)
     if work.tiled_mlp and dense_mlps(work.shape):
         yield from _costs_memory("tiled_mlp", work, replace(work, tiled_mlp=False), useless=work.mlp_tiles == 1)
+
+
+@rule("H009", severity=Severity.INFO, targets=(ESTIMATE,))
+def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
+    """Fires where gather_inputs_again has no effect."""
+    work = workload(spec)
+    words = [replace(work, recompute=word) for word in work.recompute_words]
+    if work.gathers_inputs and not any(one.gathers_again(part) for one in words for part in shared_inputs(work.shape)):
+        place = ("training", "gather_inputs_again")
+        split = "with" if work.sequence_parallel else "without"
+        yield Finding(
+            f"gather_inputs_again has no effect with tp {work.tp} {split} sequence parallelism at zero.stage "
+            f"{work.zero_stage}, activation_checkpointing {work.recompute_text}",
+            place,
+            help="leave it out: it is for sequence parallelism up to stage 2, where no parts are recomputed",
+            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
+        )
 
 
 def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool = False) -> Iterator[Finding]:

@@ -10,8 +10,9 @@ from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
-from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.model.families import added_families, family_of
+from parcompile.model.layer_parts import ATTENTION, why_whole
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
@@ -174,6 +175,22 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
         help="set it to false",
         fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
     )
+
+
+@rule("X013")
+def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
+    """Fires for gather_inputs_again where no block takes its input in by matrices that tp cuts alone."""
+    place, shape = ("training", "gather_inputs_again"), spec.shape
+    if spec.gather_inputs_again and not shared_inputs(shape):
+        why = why_whole(shape, frozenset({ATTENTION}))
+        whose = shape.model_type if shape.user_module is None else "a user module"
+        yield Finding(
+            f"gather_inputs_again with {whose}: "
+            + (why or "neither its attention nor its MLPs use their input in matrices alone that tp cuts"),
+            place,
+            help="set it to false",
+            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
+        )
 
 
 @rule("X010")

@@ -140,6 +140,7 @@ class Candidate:
 
 _SHORT = {
     "linear_cross_entropy": "linear_ce",
+    "gather_inputs_again": "gather",
     "tiled_mlp": "tiled",
     "offload_optimizer": "offload",
     "offload_param": "offload_weights",
@@ -456,8 +457,8 @@ _NAMES = {"stage": "zero.stage", "activation_checkpointing": "recomputation"}
 def remedies(space: Space, smallest: Candidate) -> Iterator[Remedy]:
     """Up to `MOST` changes of the layout that needs least, the smallest first."""
     found = 0
-    # Only the runtime recomputes some stages and not others, and computes in chunks and tiles.
-    names = [name for name in NAMES if space.executable or name not in ("linear_cross_entropy", "tiled_mlp")]
+    # Only the runtime recomputes some stages and not others, computes in chunks and tiles, and keeps inputs or not.
+    names = [name for name in NAMES if space.executable or name not in (*OPTIONS, "gather_inputs_again")]
     for change in changes_that_fit(smallest.work, names, by_stage=space.executable):
         changes = {**smallest.changes, **change.settings}
         if "dp" in smallest.changes:

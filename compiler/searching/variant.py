@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, str] = {
     "activation_checkpointing": "training",
     "activation_offloading": "training",
     "linear_cross_entropy": "training",
+    "gather_inputs_again": "training",
     "tiled_mlp": "training",
     "gradient_accumulation_dtype": "training",
     "gradient_accumulation_steps": "training",

@@ -236,6 +236,8 @@ class Training:
     """What recomputed layers keep lies in the host's memory."""
     linear_cross_entropy: bool = False
     """The head's product and the loss run in chunks of tokens."""
+    gather_inputs_again: bool = False
+    """Inputs of blocks that are gathered over tp are not kept for backward."""
     tiled_mlp: bool = False
     """Dense MLPs run in tiles of tokens, which are computed again in backward."""
     rampup_batch_size: RampupBatchSize | None = None
@@ -471,6 +473,7 @@ def workload_of(spec: Spec) -> Workload:
         router_scope=router_scope(spec),
         offloads_activations=training.activation_offloading,
         linear_loss=training.linear_cross_entropy,
+        gathers_inputs=training.gather_inputs_again,
         tiled_mlp=training.tiled_mlp,
         router_z_loss=bool(router and router.z_loss),
         expert_capacity=router.expert_capacity if router else None,

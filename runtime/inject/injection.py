@@ -6,12 +6,14 @@ What neither knows is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from parcompile.model.families import FAMILIES
+from parcompile.model.layer_parts import ATTENTION, MLP
 from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
 from parcompile.runtime.errors import RunError
@@ -24,6 +26,7 @@ from parcompile.runtime.pipeline import ChunkForward, Elsewhere, hold_stage
 from parcompile.runtime.router_losses import RouterLosses, losses_of
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
+from parcompile.spec.values import workload_of
 
 from .adapters import Adapters
 from .agreement import check_agreement
@@ -183,7 +186,7 @@ class _Injection:
         blocks: dict[str, list[ColumnParallelLinear]] = {}
         together, path = {id(module) for module in entered_whole(self.placed)}, self.placed.stack
         whole = [name for name, module in self.model.named_modules() if id(module) in together]
-        taking = [*whole, *entered_parts(self.placed)]
+        taking, again = [*whole, *entered_parts(self.placed)], self._gathering_again()
         for name, parameter in list(self.model.named_parameters()):
             piece = self.slices.of(name)
             split = piece.parameter.split
@@ -200,7 +203,7 @@ class _Injection:
                 owner.weight = _sliced(parameter, piece)
                 keep_groups(parent, owner, self.mesh.size("tp"))
             elif isinstance(owner, nn.Linear) or type(owner).__name__ == _CONV1D:
-                layer = self._parallel(owner, piece, region)
+                layer = self._parallel(owner, piece, region, keeps=not parent_name.endswith(again))
                 setattr(parent, child, layer)
                 # A linear of the layer itself, which stands in no block, takes its input in alone.
                 if isinstance(layer, ColumnParallelLinear) and parent_name.rpartition(".")[0] != path:
@@ -223,16 +226,23 @@ class _Injection:
                 kv_heads = pairs * max(1, own.num_key_value_heads // pairs // tp)
                 localise_heads(parent, own.num_attention_heads // tp, kv_heads)
 
-    def _parallel(self, linear: Any, piece: Slice, region: Region) -> ColumnParallelLinear | RowParallelLinear:
+    def _gathering_again(self) -> tuple[str, ...]:
+        """How names of blocks end whose input does not stay gathered for backward, as the estimate has it."""
+        work, parts = workload_of(self.spec), {ATTENTION: self.family.attention, MLP: self.family.mlp}
+        work = replace(work, recompute=work.recompute_of(self.mesh.index("pp")))
+        return tuple(f".{name}" for part, name in parts.items() if work.gathers_again(part))
+
+    def _parallel(
+        self, linear: Any, piece: Slice, region: Region, *, keeps: bool
+    ) -> ColumnParallelLinear | RowParallelLinear:
         transposed = not isinstance(linear, nn.Linear)
         if piece.dim == int(transposed):
             take = ColumnParallelLinear.from_conv1d if transposed else ColumnParallelLinear.from_linear
             layer = take(
-                # Kept whole, as the estimate has it: one all-gather less in backward.
                 linear,
                 ranges=piece.ranges,
                 replica_group=None if piece.is_partly_repeated else piece.replica_group,
-                keep_gathered=True,
+                keep_gathered=keeps,
                 **region.options,
             )
             for parameter in layer.parameters():

@@ -184,8 +184,9 @@ def _of_zeros(out: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
 def _is_whole(module: nn.Module) -> bool:
     """Whether a module has a matrix of its own that is not cut."""
     matrices = [one for one in module.parameters(recurse=False) if one.dim() > 1]
-    # A convolution along the sequence takes what column layers give.
-    return bool(matrices) and not isinstance(module, ColumnParallelLinear | RowParallelLinear | nn.Conv1d)
+    # A convolution along the sequence, and a norm with weights of each head, take what column layers give.
+    behind = isinstance(module, nn.Conv1d) or "Norm" in type(module).__name__
+    return bool(matrices) and not (behind or isinstance(module, ColumnParallelLinear | RowParallelLinear))
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], _Call]]:

@@ -51,7 +51,8 @@ def test_what_a_spec_leaves_out_has_the_default_of_its_schema() -> None:
     assert len(stated) > 20
     # "auto", which the world decides; and what plans name of specs alone that have it.
     derived = {("parallelism", "dp")}
-    derived |= {("training", name) for name in ("activation_offloading", "linear_cross_entropy", "tiled_mlp")}
+    switches = "activation_offloading", "linear_cross_entropy", "gather_inputs_again", "tiled_mlp"
+    derived |= {("training", name) for name in switches}
     for path, value in stated.items():
         if path in derived or path[0] in ("deepspeed", "backends"):  # copied as they stand
             continue

@@ -106,6 +106,7 @@ def test_schemas_are_closed_and_described_at_every_level(name) -> None:
         "implementation",
         "activation_offloading",
         "linear_cross_entropy",
+        "gather_inputs_again",
         "tiled_mlp",
         "rampup_batch_size",
         "optimizer",

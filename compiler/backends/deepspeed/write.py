@@ -75,7 +75,7 @@ def losses(plan: Plan) -> list[Loss]:
         found.append(Loss("training.activation_offloading", why, "parcompile.runtime does it"))
     found += [
         Loss(f"training.{key}", "DeepSpeed has no key for it", "parcompile.runtime does it")
-        for key in ("linear_cross_entropy", "tiled_mlp")
+        for key in ("linear_cross_entropy", "gather_inputs_again", "tiled_mlp")
         if getattr(plan.spec.training, key)
     ]
     found += sums_losses(plan, "parcompile.runtime sums in it")

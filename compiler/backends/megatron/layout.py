@@ -214,7 +214,7 @@ def _sharding_losses(spec: Spec) -> Iterator[Loss]:
             "use --use-megatron-fsdp",
         )
     why = "--optimizer-cpu-offload takes the precision-aware optimizer of Transformer Engine"
-    yield from memory_losses(spec, f"{why}: name both in backends.megatron")
+    yield from memory_losses(spec, f"{why}: name both in backends.megatron", gathers_again=True)
 
 
 ROWS: tuple[Row, ...] = (

@@ -162,6 +162,11 @@ class TrainingValues(ParallelismValues):
         """Whether dense MLPs run in tiles; plans of specs that do not say so do not name it."""
         return self._is_switched_on("tiled_mlp")
 
+    @property
+    def gather_inputs_again(self) -> bool:
+        """Whether gathered inputs are not kept; plans of specs that do not say so do not name it."""
+        return self._is_switched_on("gather_inputs_again")
+
     def _is_switched_on(self, name: str) -> bool:
         return self.given("training", name) and bool(self.get("training", name))
 
@@ -285,6 +290,7 @@ class TrainingValues(ParallelismValues):
             router=self.router,
             activation_offloading=self.activation_offloading,
             linear_cross_entropy=self.linear_cross_entropy,
+            gather_inputs_again=self.gather_inputs_again,
             tiled_mlp=self.tiled_mlp,
             rampup_batch_size=self.rampup_batch_size,
         )
