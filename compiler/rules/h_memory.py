@@ -99,7 +99,8 @@ def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
     """Fires where gather_inputs_again has no effect."""
     work = workload(spec)
     words = [replace(work, recompute=word) for word in work.recompute_words]
-    if work.gathers_inputs and not any(one.gathers_again(part) for one in words for part in shared_inputs(work.shape)):
+    parts = shared_inputs(work.shape)
+    if work.gathers_inputs and parts and not any(one.gathers_again(part) for one in words for part in parts):
         place = ("training", "gather_inputs_again")
         split = "with" if work.sequence_parallel else "without"
         yield Finding(

@@ -179,14 +179,14 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X013")
 def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires for gather_inputs_again where no block takes its input in by matrices that tp cuts alone."""
+    """Fires for gather_inputs_again where no block takes its input in by matrices alone that tp splits."""
     place, shape = ("training", "gather_inputs_again"), spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
         whose = shape.model_type if shape.user_module is None else "a user module"
         yield Finding(
             f"gather_inputs_again with {whose}: "
-            + (why or "neither its attention nor its MLPs use their input in matrices alone that tp cuts"),
+            + (why or "neither its attention nor its MLPs use their input in matrices alone that tp splits"),
             place,
             help="set it to false",
             fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),

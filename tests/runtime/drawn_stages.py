@@ -18,7 +18,7 @@ from ranks import run_ranks
 from training_runs import compared, dp_of, make_plan, train_in_one_process, train_with_engine
 
 from parcompile.model.catalogue import RUNTIME_FAMILIES
-from parcompile.model.derived_rows import dense_mlps
+from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.layer_parts import PARTS, why_whole
 from parcompile.plan import Plan
@@ -28,6 +28,8 @@ DRAWN = tuple(family for family in RUNTIME_FAMILIES if family not in ("phimoe", 
 """Of the tiny models of the other two, one process alone draws noise in routers, and has no finite gradient."""
 TILED = tuple(family for family in DRAWN if dense_mlps(shape_from_config(tiny_config(family))))
 """Those that have a dense MLP in a module of its own."""
+GATHERED = tuple(family for family in DRAWN if shared_inputs(shape_from_config(tiny_config(family))))
+"""Those of which some blocks may gather their input again."""
 WORDS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
 IN_PARTS = tuple(one for one in DRAWN if why_whole(shape_from_config(tiny_config(one)), frozenset(PARTS)) is None)
 """Those whose layers are recomputed in parts."""
@@ -81,7 +83,7 @@ def draw(
 
     `in_parts`: named parts of layers are recomputed, beside whatever a plan may have beside that.
     """
-    drawn = IN_PARTS if in_parts else TILED if switch == "tiled_mlp" else DRAWN
+    drawn = IN_PARTS if in_parts else {"tiled_mlp": TILED, "gather_inputs_again": GATHERED}.get(switch, DRAWN)
     choose, family = random.Random(number), drawn[number % len(drawn)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
@@ -92,6 +94,8 @@ def draw(
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
             continue
+        if switch == "gather_inputs_again" and (stage == 3 or "sequence_parallel" not in parallelism):
+            continue  # it has no effect
         micro_batches = choose.choice([size for size in (1, 2, 4) if dp * size <= 4])
         training: dict[str, Any] = {
             "micro_batch_size": 4 // dp // micro_batches,
