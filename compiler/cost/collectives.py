@@ -246,7 +246,8 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
         both = 2 * passed + (blocks - passed) + wide + stage.has_embedding + again
         kept_no_longer = layers * work.gathers_again(ATTENTION)
-        kept_no_longer += len(within(dense_mlps(work.shape), stage.layers)) * work.gathers_again(MLP)
+        if work.gathers_again(MLP):
+            kept_no_longer += len(within(dense_mlps(work.shape), stage.layers))
         send(Axis.TP, "all-gather", (both - wide * (runs - 1) + kept_no_longer) * times, activation, tp)
         send(Axis.TP, "reduce-scatter", (both - unrepeated) * times, activation, tp)
         send(Axis.TP, "all-gather", wide * runs * times, entered, tp)

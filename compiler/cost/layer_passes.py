@@ -8,7 +8,6 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.families import family_of
 from parcompile.model.family import Norm, types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -188,10 +187,9 @@ def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
 
 def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token where inputs of its blocks are gathered again: of these a rank's own tokens."""
-    dense = len(dense_mlps(work.shape)) / work.shape.num_hidden_layers
-    taken: float = work.element_bytes * work.shape.hidden_size
-    taken *= work.gathers_again(ATTENTION) + dense * work.gathers_again(MLP)
-    return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp) if taken else layer
+    if not (taken := work.blocks_gathered_again * work.element_bytes * work.shape.hidden_size):
+        return layer
+    return replace(layer, gathered=layer.gathered - taken, stream=layer.stream + taken / work.tp)
 
 
 def entering_bytes(work: Workload) -> float:

@@ -230,9 +230,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
         (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
     )
     # An all-gather more is half of a block's exchange.
-    regathered = (
-        work.gathers_again(ATTENTION) + work.gathers_again(MLP) * len(dense_mlps(shape)) / shape.num_hidden_layers
-    ) / 2
+    regathered = work.blocks_gathered_again / 2
     tp_bytes = (crossings + more + regathered) * 2 * (work.tp - 1) / work.tp
     tp_bytes *= work.split_tokens * shape.hidden_size * work.element_bytes
     calls = crossings - tiled * collectives / 2 + (tiled * collectives / 2 + more) * work.mlp_tiles

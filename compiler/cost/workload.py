@@ -284,6 +284,14 @@ class Workload:
         return part in shared_inputs(self.shape)
 
     @property
+    def blocks_gathered_again(self) -> float:
+        """Inputs of a layer that are gathered again, on average."""
+        if not self.gathers_inputs:
+            return 0.0
+        dense = len(dense_mlps(self.shape)) / self.shape.num_hidden_layers
+        return self.gathers_again(ATTENTION) + dense * self.gathers_again(MLP)
+
+    @property
     def moves_activations(self) -> bool:
         """Whether what the layers keep is on the host: they are recomputed."""
         return self.offloads_activations and self.recomputes_layers
