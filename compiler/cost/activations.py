@@ -128,7 +128,7 @@ def eager_layer_bytes(
     width, h = float(element_bytes), shape.hidden_size
     family = family_of(shape.model_type)
     rms = family.norm is Norm.WEIGHT and not shape.norms.bias
-    normed = 4 if shape.model_type in FP32_NORMS else width
+    normed = NORMED_BYTES.get(shape.model_type, width)
     stream = shape.norms.per_layer * h * (4 + normed if rms else width)
     if shape.norms.gate:  # what the gate multiplies, and the gate in fp32
         stream += shape.norms.per_layer * (h * (width + 4) + 2 * width * shape.norms.gate)
@@ -213,8 +213,11 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
     return 0.0 if shape.attention.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
-FP32_NORMS = types_with("fp32_norms")
-"""Model types whose RMSNorm multiplies by its weight in fp32."""
+NORMED_BYTES = by_type("normed_bytes")
+"""What norms of model types keep of each feature behind its normalising, where that is no number of the weights' type.
+
+An RMSNorm that multiplies by its weight in fp32 keeps 4 bytes, one that takes away the mean has its input twice, too.
+"""
 GATED_RESIDUALS = types_with("gated_residuals")
 """Model types whose layers weight both addends of a residual connection, and norm what attention gives."""
 FP32_MLPS = types_with("fp32_mlps")

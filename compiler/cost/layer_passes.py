@@ -13,7 +13,7 @@ from parcompile.model.family import Norm, types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
-from .activations import FP32_NORMS, ROW_COPIES, LayerBytes
+from .activations import NORMED_BYTES, ROW_COPIES, LayerBytes
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
@@ -226,7 +226,7 @@ def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
 def norm_bytes(work: Workload) -> float:
     """What a norm keeps of a token beyond what goes into it."""
     rms = family_of(work.shape.model_type).norm is Norm.WEIGHT and not work.shape.norms.bias
-    normed = 4 if work.shape.model_type in FP32_NORMS else work.element_bytes
+    normed = NORMED_BYTES.get(work.shape.model_type, work.element_bytes)
     return work.shape.hidden_size * (4.0 + normed - work.element_bytes) * rms
 
 
