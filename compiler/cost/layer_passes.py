@@ -165,6 +165,8 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
     running, back = 4 * came - own, 2 * came + own * (1 + (slices > 1))
     if not work.recomputes_layers:
         back += weighted * rows / slices * h
+        if work.pp > 1:  # beside what another micro-batch keeps, the way forward takes most
+            back += input_bytes(work) + 4 * tokens / slices * h
     elif work.element_bytes < 4:
         # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
         running, back = running + input_bytes(work), back + input_bytes(work)
