@@ -66,17 +66,13 @@ built = pytest.mark.skipif(
         (plan_of(4, SP, 2, **NATIVE), plan_of(2, {"cp": 2}, 1, **TORCH)),
         (plan_of(2, {"cp": 2}, 3, **TORCH), plan_of(2, {"tp": 2}, 1, **NATIVE)),
         (plan_of(2, {"ep": 2}, 1, **NATIVE, **MOE), plan_of(2, {"ep": 2, "cp": 2}, 3, **NATIVE, **MOE)),
-        (plan_of(2, {}, 1, **NATIVE), plan_of(2, {}, 1, **TORCH)),
         (plan_of(2, {}, 2, **TORCH, training=ADAM), plan_of(2, {}, 2, **NATIVE, training=ADAM)),
-        (plan_of(2, {}, 3, **NATIVE), plan_of(2, {}, 3)),
     ],
     ids=[
         "stage 2, then torch's at stage 1",
         "torch's at stage 3, then stage 1",
         "experts at stage 1, then at stage 3",
-        "the same layout, then torch's",
         "torch's Adam, then the same layout",
-        "stage 3, then on the accelerator",
     ],
 )
 def test_deepspeeds_adam_trains_as_one_process_and_goes_on_as_torchs(first: Plan, second: Plan, tmp_path: Path) -> None:
@@ -97,7 +93,7 @@ def steps_of(_rank: int, plan: Plan) -> dict[str, Any]:
 
 @built
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_in_bf16_it_is_as_torchs(stage: int) -> None:
     """Masters in fp32 differ by roundings, which move single weights by one step of bf16: 2^-8."""
     training = {"precision": "bf16", "micro_batch_size": 1}
@@ -146,7 +142,7 @@ def test_each_adam_takes_states_of_the_other_and_keeps_its_own_settings() -> Non
 
 @built
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [1, 5, 26])
+@pytest.mark.parametrize("number", [5, 26])
 def test_drawn_plans_train_as_one_process(number: int) -> None:
     with compiled_before():
         judge(compare(draw(number, 4, on_host=True, implementation="deepspeed")[0]))
