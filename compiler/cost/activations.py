@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, wraps
 from typing import Concatenate, ParamSpec, cast
@@ -213,10 +213,10 @@ def _own(kv_heads: float, shape: ModelShape) -> float:
     return 0.0 if shape.attention.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER else kv_heads
 
 
-NORMED_BYTES = by_type("normed_bytes")
-"""What norms of model types keep of each feature behind its normalising, where that is no number of the weights' type.
+NORMED_BYTES: Mapping[str, int] = by_type("normed_bytes")
+"""Bytes of each feature that norms of model types keep beside their input in fp32; elsewhere a number of the weights'.
 
-An RMSNorm that multiplies by its weight in fp32 keeps 4 bytes, one that takes away the mean has its input twice, too.
+4: an RMSNorm multiplies by its weight in fp32. 8: a norm takes the mean away first, which it computes twice.
 """
 GATED_RESIDUALS = types_with("gated_residuals")
 """Model types whose layers weight both addends of a residual connection, and norm what attention gives."""

@@ -51,8 +51,7 @@ def static_memory(work: Workload, stage: Stage | None = None, place: RankPlace |
         return held_memory(work, stage, bucket_numel(work), place=place)
     apart = work.muon or work.shards_weights  # then more counts than how many parameters stages have
     stages = {(*held, apart and one): one for held, one in zip(work.stage_numels, work.stages, strict=True)}
-    bucket = min(LARGEST_BUCKET, max(numel for numel, *_ in stages))
-    held = (held_memory(work, one, bucket, numel) for (numel, *_), one in stages.items())
+    held = (held_memory(work, one, bucket_numel(work), numel) for (numel, *_), one in stages.items())
     return max(held, key=lambda memory: memory.total_bytes)
 
 
@@ -133,7 +132,7 @@ def gathers_anew(work: Workload, stage: Stage) -> bool:
 
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
-    return min(LARGEST_BUCKET, max(work.stage_parameters(stage) for stage in work.stages))
+    return min(LARGEST_BUCKET, max(numel for numel, _ in work.stage_numels))
 
 
 def untrained_bytes(work: Workload, stage: Stage) -> float:
@@ -195,7 +194,7 @@ def _reduction_bytes(work: Workload, stage: Stage, numel: int, dealt: int, sums:
     if not dealt and not wider:
         return sums
     found, reduced = 0.0, 0
-    for bucket in buckets_of_step(work, stage, numel, dealt):
+    for bucket in buckets_of_step(work, stage, (numel - dealt, dealt), bucket_numel(work)):
         reduced += sum(bucket)
         found = max(found, (width + wider) * max(bucket) + sums - width * reduced)
     return found

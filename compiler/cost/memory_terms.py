@@ -46,12 +46,13 @@ from .layer_passes import (
 )
 from .memory import (
     bucket_bytes,
+    bucket_numel,
     gathered_numels,
     optimizer_step_bytes,
     static_terms,
 )
 from .parameters import is_even
-from .partitions import LARGEST_BUCKET, Reduction, reductions
+from .partitions import Reduction, reductions
 from .recurrent import (
     backward_bytes,
     choice_bytes,
@@ -198,7 +199,7 @@ class _Static:
 def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
     numels = [numel for numel, _ in work.stage_numels]
     eager = work.framework == "deepspeed"
-    bucket = bucket_bytes(work, min(LARGEST_BUCKET, max(numels))) if eager else 0
+    bucket = bucket_bytes(work, bucket_numel(work)) if eager else 0
     known: dict[object, _Static] = {}
     found = []
     for stage, numel in zip(work.stages, numels, strict=True):

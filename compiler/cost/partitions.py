@@ -138,14 +138,13 @@ def _trained(shape: ModelShape, stage: Stage) -> tuple[Sequence[Parameter], Sequ
     return tuple(rows.values()), order
 
 
-def buckets_of_step(work: Workload, stage: Stage, numel: int, dealt: int) -> Iterator[tuple[int, int]]:
+def buckets_of_step(work: Workload, stage: Stage, numels: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
     """At ZeRO stage 1 what is reduced together at the end of a step: elements of dense layers, and of dealt experts.
 
-    `dealt` of the stage's `numel` elements are experts, whose groups come behind those of dense layers.
+    `numels`: those of the stage; experts come behind dense layers. `size`: the elements that a bucket takes.
     """
-    size = min(LARGEST_BUCKET, max(whole for whole, _ in work.stage_numels))
-    if numel <= size:
-        yield numel - dealt, dealt
+    if sum(numels) <= size:
+        yield numels
         return
     filled = [0, 0]
     for is_dealt in (False, True):

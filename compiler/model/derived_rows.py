@@ -285,7 +285,7 @@ def dense_mlps(shape: ModelShape) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def shared_inputs(shape: ModelShape) -> frozenset[str]:
-    """Which of attention and dense MLPs use what goes into them in matrices alone that tp cuts, in all layers."""
+    """Which of attention and dense MLPs use their input only in matrices that tp cuts, in all layers."""
     family = FAMILIES.get(shape.model_type)
     if family is None or why_whole(shape, frozenset({ATTENTION})) is not None:
         return frozenset()

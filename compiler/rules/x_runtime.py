@@ -179,14 +179,13 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X013")
 def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires for gather_inputs_again where no block takes its input in by matrices alone that tp splits."""
+    """Fires for gather_inputs_again where every block needs its input whole."""
     place, shape = ("training", "gather_inputs_again"), spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
         whose = shape.model_type if shape.user_module is None else "a user module"
         yield Finding(
-            f"gather_inputs_again with {whose}: "
-            + (why or "neither its attention nor its MLPs use their input in matrices alone that tp splits"),
+            f"gather_inputs_again with {whose}: " + (why or "its attention and its MLPs need their input whole"),
             place,
             help="set it to false",
             fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
