@@ -129,13 +129,13 @@ class LocalWorld:
             raise
 
     def close(self) -> None:
-        """End every process."""
-        for pipe in self._pipes:
-            pipe.close()
+        """End every process. Nothing more runs in it: one that saw its pipe close first would end as after its work."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
         self._pipes, self._processes = [], []
 
     def _collect(self, name: str, timeout: float) -> list[Any]:
