@@ -2,7 +2,8 @@
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/pipeline_matrix.py [--first 0]
         [--count 100] [--ranks 8]
-        [--draws pipelines|stages|offload|offload_deepspeed|offload_activations|gather|linear_loss|tiled_mlp|parts]
+        [--draws pipelines|stages|offload|offload_deepspeed|offload_activations|gather|linear_loss|tiled_mlp|overlap|
+                 parts]
 
 With offload_deepspeed DeepSpeedCPUAdam steps on the host, which is compiled the first time: a minute and a half.
 
@@ -26,6 +27,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "gather": {"switch": "gather_inputs_again"},
     "linear_loss": {"switch": "linear_cross_entropy"},
     "tiled_mlp": {"switch": "tiled_mlp"},
+    "overlap": {"overlaps": True},
     "parts": {"in_parts": True},
 }
 """What plans of the stages have beside."""

@@ -10,7 +10,7 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .partitions import LARGEST_BUCKET, buckets_of_step, keeps_whole_sums, kept_numel
+from .partitions import buckets_of_step, keeps_whole_sums, kept_numel, largest_bucket
 from .workload import RankPlace, Workload
 
 
@@ -85,13 +85,15 @@ def held_memory(
 def bucket_bytes(work: Workload, elements: int) -> int:
     """A reduce bucket of so many elements, in which gradients are copied to be reduced; without one 0.
 
+    There are two where gradients are reduced under backward: one is filled while the other is reduced.
     Its numbers are of the type of the sums at stage 1, and of the weights at stage 2. At stage 3 they are of the type
     of the messages (`get_param_comm_dtype`, DeepSpeed's runtime/zero/stage3.py).
     """
     if not has_bucket(work):
         return 0
     widths = {1: work.gradient_bytes, 2: work.element_bytes, 3: work.message_bytes}
-    return elements * widths[work.zero_stage]
+    is_double = work.overlaps_gradients or (bool(work.overlap_comm) and work.pp == 1 and work.zero_stage < 3)
+    return elements * widths[work.zero_stage] * (1 + is_double)
 
 
 def is_own_master(work: Workload) -> bool:
@@ -132,7 +134,7 @@ def gathers_anew(work: Workload, stage: Stage) -> bool:
 
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
-    return min(LARGEST_BUCKET, max(numel for numel, _ in work.stage_numels))
+    return min(largest_bucket(work), max(numel for numel, _ in work.stage_numels))
 
 
 def untrained_bytes(work: Workload, stage: Stage) -> float:
@@ -187,8 +189,8 @@ def _reduction_bytes(work: Workload, stage: Stage, numel: int, dealt: int, sums:
     What a bucket has of each group of ranks is joined, and copied where messages are of a wider type. `dealt`: of
     `numel`, the elements of experts that are dealt over ep; `sums`: those in a type wider than that of the weights.
     """
-    if work.zero_stage != 1:
-        return 0.0
+    if work.zero_stage != 1 or work.overlaps_gradients:
+        return 0.0  # or in the backward pass: `reductions`
     width = work.gradient_bytes
     wider = work.message_bytes if work.message_bytes > width else 0
     if not dealt and not wider:

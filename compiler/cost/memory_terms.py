@@ -192,7 +192,7 @@ class _Static:
     optimizer_step: float
     gathered_weights: float
     reductions: tuple[Reduction, ...]
-    """At ZeRO stage 2."""
+    """In a backward pass."""
 
 
 @lru_cache(maxsize=16)
@@ -200,6 +200,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
     numels = [numel for numel, _ in work.stage_numels]
     eager = work.framework == "deepspeed"
     bucket = bucket_bytes(work, bucket_numel(work)) if eager else 0
+    reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.overlaps_gradients)
     known: dict[object, _Static] = {}
     found = []
     for stage, numel in zip(work.stages, numels, strict=True):
@@ -213,7 +214,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
                 bucket,
                 optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
-                tuple(reductions(work, stage, place)) if eager and work.zero_stage == 2 else (),
+                tuple(reductions(work, stage, place)) if eager and reduces else (),
             )
         found.append(known[alike])
     return found
@@ -273,7 +274,7 @@ def _waiting_logits(one: _Held, logits: float) -> float:
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
-    in_flight = _in_flight(one, static.bucket if static.reductions else 0.0)
+    in_flight = _in_flight(one, static.bucket if work.zero_stage == 2 else 0.0)
     choice = choice_bytes(work, stage) if one.eager else 0.0
     if work.recomputes_layers:
         kept, one_layer, in_flight = _recomputed(one, in_flight)
@@ -314,7 +315,7 @@ def _absent(work: Workload, static: _Static) -> tuple[float, float]:
     At ZeRO stage 2 these are the bucket, which is there from the first gradient on, and the sums of a step's only
     micro-batch, which are there from the first reduction on.
     """
-    if not static.reductions:
+    if work.zero_stage != 2 or not static.reductions:
         return 0.0, 0.0
     sums = static.held[1] if work.micro_batches == 1 else 0.0
     return static.bucket + sums, sums

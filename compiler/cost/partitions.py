@@ -1,4 +1,4 @@
-"""What ZeRO stage 2 keeps of the gradients of a stage, and what it takes while it reduces them.
+"""What ZeRO keeps of the gradients of a stage, and what it takes while it reduces them in backward.
 
 DeepSpeed flattens the parameters of a group in the model's order and cuts them into shards (runtime/zero/
 stage_1_and_2.py). Sums in the type of the weights are kept whole of each parameter that lies in a rank's shard, if only
@@ -25,6 +25,8 @@ from .workload import RankPlace, Workload
 
 LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce_bucket_size, in elements."""
+SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
+"""Of buckets that are reduced under backward: as Megatron-LM has them, of which the last one has nothing to hide it."""
 
 
 class _Flat(NamedTuple):
@@ -43,16 +45,28 @@ class _Kept(NamedTuple):
     numel: int
     last: int
     """The place of the last of them in the model's order."""
+    rank: int
+    """The first that has these."""
 
 
 _Runs = Sequence[tuple[int, _Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
 
 
+def largest_bucket(work: Workload) -> int:
+    """Elements that a bucket takes at most."""
+    hidden = max(SMALLEST_BUCKET, BUCKET_PER_RANK * work.shards)
+    return min(hidden, LARGEST_BUCKET) if work.overlaps_gradients else LARGEST_BUCKET
+
+
 def keeps_whole_sums(work: Workload) -> bool:
-    """Whether a rank keeps the sums of whole parameters."""
-    same = work.gradient_bytes == work.element_bytes
-    return work.framework == "deepspeed" and work.zero_stage == 2 and same and not work.on_host
+    """Whether a rank keeps the sums of whole parameters at stage 2."""
+    return work.framework == "deepspeed" and work.zero_stage == 2 and _are_of_weights(work)
+
+
+def _are_of_weights(work: Workload) -> bool:
+    """Whether sums of a shard are of the type of the weights, and of whole parameters."""
+    return work.gradient_bytes == work.element_bytes and not work.on_host
 
 
 def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> int:
@@ -84,28 +98,36 @@ def _of_rank(runs: _Runs, rank: int) -> _Kept:
 @lru_cache(maxsize=256)
 def _kept(work: Workload, stage: Stage) -> tuple[_Runs, _Runs]:
     """Of the ranks that share dense layers, and of those that share experts which are dealt over ep."""
-    every = _flattened(work, stage)
-    groups: dict[tuple[bool, GroupKind], list[int]] = {}
+    every, changes = _flattened(work, stage), (dict[int, list[int]](), dict[int, list[int]]())
+    for number, (one, (start, stop)) in enumerate(zip(every, _ranks_of(work, stage), strict=True)):
+        changes[one.is_dealt].setdefault(start, []).append(number)
+        changes[one.is_dealt].setdefault(stop, []).append(~number)
+    return _swept(every, changes[0]), _swept(every, changes[1])
+
+
+@lru_cache(maxsize=256)
+def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int]]:
+    """Of each parameter the first of the ranks in whose shards it lies, and the one behind the last."""
+    every, groups = _flattened(work, stage), dict[tuple[bool, GroupKind], list[int]]()
     for number, one in enumerate(every):
         groups.setdefault((one.is_dealt, one.kind), []).append(number)
-    changes = dict[int, list[int]](), dict[int, list[int]]()
+    found = [(0, 0)] * len(every)
     for (is_dealt, _), members in groups.items():
         ranks, stop = work.expert_shards if is_dealt else work.shards, 0
         shard = padded_numel(sum([every[number].numel for number in members]), ranks) // ranks
         for number in members:
             start, stop = stop, stop + every[number].numel
-            changes[is_dealt].setdefault(start // shard, []).append(number)
-            changes[is_dealt].setdefault(-(-stop // shard), []).append(~number)
-    return _swept(every, changes[0]), _swept(every, changes[1])
+            found[number] = start // shard, -(-stop // shard)
+    return found
 
 
 def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Runs:
     """From the ranks at which parameters begin (their number) and end (its complement), what each rank has."""
-    here, runs = set[int](), [(0, _Kept(0, -1))]
+    here, runs = set[int](), [(0, _Kept(0, -1, 0))]
     for rank in sorted(changes):
         for change in changes[rank]:
             (here.add if change >= 0 else here.discard)(max(change, ~change))
-        runs.append((rank, _Kept(sum([every[number].numel for number in here]), max(here, default=-1))))
+        runs.append((rank, _Kept(sum([every[number].numel for number in here]), max(here, default=-1), rank)))
     return runs
 
 
@@ -170,24 +192,42 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     """The reductions of a micro-batch: of a step's only one, or of one behind another.
 
     A bucket is copied as a whole where it goes to several ranks, or is added to fp32 sums piece by piece, and once more
-    in the type of the messages. What goes to those that share dense layers does so apart from dealt experts.
+    in the type of the messages. What goes to those that share dense layers does so apart from dealt experts. At stage 1
+    the sums of all gradients are there, those of the last micro-batch are reduced, and each is let go of behind that. A
+    parameter that no bucket takes is reduced where it is; at stage 1 only ranks that have a part of it let go of it.
     """
-    width, message = work.element_bytes, work.message_bytes
-    whole, apart, several = keeps_whole_sums(work), work.gradient_bytes != width, work.micro_batches > 1
-    kept = _of_place(work, stage, place)
-    sums, last = width * sum(one.numel for one in kept), max(one.last for one in kept)
+    at_end = work.zero_stage == 1
+    width, message = work.gradient_bytes if at_end else work.element_bytes, work.message_bytes
+    whole, several = _are_of_weights(work), work.micro_batches > 1
+    apart = work.gradient_bytes != work.element_bytes
+    kept, largest = _of_place(work, stage, place), largest_bucket(work)
+    sums, last, let_go = width * sum(one.numel for one in kept), max(one.last for one in kept), 0
     if not whole:
         sums = 0 if work.on_host and not apart else work.gradient_bytes * work.sharded(stage).shard_numel
+    dealt = work.gradient_bytes * -(-work.dealt_parameters(stage) // work.expert_shards)
+    shards = sums - dealt, dealt
     for bucket in _buckets(work, stage):
+        is_large = max(bucket.numels) > largest
+        start, stop = _ranks_of(work, stage)[bucket.first] if is_large else (0, 0)
         copied = 0
         for numel, ranks in zip(bucket.numels, (work.shards, work.expert_shards), strict=True):
-            flat = width * (ranks > 1 or apart)
+            flat = width * (stop - start > 1 if is_large else apart or ranks > 1)
             copied = max(copied, numel * (flat + message * (message > width)))
         # fp32 sums are there before the copies, those in the type of the weights behind them.
         begun = bucket.stop <= last, bucket.first <= last
-        beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
-        taken = bucket.waiting * width + max(copied + beside[not whole], beside[1])
-        yield Reduction(bucket.layers, float(taken))
+        if at_end and not whole:  # those of dealt experts lie apart
+            beside = [
+                sum(size * (place <= one.last) for size, one in zip(shards, kept, strict=True))
+                for place in bucket[2:0:-1]
+            ]
+        elif at_end:
+            beside = [sums * done for done in begun]
+        else:
+            beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
+        taken = max(copied + beside[not whole], beside[1]) + (0 if at_end else bucket.waiting * width)
+        own = width * sum(bucket.numels) * at_end
+        yield Reduction(bucket.layers, float(taken - let_go - own * (not is_large)))
+        let_go += own * (not is_large or start <= kept[bucket.numels[1] > 0].rank < stop)
 
 
 class _Bucket(NamedTuple):
@@ -209,7 +249,7 @@ def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
     of_layer = Counter[int]()
     for one in every:
         of_layer[one.layer] += one.numel
-    left, size = Counter(of_layer), min(LARGEST_BUCKET, sum(of_layer.values()))
+    left, size = Counter(of_layer), min(largest_bucket(work), sum(of_layer.values()))
     filled, stop = [0, 0], len(every)
     for number in reversed(range(len(every))):
         one = every[number]

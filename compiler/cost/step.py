@@ -61,6 +61,8 @@ class StepTerms:
     stage_heads: tuple[bool, ...]
     exchange_bytes: float
     gradient_bytes: float
+    hidden_share: float
+    """Of these, what may travel under a backward or forward pass."""
     optimizer: float
     """Gradient, master weight and state of each element read, and all but the gradient written."""
     orthogonal: float
@@ -218,13 +220,15 @@ def _uniform_terms(work: Workload) -> StepTerms:
     numels = [numel for numel, _ in work.stage_numels]
     numel, dealt = max(work.stage_numels)
     dense, expert_shards = numel - dealt, work.expert_shards
-    reduced = 2 * work.gradient_bytes if work.zero_stage == 0 else work.gradient_bytes + work.element_bytes
-    reduced += (work.gradient_reductions - 1) * work.gradient_bytes
+    # An all-reduce sends twice what a reduce-scatter does; DeepSpeed has it at stages 1 and 2 too.
+    whole = work.zero_stage == 0 or (work.framework == "deepspeed" and work.zero_stage <= 2)
+    reduced = work.gradient_reductions * work.message_bytes * (1 + whole)
     gathers = float(work.element_bytes * work.micro_batches if work.zero_stage >= 3 else 0)
     if work.shards_weights:  # for forward and backward; none behind the optimizer
         reread = 1.0 if work.recomputes_layers else alone / per_token
         gathers *= 2 + reread * gathers_anew(work, work.stages[0])
-        reduced -= work.element_bytes
+    elif work.zero_stage:
+        gathers += work.element_bytes
     routed = shape.routed(range(shape.num_hidden_layers)) / shape.num_hidden_layers if shape.stack.blocks else sparse
     rows = (
         (collectives + 2 * of_mlp) * routed * (shape.moe.computed_per_token if shape.moe else 0) * activation / work.tp
@@ -255,6 +259,7 @@ def _uniform_terms(work: Workload) -> StepTerms:
         stage_heads=tuple(stage.has_head for stage in stages),
         exchange_bytes=hidden_bytes(work),
         gradient_bytes=(reduced + gathers) * (dense * share + dealt * (expert_shards - 1) / expert_shards),
+        hidden_share=reduced / (reduced + gathers) if work.framework == "deepspeed" else 1.0,
         optimizer=(3 * MASTER_BYTES + 2 * work.state_bytes)
         * (dense / work.shards + dealt / expert_shards if work.zero_stage else numel)
         / machine.memory_bytes_per_s,
@@ -469,14 +474,16 @@ def _gradients(terms: StepTerms, work: Workload, values: Mapping[str, float], sl
         return 0.0, 0.0
     stride = min(work.stride(axis) for axis in (Axis.DP, Axis.CP) if work.size(axis) > 1)
     seconds = terms.gradient_bytes / bandwidth(terms, stride, work.shards, values)
-    overlapping = FRAMEWORKS[work.framework].overlaps_gradients
-    # DeepSpeed's engine reduces when the last backward pass is over (runtime/engine.py, `allreduce_gradients`).
+    overlapping = work.overlaps_gradients
+    # Otherwise DeepSpeed's engine reduces when the last backward pass is over.
     if (work.zero_stage == 0 and work.framework != "deepspeed") or overlapping:
-        # Reduced during the last backward pass, which is two thirds of a micro-batch; gathered in the first forward.
-        share = 2 / 3 if work.zero_stage == 0 else 1.0
-        most = 1.0 if overlapping else values["overlap"]
-        exposed = max(LEAST_EXPOSED * seconds, seconds - most * slowest * share)
-        return exposed, seconds - exposed
+        # Reduced during a backward pass, which is two thirds of a micro-batch; gathered in the first forward pass, but
+        # by DeepSpeed behind the optimizer.
+        deepspeed = work.framework == "deepspeed"
+        share = 2 / 3 if work.zero_stage == 0 or deepspeed else 1.0
+        most = (work.gradient_reductions if deepspeed else 1.0) if overlapping else values["overlap"]
+        hidden = min(terms.hidden_share * seconds - LEAST_EXPOSED * seconds, most * slowest * share)
+        return seconds - hidden, hidden
     return seconds, 0.0
 
 

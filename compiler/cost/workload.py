@@ -149,8 +149,8 @@ class Workload:
     """Iterations in which Muon orthogonalises a matrix, in numbers of `ns_bytes`."""
     ns_bytes: int = 2
     framework: str = "deepspeed"
-    keeps_gradients: bool = True
-    """Gradients add up, and nothing takes them before the step ends."""
+    overlap_comm: bool | None = None
+    """Whether DeepSpeed reduces gradients under backward, as the spec says; None: the plan decides."""
     preset: Accelerator | None = field(default=None, hash=False)
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True
@@ -372,9 +372,24 @@ class Workload:
         return self.micro_batches if self.framework == "deepspeed" and self.zero_stage >= 2 else 1
 
     @property
+    def overlaps_gradients(self) -> bool:
+        """Whether gradients are reduced under the backward pass that makes them (DeepSpeed's `overlap_comm`).
+
+        On a CPU nothing runs beside it; a pipeline adds up gradients until its last backward pass is over; and where
+        the host holds the optimizer, DeepSpeed's backward waits for each reduction.
+        """
+        if self.framework != "deepspeed":
+            return FRAMEWORKS[self.framework].overlaps_gradients
+        if self.zero_stage not in (1, 2) or self.pp > 1 or self.shards == 1:
+            return False
+        if self.overlap_comm is not None:
+            return self.overlap_comm
+        return self.machine.name != "cpu" and not self.on_host
+
+    @property
     def sums_partial_gradients_once(self) -> bool:
         """Whether tp ranks sum what each has a part of once in a step; else in the backward of each micro-batch."""
-        return self.zero_stage == 1 and self.keeps_gradients
+        return self.zero_stage == 1
 
     @property
     def padded_vocabulary(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from parcompile.backends.deepspeed import (
     DECIDED_BY,
@@ -16,6 +17,7 @@ from parcompile.backends.deepspeed import (
 from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.values import workload_of
 
 from . import Finding, rule
 from .arithmetic import also
@@ -129,6 +131,9 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
         )
 
 
+_OVERLAP = ("zero_optimization", "overlap_comm")
+
+
 @rule("D006", severity=Severity.INFO, targets=("deepspeed",))
 def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
     """Says which value of the plan is replaced."""
@@ -140,13 +145,26 @@ def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
         ("zero_allow_untested_optimizer",): spec.optimizer.type in ("muon", "sgd"),
         ("zero_optimization", "reduce_scatter"): True,
         ("zero_optimization", "contiguous_gradients"): True,
-        ("zero_optimization", "overlap_comm"): spec.zero_stage == 3,
+        _OVERLAP: spec.zero_stage == 3 or _overlaps(spec),
         ("zero_optimization", "allgather_partitions"): True,
     }
     for path, value in planned.items():
         place = ("deepspeed", *path)
-        if spec.given(*place) and spec.get(*place) != value:
+        if not spec.given(*place) or spec.get(*place) == value:
+            continue
+        if path == _OVERLAP and spec.axis(Axis.PP) > 1:
+            why = "gradients are reduced when its last backward pass is over"
+            yield Finding(f"overlap_comm {spec.get(*place)} does nothing in a pipeline: {why}", place)
+        else:
             yield Finding(f"{path[-1]} {spec.get(*place)} replaces the plan's {value}", place)
+
+
+def _overlaps(spec: Resolution) -> bool:
+    """Whether the plan itself reduces gradients under backward."""
+    try:
+        return replace(workload_of(spec.spec()), overlap_comm=None).overlaps_gradients
+    except ValueError:
+        return False  # other rules say what is wrong
 
 
 def _removal(path: tuple[str, ...]) -> Fix:

@@ -464,7 +464,7 @@ def workload_of(spec: Spec) -> Workload:
         sequence_parallel=axes.sequence_parallel,
         recompute=training.activation_checkpointing,
         element_bytes=training.precision.bytes,
-        keeps_gradients=_keeps_gradients(spec),
+        overlap_comm=_overlap_comm(spec),
         gradient_bytes=training.gradient_accumulation_dtype.bytes,
         zero_stage=spec.zero_stage,
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
@@ -515,7 +515,8 @@ def _gathering(spec: Spec) -> dict[str, Any]:
     return found
 
 
-def _keeps_gradients(spec: Spec) -> bool:
-    """See `Workload.keeps_gradients`."""
+def _overlap_comm(spec: Spec) -> bool | None:
+    """See `Workload.overlap_comm`."""
     section = spec.deepspeed.get("zero_optimization")
-    return not (isinstance(section, Mapping) and section.get("overlap_comm") is True)
+    given = section.get("overlap_comm") if isinstance(section, Mapping) else None
+    return given if isinstance(given, bool) else None

@@ -36,8 +36,10 @@ Changed:
   `before_reduction`
 - `global_steps`, `global_samples` and `skipped_steps` of an engine, and its optimizer's `loss_scaler`, are set when
   a checkpoint of another layout is loaded. `checkpoint.adapting`
-- `enable_backward_allreduce` and `micro_steps` of an engine: the stages of a pipeline reduce gradients once, after all
-  backward passes of a step, which is one micro-step to the engine. `reduce_at_end`
+- `reduce_ready_partitions_and_remove_grads` of an optimizer (runtime/zero/stage_1_and_2.py) with `overlap_comm`, which
+  reduces each gradient as it comes: partial ones wait until they are summed over tp. `keep_until_end`
+- `enable_backward_allreduce` and `micro_steps` of an engine, `overlap_comm` of its optimizer: the stages of a pipeline
+  reduce gradients once, after all backward passes of a step, one micro-step to the engine. `reduce_at_end`
 - `train_batch_size` and `gradient_accumulation_steps` of an engine's `_config`, `gradient_accumulation_steps` of its
   optimizer (runtime/zero/stage_1_and_2.py, stage3.py) and `micro_steps`, while the batch grows: its own
   `set_train_batch_size` divides by dp · cp. `set_batch`
@@ -87,8 +89,6 @@ Read:
   `ipg_buckets`, `round_robin_bit16_meta`: preflight counts the bytes of gradients and buckets. `kept_gradients`,
   `reduce_buckets`, `shape_tensors`
 
-- `overlap_comm` (runtime/zero/stage_1_and_2.py): where it is true, hooks reduce each gradient as it comes.
-  `keeps_gradients`
 - `use_grad_accum_attribute` (runtime/zero/stage_1_and_2.py): where gradients add up, to which those of another stage
   are added. `accumulated_gradient`
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
 
 # Process groups of DeepSpeed: where it keeps them, and where the plan's are put.
 
@@ -133,12 +134,8 @@ def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]
 @contextlib.contextmanager
 def reduce_at_end(engine: Any) -> Iterator[None]:
     """Within it backward passes add up gradients on this rank; at its end they are reduced, and the engine may step."""
-    if getattr(engine.optimizer, "overlap_comm", False):
-        # Its hooks would reduce each gradient as it comes; this is DeepSpeed's own way of keeping them.
-        with engine.coalesce_grad_reduction():
-            yield
-        engine.set_gradient_accumulation_boundary(True)
-    else:
+    # Hooks of `overlap_comm` would reduce each gradient as it comes.
+    with mock.patch.object(engine.optimizer, "overlap_comm", False, create=True):
         engine.enable_backward_allreduce = False
         engine.set_gradient_accumulation_boundary(False)
         yield
@@ -159,9 +156,28 @@ def set_batch(engine: Any, batch: int, micro_batches: int) -> None:
         engine.optimizer.gradient_accumulation_steps = micro_batches
 
 
-def keeps_gradients(engine: Any) -> bool:
-    """Whether gradients of micro-batches only add up until the end of a step: ZeRO-1, unless it overlaps messages."""
-    return engine.zero_optimization_stage() == 1 and not engine.optimizer.overlap_comm
+def keep_until_end(engine: Any, parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """At ZeRO stage 1, leaves gradients of these parameters where they add up; what it gives hands them over.
+
+    The others are taken as they come where `overlap_comm` is true; otherwise all of them stay until the step ends.
+    """
+    optimizer = engine.optimizer
+    if not optimizer.overlap_comm:
+        return lambda: None
+    take, late = optimizer.reduce_ready_partitions_and_remove_grads, {id(one): one for one in parameters}
+    groups = {id(one): index for index, group in enumerate(optimizer.bit16_groups) for one in group}
+
+    def reduce_ready_partitions_and_remove_grads(parameter: Tensor, group: int) -> None:
+        if id(parameter) not in late:
+            take(parameter, group)
+
+    def hand_over() -> None:
+        for key, parameter in late.items():
+            if optimizer.get_gradient_for_reduction(parameter) is not None:
+                take(parameter, groups[key])
+
+    optimizer.reduce_ready_partitions_and_remove_grads = reduce_ready_partitions_and_remove_grads
+    return hand_over
 
 
 def before_reduction(engine: Any, function: Callable[[], None]) -> None:

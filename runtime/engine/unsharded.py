@@ -2,9 +2,9 @@
 
 Gradients that each tensor-parallel rank has a part of are summed once in a step, in one message.
 
-Such are those of norms with sequence parallelism, and of small weights that ranks use on their own heads. DeepSpeed's
-ZeRO-1 leaves gradients where they add up until the step ends; then they are summed, before anything is reduced. Where
-DeepSpeed takes each gradient as it comes (stage 2, `overlap_comm`), backward sums each.
+Such are those of norms with sequence parallelism, and of small weights that ranks use on their own heads. At ZeRO
+stage 1 they add up until the step ends; then they are summed, and reduced behind the others. At stage 2 DeepSpeed takes
+each gradient of each micro-batch as it comes, and backward sums each.
 
 DeepSpeed 0.19.8 has three optimizers for stage 0, and none gives the numbers of one process on every layout:
 
@@ -36,7 +36,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches.engine import before_reduction, keeps_gradients
+from parcompile.runtime.deepspeed_patches.engine import before_reduction, keep_until_end
 from parcompile.runtime.deepspeed_patches.norm import expert_group_name, squared_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     accumulated_gradient,
@@ -52,14 +52,17 @@ from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_togeth
 def sum_once(engine: Any, mesh: Mesh) -> None:
     """Lets an engine sum partial gradients at the end of a step, if it keeps them until then."""
     group = mesh.parallel_group("tp")
-    if group is None or not keeps_gradients(engine):
+    if group is None or engine.zero_optimization_stage() != 1:
         return
     parameters = leave_partial(engine.module.parameters())
     if parameters:
-        optimizer = engine.optimizer
-        before_reduction(
-            engine, lambda: sum_together([accumulated_gradient(optimizer, one) for one in parameters], group)
-        )
+        optimizer, hand_over = engine.optimizer, keep_until_end(engine, parameters)
+
+        def at_end() -> None:
+            sum_together([accumulated_gradient(optimizer, one) for one in parameters], group)
+            hand_over()
+
+        before_reduction(engine, at_end)
 
 
 # The optimizer of ZeRO stage 0: every rank of dp · cp holds all states of its parameters, and updates all of them.

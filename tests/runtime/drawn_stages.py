@@ -1,7 +1,7 @@
 """ZeRO stages drawn at random, with layouts, recomputation and families; `.ci/pipeline_matrix.py --draws stages`.
 
 `--draws offload` has the optimizer, weights or both on the host, also of pipelines, with clipping of all gradients, of
-some and of none.
+some and of none; `--draws overlap` reduces gradients under backward, in buckets of all sizes.
 """
 
 from __future__ import annotations
@@ -78,19 +78,21 @@ def draw(
     implementation: str = "torch",
     switch: str = "",
     in_parts: bool = False,
+    overlaps: bool = False,
 ) -> tuple[Plan, str]:
     """A plan that compiles, and what it is; the same for the same number. Families take turns.
 
-    `in_parts`: named parts of layers are recomputed, beside whatever a plan may have beside that.
+    `in_parts`: named parts of layers are recomputed, beside whatever a plan may have beside that. `overlaps`: gradients
+    are reduced as they come.
     """
     drawn = IN_PARTS if in_parts else {"tiled_mlp": TILED, "gather_inputs_again": GATHERED}.get(switch, DRAWN)
     choose, family = random.Random(number), drawn[number % len(drawn)]
     while True:
         dealt = FAMILIES[family].experts is not None and choose.random() < 0.6
         world, parallelism = choose.choice(
-            OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or in_parts or switch != "")
+            OF_EXPERTS if dealt else LAYOUTS + PIPELINES * (on_host or in_parts or overlaps or switch != "")
         )
-        stage = choose.choice((1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
+        stage = choose.choice((1, 1, 2) if overlaps else (1, 2, 3) if on_host else (0, 1, 2, 3, 3, 3, 3))
         stage, dp = 1 if "pp" in parallelism else stage, dp_of(world, parallelism)
         if world > most_ranks or not runs_over(family, parallelism) or (not stage and "expert_tp" in parallelism):
             continue
@@ -101,7 +103,7 @@ def draw(
             "micro_batch_size": 4 // dp // micro_batches,
             "activation_checkpointing": choose.choice(["none", "selective", "full"]),
             "optimizer": {"lr": 1e-3, "eps": 1e-4},
-            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or switch else {}),
+            **({"gradient_clipping": choose.choice((0.0, 0.05, 0.5, 100.0))} if on_host or switch or overlaps else {}),
             **({switch: True} if switch else {}),
         }
         if switch == "activation_offloading":
@@ -114,6 +116,8 @@ def draw(
             further = ("linear_cross_entropy", *(["tiled_mlp"] if family in TILED else []))
             training |= {key: True for key in further if choose.random() < 0.25}
         zero = {key: choose.choice(values) for key, values in KEYS.items()} if stage == 3 else {}
+        if overlaps:
+            zero = {"overlap_comm": True, "reduce_bucket_size": choose.choice((500, 5_000, 50_000, 500_000_000))}
         extra: dict[str, Any] = {"zero": {"stage": stage}}
         extra |= {"deepspeed": {"zero_optimization": zero}} if zero else {}
         if on_host:

@@ -12,6 +12,7 @@ from typing import Any
 
 from parcompile.backends.artefacts import Loss, decay_schedule_losses, rampup_losses
 from parcompile.cost.memory import bucket_numel
+from parcompile.cost.partitions import LARGEST_BUCKET
 from parcompile.plan import Plan
 from parcompile.spec import OPTIMIZER_KEYS, Precision, Spec
 from parcompile.spec.values import Offload, workload_of
@@ -177,15 +178,15 @@ def _fp16(spec: Spec) -> dict[str, Any]:
 
 def _zero(spec: Spec) -> dict[str, Any]:
     work = workload_of(spec)
-    bucket = bucket_numel(work)
+    bucket, gathered = bucket_numel(work), min(LARGEST_BUCKET, max(work.stage_numels)[0])
     found = {
         "stage": spec.zero_stage,
         "reduce_scatter": True,
         "reduce_bucket_size": bucket,
         # DeepSpeed refuses an odd one.
-        **({} if spec.shards_weights else {"allgather_bucket_size": bucket + bucket % 2}),
+        **({} if spec.shards_weights else {"allgather_bucket_size": gathered + gathered % 2}),
         # At stage 3 weights are gathered under what is computed with others.
-        "overlap_comm": spec.shards_weights,
+        "overlap_comm": spec.shards_weights or work.overlaps_gradients,
         "contiguous_gradients": True,
         **({} if spec.offload_optimizer is None else {"offload_optimizer": _offload(spec.offload_optimizer)}),
         **({} if spec.offload_param is None else {"offload_param": _offload(spec.offload_param)}),
