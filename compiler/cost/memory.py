@@ -10,7 +10,7 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .partitions import buckets_of_step, keeps_whole_sums, kept_numel, largest_bucket
+from .partitions import keeps_whole_sums, kept_numel, largest_bucket, reduces_in_backward, reductions
 from .workload import RankPlace, Workload
 
 
@@ -183,25 +183,6 @@ def _largest_turn_bytes(work: Workload, stage: Stage) -> float:
     return 5.0 * MASTER_BYTES * max(whole, default=0)
 
 
-def _reduction_bytes(work: Workload, stage: Stage, numel: int, dealt: int, sums: float) -> float:
-    """What ZeRO stage 1 takes while it reduces the gradients of a step, less those that have gone into a bucket.
-
-    What a bucket has of each group of ranks is joined, and copied where messages are of a wider type. `dealt`: of
-    `numel`, the elements of experts that are dealt over ep; `sums`: those in a type wider than that of the weights.
-    """
-    if work.zero_stage != 1 or work.overlaps_gradients:
-        return 0.0  # or in the backward pass: `reductions`
-    width = work.gradient_bytes
-    wider = work.message_bytes if work.message_bytes > width else 0
-    if not dealt and not wider:
-        return sums
-    found, reduced = 0.0, 0
-    for bucket in buckets_of_step(work, stage, (numel - dealt, dealt), bucket_numel(work)):
-        reduced += sum(bucket)
-        found = max(found, (width + wider) * max(bucket) + sums - width * reduced)
-    return found
-
-
 def optimizer_step_bytes(
     work: Workload, stage: Stage, numel: int, bucket: float, place: RankPlace | None = None
 ) -> float:
@@ -220,9 +201,9 @@ def optimizer_step_bytes(
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    # From the first bucket on fp32 sums of the shard lie in a tensor of their own.
-    apart = work.gradient_bytes > work.element_bytes and not work.on_host
-    copied = _reduction_bytes(work, stage, numel, work.dealt_parameters(stage), work.gradient_bytes * shard * apart)
+    copied = 0.0
+    if work.zero_stage == 1 and not reduces_in_backward(work):
+        copied = max((one.taken for one in reductions(work, stage, place)), default=0.0)
     if work.on_host:
         return 0.0 if work.shards_weights else copied
     if not work.zero_stage:
@@ -236,6 +217,11 @@ def optimizer_step_bytes(
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes
     # They are joined in their type and then copied, and let go of behind that: at stage 2 those of all groups together.
     joined = work.gradient_bytes + (MASTER_BYTES if work.gradient_bytes < MASTER_BYTES else 0)
+    own = gradients
+    if work.zero_stage == 1:  # what a rank does not own is let go of before
+        own = work.gradient_bytes * (
+            kept_numel(work, stage, place) if work.gradient_bytes == work.element_bytes else shard
+        )
     if work.zero_stage == 2 and dealt:
-        gradients = 0
-    return max(copied, joined * largest - bucket, MASTER_BYTES * largest + adam - gradients - bucket)
+        gradients = own = 0
+    return max(copied, joined * largest + own - gradients - bucket, MASTER_BYTES * largest + adam - gradients - bucket)

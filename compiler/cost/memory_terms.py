@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
@@ -52,7 +53,7 @@ from .memory import (
     static_terms,
 )
 from .parameters import is_even
-from .partitions import Reduction, reductions
+from .partitions import Reduction, reduces_in_backward, reductions
 from .recurrent import (
     backward_bytes,
     choice_bytes,
@@ -200,7 +201,6 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
     numels = [numel for numel, _ in work.stage_numels]
     eager = work.framework == "deepspeed"
     bucket = bucket_bytes(work, bucket_numel(work)) if eager else 0
-    reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.overlaps_gradients)
     known: dict[object, _Static] = {}
     found = []
     for stage, numel in zip(work.stages, numels, strict=True):
@@ -214,7 +214,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
                 bucket,
                 optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
-                tuple(reductions(work, stage, place)) if eager and reduces else (),
+                tuple(reductions(work, stage, place)) if eager and reduces_in_backward(work) else (),
             )
         found.append(known[alike])
     return found
@@ -304,6 +304,11 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             each.taken + of_each * each.layers + again * (each.layers - max(0, math.ceil(each.layers) - 1))
             for each in static.reductions
         )
+        for each, following in pairwise(static.reductions):
+            # Sums that are there by then lie beside the layer that goes backward next.
+            left = math.ceil(each.layers) - 1
+            if math.ceil(following.layers) <= left:
+                reducing = max(reducing, each.behind + of_each * left + (whole or in_flight))
     if one.eager:
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static))
     return kept, reducing

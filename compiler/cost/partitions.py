@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from .workload import RankPlace, Workload
 LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce_bucket_size, in elements."""
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Of buckets that are reduced under backward: as Megatron-LM has them, of which the last one has nothing to hide it."""
+"""Of buckets at stages 1 and 2, as in Megatron-LM: messages of this size are as fast as longer ones."""
 
 
 class _Flat(NamedTuple):
@@ -55,18 +55,19 @@ _Runs = Sequence[tuple[int, _Kept]]
 
 def largest_bucket(work: Workload) -> int:
     """Elements that a bucket takes at most."""
-    hidden = max(SMALLEST_BUCKET, BUCKET_PER_RANK * work.shards)
-    return min(hidden, LARGEST_BUCKET) if work.overlaps_gradients else LARGEST_BUCKET
+    size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * work.shards)
+    return LARGEST_BUCKET if work.shards_weights else min(size, LARGEST_BUCKET)
+
+
+def reduces_in_backward(work: Workload) -> bool:
+    """Whether gradients are reduced while layers before them still hold what they keep."""
+    return work.zero_stage == 2 or (work.zero_stage == 1 and work.overlaps_gradients)
 
 
 def keeps_whole_sums(work: Workload) -> bool:
     """Whether a rank keeps the sums of whole parameters at stage 2."""
-    return work.framework == "deepspeed" and work.zero_stage == 2 and _are_of_weights(work)
-
-
-def _are_of_weights(work: Workload) -> bool:
-    """Whether sums of a shard are of the type of the weights, and of whole parameters."""
-    return work.gradient_bytes == work.element_bytes and not work.on_host
+    same = work.gradient_bytes == work.element_bytes
+    return work.framework == "deepspeed" and work.zero_stage == 2 and same and not work.on_host
 
 
 def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> int:
@@ -160,25 +161,6 @@ def _trained(shape: ModelShape, stage: Stage) -> tuple[Sequence[Parameter], Sequ
     return tuple(rows.values()), order
 
 
-def buckets_of_step(work: Workload, stage: Stage, numels: tuple[int, int], size: int) -> Iterator[tuple[int, int]]:
-    """At ZeRO stage 1 what is reduced together at the end of a step: elements of dense layers, and of dealt experts.
-
-    `numels`: those of the stage; experts come behind dense layers. `size`: the elements that a bucket takes.
-    """
-    if sum(numels) <= size:
-        yield numels
-        return
-    filled = [0, 0]
-    for is_dealt in (False, True):
-        for one in _flattened(work, stage):
-            if one.is_dealt == is_dealt:
-                if any(filled) and sum(filled) + one.numel > size:
-                    yield filled[0], filled[1]
-                    filled = [0, 0]
-                filled[is_dealt] += one.numel
-    yield filled[0], filled[1]
-
-
 class Reduction(NamedTuple):
     """A moment of a backward pass in which gradients are reduced."""
 
@@ -186,48 +168,87 @@ class Reduction(NamedTuple):
     """Of the stage, those that still hold what they keep for backward, one of them in part."""
     taken: float
     """Bytes beside these, the bucket and the sums; less sums that are not there yet."""
+    behind: float
+    """The same behind it."""
 
 
 def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> Iterator[Reduction]:
-    """The reductions of a micro-batch: of a step's only one, or of one behind another.
+    """The reductions of a micro-batch at stage 2: of a step's only one, or of one behind another; at stage 1 of a step.
 
     A bucket is copied as a whole where it goes to several ranks, or is added to fp32 sums piece by piece, and once more
-    in the type of the messages. What goes to those that share dense layers does so apart from dealt experts. At stage 1
-    the sums of all gradients are there, those of the last micro-batch are reduced, and each is let go of behind that. A
-    parameter that no bucket takes is reduced where it is; at stage 1 only ranks that have a part of it let go of it.
+    in the type of the messages. What goes to those that share dense layers does so apart from dealt experts. A
+    parameter that no bucket takes is reduced where it is.
     """
-    at_end = work.zero_stage == 1
-    width, message = work.gradient_bytes if at_end else work.element_bytes, work.message_bytes
-    whole, several = _are_of_weights(work), work.micro_batches > 1
-    apart = work.gradient_bytes != work.element_bytes
-    kept, largest = _of_place(work, stage, place), largest_bucket(work)
-    sums, last, let_go = width * sum(one.numel for one in kept), max(one.last for one in kept), 0
+    taken = _taken_at_stage_1 if work.zero_stage == 1 else _taken_at_stage_2
+    buckets = _buckets(work, stage)
+    for bucket, sizes in zip(buckets, taken(work, stage, buckets, _of_place(work, stage, place)), strict=True):
+        yield Reduction(bucket.layers, *map(float, sizes))
+
+
+def _taken_at_stage_1(
+    work: Workload, stage: Stage, buckets: Sequence[_Bucket], kept: tuple[_Kept, _Kept]
+) -> Iterator[tuple[float, float]]:
+    """Beside the sums of all gradients; what is reduced is let go of, where no bucket takes it by ranks that own it."""
+    width, whole = work.gradient_bytes, work.gradient_bytes == work.element_bytes
+    dealt = -(-work.dealt_parameters(stage) // work.expert_shards)
+    own = [one.numel for one in kept] if whole else [work.sharded(stage).shard_numel - dealt, dealt]
+    sums, let_go, begun = [0 if work.on_host else width * numel for numel in own], 0, False
+    for bucket in buckets:
+        lies = [True, bucket.numels[1] > 0]
+        if reduces_in_backward(work):
+            lies = [bucket.first <= one.last for one in kept]
+        copied, size, is_large = (
+            _copied(work, stage, bucket, width),
+            width * sum(bucket.numels),
+            _is_large(work, bucket),
+        )
+        if whole:  # one tensor for all, behind the first bucket with a part of it
+            beside = sum(sums) * any(lies)
+            taken = max(copied + sum(sums) * begun, beside)
+            begun |= any(lies)
+        else:
+            beside = sum(one for one, lie in zip(sums, lies, strict=True) if lie)
+            taken = copied + beside
+        taken -= let_go + size * (not is_large)
+        start, stop = _ranks_of(work, stage)[bucket.first]
+        let_go += size * (not is_large or start <= kept[bucket.numels[1] > 0].rank < stop)
+        yield taken, beside - let_go
+
+
+def _taken_at_stage_2(
+    work: Workload, stage: Stage, buckets: Sequence[_Bucket], kept: tuple[_Kept, _Kept]
+) -> Iterator[tuple[float, float]]:
+    """Beside the sums of what a rank owns, which are there from the first of its gradients on."""
+    width, whole, several = work.element_bytes, keeps_whole_sums(work), work.micro_batches > 1
+    sums, last = width * sum(one.numel for one in kept), max(one.last for one in kept)
     if not whole:
-        sums = 0 if work.on_host and not apart else work.gradient_bytes * work.sharded(stage).shard_numel
-    dealt = work.gradient_bytes * -(-work.dealt_parameters(stage) // work.expert_shards)
-    shards = sums - dealt, dealt
-    for bucket in _buckets(work, stage):
-        is_large = max(bucket.numels) > largest
-        start, stop = _ranks_of(work, stage)[bucket.first] if is_large else (0, 0)
-        copied = 0
-        for numel, ranks in zip(bucket.numels, (work.shards, work.expert_shards), strict=True):
-            flat = width * (stop - start > 1 if is_large else apart or ranks > 1)
-            copied = max(copied, numel * (flat + message * (message > width)))
+        is_none = work.on_host and work.gradient_bytes == width
+        sums = 0 if is_none else work.gradient_bytes * work.sharded(stage).shard_numel
+    for bucket in buckets:
         # fp32 sums are there before the copies, those in the type of the weights behind them.
         begun = bucket.stop <= last, bucket.first <= last
-        if at_end and not whole:  # those of dealt experts lie apart
-            beside = [
-                sum(size * (place <= one.last) for size, one in zip(shards, kept, strict=True))
-                for place in bucket[2:0:-1]
-            ]
-        elif at_end:
-            beside = [sums * done for done in begun]
-        else:
-            beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
-        taken = max(copied + beside[not whole], beside[1]) + (0 if at_end else bucket.waiting * width)
-        own = width * sum(bucket.numels) * at_end
-        yield Reduction(bucket.layers, float(taken - let_go - own * (not is_large)))
-        let_go += own * (not is_large or start <= kept[bucket.numels[1] > 0].rank < stop)
+        beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
+        copied, apart = (
+            _copied(work, stage, bucket, width),
+            bucket.waiting + sum(bucket.numels) * _is_large(work, bucket),
+        )
+        yield apart * width + max(copied + beside[not whole], beside[1]), beside[1]
+
+
+def _copied(work: Workload, stage: Stage, bucket: _Bucket, width: int) -> int:
+    """Bytes of a bucket, of numbers of `width` bytes, that are copied to be reduced."""
+    apart, wider = work.gradient_bytes != work.element_bytes, work.message_bytes * (work.message_bytes > width)
+    if _is_large(work, bucket):  # by shards, as many at a time as fill a bucket
+        start, stop = _ranks_of(work, stage)[bucket.first]
+        numel = min(sum(bucket.numels), largest_bucket(work) + work.sharded(stage).shard_numel)
+        return numel * (width * (stop - start > 1) + wider)
+    in_pieces = (apart or ranks > 1 for ranks in (work.shards, work.expert_shards))
+    return max(numel * (width * pieces + wider) for numel, pieces in zip(bucket.numels, in_pieces, strict=True))
+
+
+def _is_large(work: Workload, bucket: _Bucket) -> bool:
+    """Whether it is a single parameter that no bucket takes."""
+    return sum(bucket.numels) > largest_bucket(work)
 
 
 class _Bucket(NamedTuple):
@@ -244,19 +265,25 @@ class _Bucket(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
-    """What is reduced together, in the order of backward."""
-    every, found = _flattened(work, stage), list[_Bucket]()
-    of_layer = Counter[int]()
+    """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts."""
+    every, found, of_layer, size = _flattened(work, stage), list[_Bucket](), Counter[int](), largest_bucket(work)
     for one in every:
         of_layer[one.layer] += one.numel
-    left, size = Counter(of_layer), min(largest_bucket(work), sum(of_layer.values()))
-    filled, stop = [0, 0], len(every)
-    for number in reversed(range(len(every))):
+    left, filled, members, is_behind = Counter(of_layer), [0, 0], list[int](), not reduces_in_backward(work)
+    order: Iterable[int] = reversed(range(len(every)))
+    if is_behind:
+        order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
+    for number in order:
         one = every[number]
-        if any(filled) and sum(filled) + one.numel > size:
+        if members and sum(filled) + one.numel > size:
             layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
-            found.append(_Bucket(layers, number + 1, stop, (filled[0], filled[1]), one.numel))
-            filled, stop = [0, 0], number + 1
+            found.append(
+                _Bucket(layers * (not is_behind), min(members), max(members) + 1, (filled[0], filled[1]), one.numel)
+            )
+            filled, members = [0, 0], []
+        members.append(number)
         filled[one.is_dealt] += one.numel
         left[one.layer] -= one.numel
-    return (*found, _Bucket(0, 0, stop, (filled[0], filled[1])))
+    if members:
+        found.append(_Bucket(0, min(members), max(members) + 1, (filled[0], filled[1])))
+    return found
