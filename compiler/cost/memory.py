@@ -10,7 +10,7 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .partitions import keeps_whole_sums, kept_numel, largest_bucket, reduces_in_backward, reductions
+from .partitions import keeps_whole_sums, kept_numel, largest_bucket, taken_at_end
 from .workload import RankPlace, Workload
 
 
@@ -201,9 +201,7 @@ def optimizer_step_bytes(
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    copied = 0.0
-    if work.zero_stage == 1 and not reduces_in_backward(work):
-        copied = max((one.taken for one in reductions(work, stage, place)), default=0.0)
+    copied = taken_at_end(work, stage, place)
     if work.on_host:
         return 0.0 if work.shards_weights else copied
     if not work.zero_stage:
@@ -217,11 +215,8 @@ def optimizer_step_bytes(
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes
     # They are joined in their type and then copied, and let go of behind that: at stage 2 those of all groups together.
     joined = work.gradient_bytes + (MASTER_BYTES if work.gradient_bytes < MASTER_BYTES else 0)
-    own = gradients
-    if work.zero_stage == 1:  # what a rank does not own is let go of before
-        own = work.gradient_bytes * (
-            kept_numel(work, stage, place) if work.gradient_bytes == work.element_bytes else shard
-        )
+    # What a rank does not own is let go of before.
+    own = work.gradient_bytes * shard if work.zero_stage == 1 else gradients
     if work.zero_stage == 2 and dealt:
         gradients = own = 0
     return max(copied, joined * largest + own - gradients - bucket, MASTER_BYTES * largest + adam - gradients - bucket)

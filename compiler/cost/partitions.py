@@ -13,6 +13,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
@@ -49,6 +50,7 @@ class _Kept(NamedTuple):
     """The first that has these."""
 
 
+_NOTHING = _Kept(0, -1, -1)
 _Runs = Sequence[tuple[int, _Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
 
@@ -80,14 +82,16 @@ def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_K
     dense, dealt = _kept(work, stage)
     if place is not None:
         return _of_rank(dense, place.shard), _of_rank(dealt, place.expert_shard)
-    buckets = _buckets(work, stage)
+    buckets = sorted(_buckets(work, stage), key=lambda bucket: -bucket.first)
+    places = [-bucket.first for bucket in buckets]
+    largest = [*accumulate((max(bucket.numels) for bucket in buckets), max, initial=0)]
 
     def most(run: tuple[int, _Kept]) -> tuple[int, int]:
         """What is kept, and what reductions take with it beside."""
         one = run[1]
-        beside = [max(bucket.numels) + one.numel * (bucket.first > one.last) for bucket in buckets]
+        beside = one.numel + largest[bisect.bisect_left(places, -one.last)]
         # The first of the last parameters is reduced first.
-        return one.numel + max(one.numel, *beside), one.last
+        return one.numel + max(one.numel, largest[-1], beside), one.last
 
     return max(dense, key=most)[1], max(dealt, key=most)[1]
 
@@ -124,7 +128,7 @@ def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int]]:
 
 def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Runs:
     """From the ranks at which parameters begin (their number) and end (its complement), what each rank has."""
-    here, runs = set[int](), [(0, _Kept(0, -1, 0))]
+    here, runs = set[int](), [(0, _NOTHING)]
     for rank in sorted(changes):
         for change in changes[rank]:
             (here.add if change >= 0 else here.discard)(max(change, ~change))
@@ -132,14 +136,25 @@ def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Run
     return runs
 
 
-@lru_cache(maxsize=256)
+_OfRow = tuple[tuple[int, bool, GroupKind], ...]
+"""Of each row of trained parameters the elements of a rank, whether they are dealt, and its group."""
+
+
+def _of_rows(work: Workload, stage: Stage) -> _OfRow:
+    rows, _ = _trained(work.shape, stage)
+    layouts = map(work.layout, rows)
+    kinds = (group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay) for row in rows)
+    return tuple((one.local_numel, one.ep > 1, kind) for one, kind in zip(layouts, kinds, strict=True))
+
+
 def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
     """The parameters that a rank of a stage trains, in the model's order."""
-    rows, order = _trained(work.shape, stage)
-    of_row = list[tuple[int, bool, GroupKind]]()
-    for row in rows:
-        layout, kind = work.layout(row), group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay)
-        of_row.append((layout.local_numel, layout.ep > 1, kind))
+    return _flat(work.shape, stage, _of_rows(work, stage))
+
+
+@lru_cache(maxsize=256)
+def _flat(shape: ModelShape, stage: Stage, of_row: _OfRow) -> tuple[_Flat, ...]:
+    _, order = _trained(shape, stage)
     new = tuple.__new__  # as `_Flat(...)`, of thousands of parameters for each layout of a search
     return tuple([new(_Flat, (*of_row[row], layer)) for row, layer in order])
 
@@ -180,28 +195,30 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     parameter that no bucket takes is reduced where it is.
     """
     taken = _taken_at_stage_1 if work.zero_stage == 1 else _taken_at_stage_2
-    buckets = _buckets(work, stage)
-    for bucket, sizes in zip(buckets, taken(work, stage, buckets, _of_place(work, stage, place)), strict=True):
+    kept, buckets = (_NOTHING, _NOTHING), _buckets(work, stage)
+    if reduces_in_backward(work):  # behind it what a rank holds begins with its shard
+        kept = _of_place(work, stage, place)
+    for bucket, sizes in zip(buckets, taken(work, stage, kept), strict=True):
         yield Reduction(bucket.layers, *map(float, sizes))
 
 
-def _taken_at_stage_1(
-    work: Workload, stage: Stage, buckets: Sequence[_Bucket], kept: tuple[_Kept, _Kept]
-) -> Iterator[tuple[float, float]]:
+def taken_at_end(work: Workload, stage: Stage, place: RankPlace | None = None) -> float:
+    """Bytes that stage 1 takes at most while it reduces behind backward, beside the bucket; 0 where it does not."""
+    if work.zero_stage != 1 or reduces_in_backward(work):
+        return 0.0
+    return max((one.taken for one in reductions(work, stage, place)), default=0.0)
+
+
+def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of all gradients; what is reduced is let go of, where no bucket takes it by ranks that own it."""
-    width, whole = work.gradient_bytes, work.gradient_bytes == work.element_bytes
-    dealt = -(-work.dealt_parameters(stage) // work.expert_shards)
-    own = [one.numel for one in kept] if whole else [work.sharded(stage).shard_numel - dealt, dealt]
-    sums, let_go, begun = [0 if work.on_host else width * numel for numel in own], 0, False
-    for bucket in buckets:
+    width, in_backward = work.gradient_bytes, reduces_in_backward(work)
+    whole, dealt = width == work.element_bytes, -(-work.dealt_parameters(stage) // work.expert_shards)
+    own = [one.numel for one in kept] if whole and in_backward else [work.sharded(stage).shard_numel - dealt, dealt]
+    sums, large, begun = [0 if work.on_host else width * numel for numel in own], 0, False
+    for bucket, copied in zip(_buckets(work, stage), _copies(work, stage, width), strict=True):
         lies = [True, bucket.numels[1] > 0]
-        if reduces_in_backward(work):
+        if in_backward:
             lies = [bucket.first <= one.last for one in kept]
-        copied, size, is_large = (
-            _copied(work, stage, bucket, width),
-            width * sum(bucket.numels),
-            _is_large(work, bucket),
-        )
         if whole:  # one tensor for all, behind the first bucket with a part of it
             beside = sum(sums) * any(lies)
             taken = max(copied + sum(sums) * begun, beside)
@@ -209,46 +226,44 @@ def _taken_at_stage_1(
         else:
             beside = sum(one for one, lie in zip(sums, lies, strict=True) if lie)
             taken = copied + beside
-        taken -= let_go + size * (not is_large)
-        start, stop = _ranks_of(work, stage)[bucket.first]
-        let_go += size * (not is_large or start <= kept[bucket.numels[1] > 0].rank < stop)
+        size = width * sum(bucket.numels)
+        let_go = large + width * bucket.before + size * (not bucket.is_large)
+        taken -= let_go
+        if bucket.is_large and in_backward:
+            start, stop = _ranks_of(work, stage)[bucket.first]
+            is_own = start <= kept[bucket.numels[1] > 0].rank < stop
+            large, let_go = large + size * is_own, let_go + size * is_own
         yield taken, beside - let_go
 
 
-def _taken_at_stage_2(
-    work: Workload, stage: Stage, buckets: Sequence[_Bucket], kept: tuple[_Kept, _Kept]
-) -> Iterator[tuple[float, float]]:
+def _taken_at_stage_2(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of what a rank owns, which are there from the first of its gradients on."""
     width, whole, several = work.element_bytes, keeps_whole_sums(work), work.micro_batches > 1
     sums, last = width * sum(one.numel for one in kept), max(one.last for one in kept)
     if not whole:
         is_none = work.on_host and work.gradient_bytes == width
         sums = 0 if is_none else work.gradient_bytes * work.sharded(stage).shard_numel
-    for bucket in buckets:
+    for bucket, copied in zip(_buckets(work, stage), _copies(work, stage, width), strict=True):
         # fp32 sums are there before the copies, those in the type of the weights behind them.
         begun = bucket.stop <= last, bucket.first <= last
         beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
-        copied, apart = (
-            _copied(work, stage, bucket, width),
-            bucket.waiting + sum(bucket.numels) * _is_large(work, bucket),
-        )
-        yield apart * width + max(copied + beside[not whole], beside[1]), beside[1]
+        apart = width * (bucket.waiting + sum(bucket.numels) * bucket.is_large)
+        yield apart + max(copied + beside[not whole], beside[1]), beside[1]
 
 
-def _copied(work: Workload, stage: Stage, bucket: _Bucket, width: int) -> int:
-    """Bytes of a bucket, of numbers of `width` bytes, that are copied to be reduced."""
+def _copies(work: Workload, stage: Stage, width: int) -> Iterator[int]:
+    """Bytes of each bucket, of numbers of `width` bytes, that are copied to be reduced."""
     apart, wider = work.gradient_bytes != work.element_bytes, work.message_bytes * (work.message_bytes > width)
-    if _is_large(work, bucket):  # by shards, as many at a time as fill a bucket
-        start, stop = _ranks_of(work, stage)[bucket.first]
-        numel = min(sum(bucket.numels), largest_bucket(work) + work.sharded(stage).shard_numel)
-        return numel * (width * (stop - start > 1) + wider)
-    in_pieces = (apart or ranks > 1 for ranks in (work.shards, work.expert_shards))
-    return max(numel * (width * pieces + wider) for numel, pieces in zip(bucket.numels, in_pieces, strict=True))
-
-
-def _is_large(work: Workload, bucket: _Bucket) -> bool:
-    """Whether it is a single parameter that no bucket takes."""
-    return sum(bucket.numels) > largest_bucket(work)
+    dense, dealt = (width * (apart or ranks > 1) + wider for ranks in (work.shards, work.expert_shards))
+    shard = work.sharded(stage).shard_numel
+    for bucket in _buckets(work, stage):
+        if not bucket.is_large:
+            yield max(bucket.numels[0] * dense, bucket.numels[1] * dealt)
+            continue
+        # By shards, as many at a time as fill a bucket.
+        numel = sum(bucket.numels)
+        start, stop = _ranks_of(work, stage)[bucket.first] if reduces_in_backward(work) else (0, -(-numel // shard))
+        yield min(numel, largest_bucket(work) + shard) * (width * (stop - start > 1) + wider)
 
 
 class _Bucket(NamedTuple):
@@ -259,31 +274,50 @@ class _Bucket(NamedTuple):
     stop: int
     numels: tuple[int, int]
     """Elements of dense layers, and of dealt experts."""
-    waiting: int = 0
+    waiting: int
     """Elements of the gradient that does not fit."""
+    is_large: bool
+    """Whether it is a single parameter that no bucket takes."""
+    before: int
+    """Elements of buckets that are reduced before."""
+
+
+def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
+    """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts.
+
+    Behind it, of buckets that are alike the first stands for all: more is let go of before the others.
+    """
+    return _fill(work.shape, stage, _of_rows(work, stage), largest_bucket(work), reduces_in_backward(work))
 
 
 @lru_cache(maxsize=256)
-def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
-    """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts."""
-    every, found, of_layer, size = _flattened(work, stage), list[_Bucket](), Counter[int](), largest_bucket(work)
+def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backward: bool) -> Sequence[_Bucket]:
+    every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
     for one in every:
         of_layer[one.layer] += one.numel
-    left, filled, members, is_behind = Counter(of_layer), [0, 0], list[int](), not reduces_in_backward(work)
+    left, filled, members, before = Counter(of_layer), [0, 0], list[int](), 0
     order: Iterable[int] = reversed(range(len(every)))
-    if is_behind:
+    if not in_backward:
         order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
+
+    def fill(layers: float, waiting: int) -> int:
+        """Elements that a bucket has taken."""
+        is_large, numels = sum(filled) > size, (filled[0], filled[1])
+        found.append(_Bucket(layers, min(members), max(members) + 1, numels, waiting, is_large, before))
+        return 0 if is_large else sum(filled)
+
     for number in order:
         one = every[number]
         if members and sum(filled) + one.numel > size:
             layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
-            found.append(
-                _Bucket(layers * (not is_behind), min(members), max(members) + 1, (filled[0], filled[1]), one.numel)
-            )
+            before += fill(layers * in_backward, one.numel)
             filled, members = [0, 0], []
         members.append(number)
         filled[one.is_dealt] += one.numel
         left[one.layer] -= one.numel
     if members:
-        found.append(_Bucket(0, min(members), max(members) + 1, (filled[0], filled[1])))
-    return found
+        fill(0, 0)
+    if in_backward:
+        return found
+    alike = {(one.numels, one.is_large): one for one in reversed(found)}
+    return [*reversed(alike.values())]
