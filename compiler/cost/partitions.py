@@ -140,6 +140,7 @@ _OfRow = tuple[tuple[int, bool, GroupKind], ...]
 """Of each row of trained parameters the elements of a rank, whether they are dealt, and its group."""
 
 
+@lru_cache(maxsize=256)
 def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     rows, _ = _trained(work.shape, stage)
     layouts = map(work.layout, rows)
