@@ -90,6 +90,14 @@ def _compressed_bytes(work: Workload, stage: Stage) -> float:
     return others + work.local_tokens * (work.element_bytes * hiding + 2 * INDEX_BYTES * chosen)
 
 
+def chunks_in_turn(work: Workload) -> int:
+    """What the recurrence of a layer takes one after the other on a rank; 0 where no layer carries a state."""
+    if (one := work.shape.part(Recurrent)) is None:
+        return 0
+    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    return pieces * -(-work.sequence_length // (work.cp * pieces * one.chunk))
+
+
 def kept_bytes(work: Workload) -> float:
     """What such a layer of transformers keeps of a micro-batch for its backward pass, the block's input left out.
 

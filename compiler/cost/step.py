@@ -8,7 +8,7 @@ once) / v, then gradients, then the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parcompile.layout.groups import Axis
@@ -31,6 +31,7 @@ from .flops import (
 )
 from .memory import gathers_anew
 from .offload import copy_seconds, host_seconds
+from .recurrent import chunks_in_turn
 from .workload import FRAMEWORKS, Workload
 
 SOFTMAX_BYTES = 52
@@ -448,10 +449,36 @@ _LAUNCHES = {ATTENTION: 0.4, MLP: 0.15, NORMS: 0.45}
 """The parts' shares of the launches that a Llama layer makes in forward, by its operations: 14, 5 and 16."""
 
 
+def layers_by_state(shape: ModelShape) -> tuple[int, int]:
+    """How many layers carry a state, and how many attend or carry none."""
+    carrying = {layer for one in shape.parts if one.states for layer in one.layers}
+    others = set(range(shape.num_hidden_layers)) - carrying | set(shape.attention_layers)
+    return len(carrying), len(others)
+
+
+def layer_launches(shape: ModelShape, counted: Mapping[str, Sequence[float]], chunks: int) -> list[float]:
+    """Launches of a layer, the mean, where some carry a state: for each column of what was counted.
+
+    Args:
+        shape: of the model.
+        counted: "states" of a layer that carries a state, beside "chunk" of each chunk; "others" of another layer.
+        chunks: what a layer's recurrence takes one after the other.
+    """
+    carrying, others = layers_by_state(shape)
+    columns = zip(counted["states"], counted["chunk"], counted["others"], strict=True)
+    return [
+        (carrying * (state + chunks * chunk) + others * other) / shape.num_hidden_layers
+        for state, chunk, other in columns
+    ]
+
+
 def _relative_launches(work: Workload) -> float:
     """Launches of a layer over those of one of Llama; of a type that was not counted, as many as Llama's."""
-    counted = shipped("parcompile.cost", "launches.json")
-    once, twice = counted.get(work.shape.model_type, counted["others"])
+    known = shipped("parcompile.cost", "launches.json")
+    counted = known.get(work.shape.model_type, known["others"])
+    if isinstance(counted, dict):
+        counted = layer_launches(work.shape, counted, chunks_in_turn(work))
+    once, twice = counted
     again = 1.0 if work.recomputes_layers else sum(_LAUNCHES[part] for part in work.parts_again)
     return float(once + again * (twice - once))
 

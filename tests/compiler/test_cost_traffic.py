@@ -16,6 +16,7 @@ from parcompile.cost.workload import Workload
 from parcompile.machines import accelerators, find_accelerator
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
+from parcompile.user_files import shipped
 
 SHAPE = llama_shape(layers=8, hidden=1024, heads=16, kv_heads=4, width=4096, vocab=32000, tied=False)
 WORK = Workload(
@@ -138,6 +139,19 @@ def test_a_layer_that_launches_more_kernels_takes_longer_to_launch_and_so_does_o
     assert launching("olmo2") == pytest.approx(1.53 * llama, rel=0.02)
     assert launching("llama", recompute="full") == pytest.approx(1.31 * llama, rel=0.02)
     assert launching("olmo2", framework="nanotron") == pytest.approx(llama, rel=0.02)
+
+
+@pytest.mark.parametrize(("layout", "chunks"), [("contiguous", 129), ("zigzag", 130)])  # of 8224, or of twice 4112
+def test_layers_that_carry_a_state_launch_kernels_for_each_chunk_of_it(layout: str, chunks: int) -> None:
+    model = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {"intermediate_size": 64, "max_position_embeddings": 64, "vocab_size": 128}
+    shape = shape_from_config({"model_type": "qwen3_5_text", **model, **sizes})
+    work = replace(WORK, shape=shape, dp=8, cp=2, cp_layout=layout, sequence_length=2 * 8224)
+    step = step_time(step_terms(work), {**START, "launch_seconds": 4e-3})
+    counted = shipped("parcompile.cost", "launches.json")["qwen3_5_text"]
+    state, chunk, other = (counted[key][0] for key in ("states", "chunk", "others"))
+    launches = 6 * (state + chunks * chunk) + 2 * other
+    assert step.launch + step.compute + step.context == pytest.approx(4 * launches * 4e-3, rel=1e-3)
 
 
 def test_utilisation_follows_its_convention() -> None:

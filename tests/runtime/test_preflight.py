@@ -684,7 +684,7 @@ def script(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "qwen3_next", "jamba"])
 def test_the_launches_that_the_estimate_counts_are_those_of_a_step(family: str) -> None:
     counting = script("generate/launches")
     stored = shipped("parcompile.cost", "launches.json")

@@ -32,6 +32,8 @@ class Mamba1(Recurrent):
     kind: ClassVar[str] = "Mamba-1 layer"
     step_rank: int
     """Features that the step sizes are projected from."""
+    chunk: int = 1
+    """transformers' scan goes token by token."""
     is_expanded: bool = field(default=True, compare=False)
     """The channels are so many hidden sizes, and no key counts them."""
 
