@@ -271,6 +271,10 @@ def _waiting_logits(one: _Held, logits: float) -> float:
     return waiting + loss_chunk_bytes(one.work, logits)
 
 
+_BEGUN = 0.5
+"""Of a layer in whose backward pass gradients are reduced, what has to be left of it that its largest moment is too."""
+
+
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
@@ -305,9 +309,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             for each in static.reductions
         )
         for each, following in pairwise(static.reductions):
-            # Sums that are there by then lie beside the layer that goes backward next.
+            # Sums that are there by then lie beside the layer that goes backward next, or is about to.
             left = math.ceil(each.layers) - 1
-            if math.ceil(following.layers) <= left:
+            if math.ceil(following.layers) <= left or each.layers - left > _BEGUN:
                 reducing = max(reducing, each.behind + of_each * left + (whole or in_flight))
     if one.eager:
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static))

@@ -104,25 +104,25 @@ def _of_rank(runs: _Runs, rank: int) -> _Kept:
 def _kept(work: Workload, stage: Stage) -> tuple[_Runs, _Runs]:
     """Of the ranks that share dense layers, and of those that share experts which are dealt over ep."""
     every, changes = _flattened(work, stage), (dict[int, list[int]](), dict[int, list[int]]())
-    for number, (one, (start, stop)) in enumerate(zip(every, _ranks_of(work, stage), strict=True)):
+    for number, (one, (start, stop, _)) in enumerate(zip(every, _ranks_of(work, stage), strict=True)):
         changes[one.is_dealt].setdefault(start, []).append(number)
         changes[one.is_dealt].setdefault(stop, []).append(~number)
     return _swept(every, changes[0]), _swept(every, changes[1])
 
 
 @lru_cache(maxsize=256)
-def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int]]:
-    """Of each parameter the first of the ranks in whose shards it lies, and the one behind the last."""
+def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int, int]]:
+    """Of each parameter the first rank in whose shard it lies, the one behind the last, and where in it it begins."""
     every, groups = _flattened(work, stage), dict[tuple[bool, GroupKind], list[int]]()
     for number, one in enumerate(every):
         groups.setdefault((one.is_dealt, one.kind), []).append(number)
-    found = [(0, 0)] * len(every)
+    found = [(0, 0, 0)] * len(every)
     for (is_dealt, _), members in groups.items():
         ranks, stop = work.expert_shards if is_dealt else work.shards, 0
         shard = padded_numel(sum([every[number].numel for number in members]), ranks) // ranks
         for number in members:
             start, stop = stop, stop + every[number].numel
-            found[number] = start // shard, -(-stop // shard)
+            found[number] = start // shard, -(-stop // shard), start % shard
     return found
 
 
@@ -231,7 +231,7 @@ def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -
         let_go = large + width * bucket.before + size * (not bucket.is_large)
         taken -= let_go
         if bucket.is_large and in_backward:
-            start, stop = _ranks_of(work, stage)[bucket.first]
+            start, stop, _ = _ranks_of(work, stage)[bucket.first]
             is_own = start <= kept[bucket.numels[1] > 0].rank < stop
             large, let_go = large + size * is_own, let_go + size * is_own
         yield taken, beside - let_go
@@ -256,15 +256,27 @@ def _copies(work: Workload, stage: Stage, width: int) -> Iterator[int]:
     """Bytes of each bucket, of numbers of `width` bytes, that are copied to be reduced."""
     apart, wider = work.gradient_bytes != work.element_bytes, work.message_bytes * (work.message_bytes > width)
     dense, dealt = (width * (apart or ranks > 1) + wider for ranks in (work.shards, work.expert_shards))
-    shard = work.sharded(stage).shard_numel
+    shard, size = work.sharded(stage).shard_numel, largest_bucket(work)
+    places = _ranks_of(work, stage) if reduces_in_backward(work) else None
     for bucket in _buckets(work, stage):
-        if not bucket.is_large:
+        if bucket.is_large:
+            yield _large_copy(sum(bucket.numels), places[bucket.first][2] if places else 0, shard, size, width, wider)
+        elif (
+            places and not apart and places[bucket.first][0] + 1 == places[bucket.stop - 1][1] and not bucket.numels[1]
+        ):
+            yield bucket.numels[0] * wider  # all of it goes to one rank
+        else:
             yield max(bucket.numels[0] * dense, bucket.numels[1] * dealt)
-            continue
-        # By shards, as many at a time as fill a bucket.
-        numel = sum(bucket.numels)
-        start, stop = _ranks_of(work, stage)[bucket.first] if reduces_in_backward(work) else (0, -(-numel // shard))
-        yield min(numel, largest_bucket(work) + shard) * (width * (stop - start > 1) + wider)
+
+
+def _large_copy(numel: int, begin: int, shard: int, size: int, width: int, wider: int) -> int:
+    """The same of a parameter that begins there in a shard: as many shards together as are more than a bucket takes."""
+    first, several = shard - begin, size // shard + 1
+    joined = several * shard if several > 1 else 0  # a single one is no copy
+    together = max(first, several * shard)
+    if first <= size and first < numel:
+        joined = together = max(joined, first + shard * ((size - first) // shard + 1))
+    return width * min(joined, numel) + wider * min(together, numel)
 
 
 class _Bucket(NamedTuple):
