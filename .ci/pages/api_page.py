@@ -93,7 +93,7 @@ print(f"{gib:.1f} GiB, fits: {estimate.memory.fits}, {estimate.time.step.seconds
 
 ```text
 16 (1, 5) (1, 5, 9, 13)
-27.2 GiB, fits: True, 5.3 s per step
+25.6 GiB, fits: True, 5.3 s per step
 ```
 
 `parcompile.compile(spec)` without a folder writes nothing. A spec with errors raises `SpecError`, whose `diagnostics`
@@ -119,7 +119,7 @@ parcompile.compile(found.spec, "plan")
 
 ```text
 {'pp': 1, 'tp': 2, 'cp': 1, 'sequence_parallel': True}
-4.8 s; the next one lost because: 0.8% slower, mostly because of cp, exposed (+35.9 ms)
+4.6 s; the next one lost because: 0.8% slower, mostly because of cp, exposed (+35.9 ms)
 ```
 '''
 

@@ -82,9 +82,9 @@ def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_K
     dense, dealt = _kept(work, stage)
     if place is not None:
         return _of_rank(dense, place.shard), _of_rank(dealt, place.expert_shard)
-    buckets = sorted(_buckets(work, stage), key=lambda bucket: -bucket.first)
+    buckets = _buckets(work, stage)
     places = [-bucket.first for bucket in buckets]
-    largest = [*accumulate((max(bucket.numels) for bucket in buckets), max, initial=0)]
+    largest = [*accumulate([max(bucket.numels) for bucket in buckets], max, initial=0)]
 
     def most(run: tuple[int, _Kept]) -> tuple[int, int]:
         """What is kept, and what reductions take with it beside."""
@@ -119,7 +119,7 @@ def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int, int]]:
     found = [(0, 0, 0)] * len(every)
     for (is_dealt, _), members in groups.items():
         ranks, stop = work.expert_shards if is_dealt else work.shards, 0
-        shard = padded_numel(sum([every[number].numel for number in members]), ranks) // ranks
+        shard = max(1, padded_numel(sum([every[number].numel for number in members]), ranks) // ranks)
         for number in members:
             start, stop = stop, stop + every[number].numel
             found[number] = start // shard, -(-stop // shard), start % shard
@@ -215,23 +215,24 @@ def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -
     width, in_backward = work.gradient_bytes, reduces_in_backward(work)
     whole, dealt = width == work.element_bytes, -(-work.dealt_parameters(stage) // work.expert_shards)
     own = [one.numel for one in kept] if whole and in_backward else [work.sharded(stage).shard_numel - dealt, dealt]
-    sums, large, begun = [0 if work.on_host else width * numel for numel in own], 0, False
+    dense, experts = [0 if work.on_host else width * numel for numel in own]
+    places, large, begun = _ranks_of(work, stage) if in_backward else None, 0, False
     for bucket, copied in zip(_buckets(work, stage), _copies(work, stage, width), strict=True):
-        lies = [True, bucket.numels[1] > 0]
+        has_dense, has_experts = True, bucket.numels[1] > 0
         if in_backward:
-            lies = [bucket.first <= one.last for one in kept]
+            has_dense, has_experts = bucket.first <= kept[0].last, bucket.first <= kept[1].last
         if whole:  # one tensor for all, behind the first bucket with a part of it
-            beside = sum(sums) * any(lies)
-            taken = max(copied + sum(sums) * begun, beside)
-            begun |= any(lies)
+            beside = (dense + experts) * (has_dense or has_experts)
+            taken = max(copied + (dense + experts) * begun, beside)
+            begun |= has_dense or has_experts
         else:
-            beside = sum(one for one, lie in zip(sums, lies, strict=True) if lie)
+            beside = dense * has_dense + experts * has_experts
             taken = copied + beside
         size = width * sum(bucket.numels)
         let_go = large + width * bucket.before + size * (not bucket.is_large)
         taken -= let_go
-        if bucket.is_large and in_backward:
-            start, stop, _ = _ranks_of(work, stage)[bucket.first]
+        if bucket.is_large and places is not None:
+            start, stop, _ = places[bucket.first]
             is_own = start <= kept[bucket.numels[1] > 0].rank < stop
             large, let_go = large + size * is_own, let_go + size * is_own
         yield taken, beside - let_go
@@ -308,25 +309,26 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
     for one in every:
         of_layer[one.layer] += one.numel
-    left, filled, members, before = Counter(of_layer), [0, 0], list[int](), 0
+    left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
     order: Iterable[int] = reversed(range(len(every)))
     if not in_backward:
         order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
 
     def fill(layers: float, waiting: int) -> int:
         """Elements that a bucket has taken."""
-        is_large, numels = sum(filled) > size, (filled[0], filled[1])
+        is_large, numels = total > size, (filled[0], filled[1])
         found.append(_Bucket(layers, min(members), max(members) + 1, numels, waiting, is_large, before))
-        return 0 if is_large else sum(filled)
+        return 0 if is_large else total
 
     for number in order:
         one = every[number]
-        if members and sum(filled) + one.numel > size:
+        if members and total + one.numel > size:
             layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
             before += fill(layers * in_backward, one.numel)
-            filled, members = [0, 0], []
+            filled, members, total = [0, 0], [], 0
         members.append(number)
         filled[one.is_dealt] += one.numel
+        total += one.numel
         left[one.layer] -= one.numel
     if members:
         fill(0, 0)

@@ -530,9 +530,10 @@ def test_a_search_tries_each_zero_stage_where_a_layout_does_not_fit_at_the_first
     assert _of_stages(found).keys() == set().union(*fits.values())
     assert set(_of_stages(found).values()) == stages
     assert all(stage == 1 for work, stage in _of_stages(found).items() if work in fits[1])
-    # No layout is faster at another stage: where it fits at the first, the others need not be tried.
+    # No layout is faster at another stage: where it fits at the first, the others need not be tried. In a pipeline
+    # nothing hides gradients, and stage 0 saves the gather of weights.
     for one in found.fitting:
         seconds = [timing(replace(one.candidate.work, zero_stage=stage)).step.seconds for stage in ZERO_STAGES]
-        assert min(seconds) >= seconds[0] * (1 - 1e-12)
+        assert min(seconds) >= seconds[0] * (1 - 1e-3 * (one.candidate.work.pp > 1))
     fastest_alone = min(one.fitting[0].seconds for one in alone.values() if one.fitting)
     assert min(one.seconds for one in found.fitting) <= fastest_alone
