@@ -376,7 +376,8 @@ class Workload:
         """Whether gradients are reduced under the backward pass that makes them (DeepSpeed's `overlap_comm`).
 
         On a CPU nothing runs beside it; a pipeline adds up gradients until its last backward pass is over; and where
-        the host holds the optimizer, DeepSpeed's backward waits for each reduction.
+        the host holds the optimizer, DeepSpeed's backward waits for each reduction. At stage 2 the plan leaves it out:
+        a gradient that no bucket takes is let go of while the stream of the reductions may still read it.
         """
         if self.framework != "deepspeed":
             return FRAMEWORKS[self.framework].overlaps_gradients
@@ -384,7 +385,7 @@ class Workload:
             return False
         if self.overlap_comm is not None:
             return self.overlap_comm
-        return self.machine.name != "cpu" and not self.on_host
+        return self.zero_stage == 1 and self.machine.name != "cpu" and not self.on_host
 
     @property
     def sums_partial_gradients_once(self) -> bool:

@@ -78,7 +78,8 @@ def test_sums_of_16_bit_weights_are_those_without(sums: str) -> None:
     ("plan", "overlaps"),
     [
         (plan_of(8, SP), True),
-        (plan_of(8, {"cp": 2}, zero={"stage": 2}), True),
+        (plan_of(8, {"cp": 2}, zero={"stage": 2}), False),
+        (plan_of(8, {"cp": 2}, overlap=True, zero={"stage": 2}), True),
         (plan_of(8, {}, overlap=False), False),
         (plan_of(8, {"pp": 2}), False),
         (plan_of(2, {"tp": 2}), False),
@@ -86,7 +87,7 @@ def test_sums_of_16_bit_weights_are_those_without(sums: str) -> None:
         (plan_of(8, {}, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}}), False),
         (make_plan(2, {}), False),
     ],
-    ids=["stage 1", "stage 2", "not wanted", "stages", "one shard", "stage 0", "on the host", "cpu"],
+    ids=["stage 1", "stage 2", "stage 2, wanted", "not wanted", "stages", "one shard", "stage 0", "on the host", "cpu"],
 )
 def test_the_plan_overlaps_where_something_hides_it(plan: Plan, overlaps: bool) -> None:
     zero = ds_config(plan)["zero_optimization"]
@@ -101,7 +102,7 @@ def test_the_plan_overlaps_where_something_hides_it(plan: Plan, overlaps: bool) 
     ("world", "parallelism", "extra"),
     [
         (8, SP, {}),
-        (8, {"cp": 2}, {"zero": {"stage": 2}}),
+        (8, {"cp": 2}, {"zero": {"stage": 2}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}),
         (8, {}, {"training": {"gradient_accumulation_dtype": "bf16"}}),
         (8, {**SP, "cp": 2}, {"training": {"activation_checkpointing": "full"}}),
     ],
