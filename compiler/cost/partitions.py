@@ -205,11 +205,11 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
         yield Reduction(bucket.layers, *map(float, sizes))
 
 
-def taken_at_end(work: Workload, stage: Stage, place: RankPlace | None = None) -> float:
+def taken_at_end(work: Workload, stage: Stage) -> float:
     """Bytes that stage 1 takes at most while it reduces behind backward, beside the bucket; 0 where it does not."""
     if work.zero_stage != 1 or reduces_in_backward(work):
         return 0.0
-    return max((one.taken for one in reductions(work, stage, place)), default=0.0)
+    return max((one.taken for one in reductions(work, stage)), default=0.0)
 
 
 def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
@@ -295,7 +295,7 @@ class _Bucket(NamedTuple):
     is_large: bool
     """Whether it is a single parameter that no bucket takes."""
     before: int
-    """Elements of buckets that are reduced before."""
+    """Elements of those that are reduced before; large ones are let go of elsewhere."""
 
 
 def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:

@@ -6,10 +6,12 @@ tiles, which is right for every type and mask, and slow.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 PLAIN = "plain"
 FLASH_ATTN = "flash_attn"
+FLASH_ATTN_3 = "flash_attn_3"
 CUDA_CUDNN = "cuda-cudnn"
 CUDA_FLASH = "cuda-flash"
 CUDA_EFFICIENT = "cuda-efficient"
@@ -54,6 +56,9 @@ FUSED = (
         unequal=True,
         cudnn=91900,
     ),
+    Fused(
+        FLASH_ATTN_3, "package `flash_attn_interface`", (9, 0), ("bf16", "fp16"), 256, True, True, True, package=True
+    ),
     Fused(FLASH_ATTN, "package `flash_attn`", (8, 0), ("bf16", "fp16"), 256, True, True, True, package=True),
     Fused(CUDA_FLASH, "torch's FlashAttention-2", (8, 0), ("bf16", "fp16"), 256, False, True, True),
     Fused(CUDA_EFFICIENT, "torch's memory-efficient", (5, 0), ("fp32",), None, False, False, False),
@@ -88,14 +93,14 @@ class Choice:
 
 
 def choose_kernel(
-    attention: Attention, capability: tuple[int, int], *, has_package: bool = False, cudnn: int | None = None
+    attention: Attention, capability: tuple[int, int], *, packages: Collection[str] = (), cudnn: int | None = None
 ) -> Choice:
     """The fastest kernel that is right for this attention on a GPU of this compute capability.
 
     Args:
         attention: what a layer asks for.
         capability: of the GPU.
-        has_package: whether `flash_attn` is installed.
+        packages: the kernels whose package is installed, and serves this GPU.
         cudnn: the version of cuDNN; None: one that serves.
     """
     widest = max(attention.key_width, attention.value_width)
@@ -106,7 +111,7 @@ def choose_kernel(
         if capability >= one.capability
         and attention.dtype in one.types
         and (one.widest is None or width <= one.widest)
-        and (has_package or not one.package)
+        and (one.name in packages or not one.package)
         and (cudnn is None or cudnn >= one.cudnn)
     ]
     if not serving:

@@ -1,9 +1,9 @@
-"""FlashAttention-2 on CUDA: torch's own build of it, and the `flash_attn` package where it is installed.
+"""FlashAttention on CUDA: torch's own build of the second, and the packages of the second and third if installed.
 
-Both know windows, counted from the bottom right corner of a block (`packs.window_of`): every trimmed tile can be said
-like this. Both compute many tiles in one launch, of one row of the batch: the form for packed sequences, of which a
+All know windows, counted from the bottom right corner of a block (`packs.window_of`): every trimmed tile can be said
+like this. All compute many tiles in one launch, of one row of the batch: the form for packed sequences, of which a
 query without a key gets log-sum-exp +inf. Shapes: query [B, H, Q, D], key and value [B, K, S, D], log-sum-exp
-[B, H, Q]; both kernels take [B, Q, H, D], or [Q, H, D] in the packed form, which are views.
+[B, H, Q]; the kernels take [B, Q, H, D], or [Q, H, D] in the packed form, which are views.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parcompile.machines.attention_kernels import FLASH_ATTN, FLASH_ATTN_3
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from . import Band
@@ -133,15 +135,15 @@ class CudaFlashKernel:
         _backward_rows(backward_row, read, key, value, into)
 
 
-class FlashAttnKernel:
-    """The `flash_attn` package, 2.7 or later: as torch's own, and soft-capping too."""
+class _PackageKernel(ABC):
+    """A package's functions: as torch's own, and soft-capping too."""
 
-    name = "flash_attn"
+    name: str
     backward_rows: int | None = None
     one_call = True
 
     def __init__(self, functions: Any, softcap: float | None = None) -> None:
-        """`functions`: the module `flash_attn.flash_attn_interface`."""
+        """`functions`: the module that has them."""
         self._functions, self.softcap = functions, softcap
 
     def forward(
@@ -149,11 +151,8 @@ class FlashAttnKernel:
     ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
         assert terms is None, f"{self.name} has no further terms"
-        out, lse, *_ = self._functions._flash_attn_forward(
-            *map(_token_major, (query, key, value)),
-            return_softmax=False,
-            **self._arguments(band, query.shape[2], key.shape[2], scale),
-        )
+        window = window_of(band, query.shape[2], key.shape[2])
+        out, lse = self._forward(*map(_token_major, (query, key, value)), window=window, scale=scale)
         return out.transpose(1, 2), lse
 
     def backward(
@@ -162,78 +161,118 @@ class FlashAttnKernel:
         """Add the gradients of one block, given output and log-sum-exp over all blocks."""
         query, grad_out, out, lse, scale = read
         assert terms is None, f"{self.name} has no further terms"
-        inputs = [_token_major(tensor) for tensor in (query, key, value)]
-        grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-        self._functions._flash_attn_backward(
-            _token_major(grad_out),
-            *inputs,
-            _token_major(out),
-            lse.contiguous(),
-            *grads,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._arguments(band, query.shape[2], key.shape[2], scale),
-        )
+        inputs = map(_token_major, (grad_out, query, key, value, out))
+        window = window_of(band, query.shape[2], key.shape[2])
+        grads = self._backward(*inputs, lse.contiguous(), window=window, scale=scale)
         into.add(*(grad.transpose(1, 2) for grad in grads))
 
     def forward_packed(
         self, query: Tensor, key: Tensor, value: Tensor, *, launch: Launch, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of many tiles."""
-
-        def forward_row(*row: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = self._functions._flash_attn_varlen_forward(
-                *row, **_lengths(launch), return_softmax=False, **self._of_window(launch.window, scale)
-            )
-            return out, lse
-
-        return _forward_rows(forward_row, query, key, value)
+        lengths = _lengths(launch)
+        return _forward_rows(
+            lambda *row: self._forward(*row, window=launch.window, scale=scale, **lengths), query, key, value
+        )
 
     def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
         """Add the gradients of many tiles."""
+        lengths = _lengths(launch)
+        _backward_rows(
+            lambda *row: self._backward(*row, window=launch.window, scale=read.scale, **lengths), read, key, value, into
+        )
 
-        def backward_row(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> list[Tensor]:
-            inputs = query, key, value
-            grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
-            self._functions._flash_attn_varlen_backward(
-                grad_out,
-                *inputs,
-                *rest,
-                *grads,
-                **_lengths(launch),
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-                **self._of_window(launch.window, read.scale),
-            )
-            return grads
+    @abstractmethod
+    def _forward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> tuple[Tensor, Tensor]:
+        """Of query, key and value."""
 
-        _backward_rows(backward_row, read, key, value, into)
-
-    def _arguments(self, band: Band, rows: int, columns: int, scale: float) -> dict[str, Any]:
-        return self._of_window(window_of(band, rows, columns), scale)
+    @abstractmethod
+    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> list[Tensor]:
+        """Of the output's gradient, query, key, value, output and log-sum-exp: those of query, key and value."""
 
     def _of_window(self, window: tuple[int, int], scale: float) -> dict[str, Any]:
         left, right = window
-        return {
-            "dropout_p": 0.0,
-            "softmax_scale": scale,
-            "causal": (left, right) == (-1, 0),
-            "window_size_left": left,
-            "window_size_right": right,
-            "softcap": self.softcap or 0.0,
-            "alibi_slopes": None,
-        }
+        sides = {"window_size_left": left, "window_size_right": right}
+        return {"softmax_scale": scale, **sides, "softcap": self.softcap or 0.0}
+
+
+class FlashAttnKernel(_PackageKernel):
+    """The `flash_attn` package, 2.7 or later (its module `flash_attn_interface`)."""
+
+    name = FLASH_ATTN
+
+    def _forward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> tuple[Tensor, Tensor]:
+        call = self._functions._flash_attn_varlen_forward if lengths else self._functions._flash_attn_forward
+        out, lse, *_ = call(*inputs, **lengths, return_softmax=False, **self._of_window(window, scale))
+        return out, lse
+
+    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> list[Tensor]:
+        call = self._functions._flash_attn_varlen_backward if lengths else self._functions._flash_attn_backward
+        grads = _unwritten(inputs[1:4])
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        call(*inputs, *grads, **lengths, deterministic=deterministic, **self._of_window(window, scale))
+        return grads
+
+    def _of_window(self, window: tuple[int, int], scale: float) -> dict[str, Any]:
+        without = {"dropout_p": 0.0, "alibi_slopes": None}
+        return {**super()._of_window(window, scale), **without, "causal": window == (-1, 0)}
+
+
+class FlashAttn3Kernel(_PackageKernel):
+    """FlashAttention-3, the module `flash_attn_interface` of its own package: for Hopper.
+
+    Source: hopper/flash_attn_interface.py of github.com/Dao-AILab/flash-attention. No GPU has run it here.
+    """
+
+    name = FLASH_ATTN_3
+
+    def _forward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> tuple[Tensor, Tensor]:
+        named = {**lengths, **self._of_window(window, scale), "causal": window == (-1, 0)}
+        out, lse, *_ = self._functions._flash_attn_forward(*inputs, **named)
+        return out, lse
+
+    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> list[Tensor]:
+        grads = _unwritten(inputs[1:4])
+        named = {**lengths, **self._of_window(window, scale), "is_causal": window == (-1, 0)}
+        self._functions._flash_attn_backward(*inputs, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **named)
+        return grads
+
+
+def _unwritten(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs]
 
 
 @functools.lru_cache
 def installed_flash_attn() -> Any | None:
     """The functions of `flash_attn`, None where it is not installed or not of a version whose arguments are known."""
+    functions = _installed("flash_attn.flash_attn_interface", _OF_FORWARD, {"window_size_left", "softcap"})
+    return functions if hasattr(functions, "_flash_attn_varlen_backward") else None
+
+
+@functools.lru_cache
+def installed_flash_attn_3() -> Any | None:
+    """The functions of FlashAttention-3, by the same rule."""
+    return _installed("flash_attn_interface", {*_OF_FORWARD, "cu_seqlens_q"}, {"is_causal", "cu_seqlens_k", "dq"})
+
+
+_OF_FORWARD = {"window_size_left", "window_size_right", "softcap"}
+
+
+def _installed(module: str, forward: Collection[str], backward: Collection[str]) -> Any | None:
+    """A module whose functions have these arguments."""
     try:
-        functions = importlib.import_module("flash_attn.flash_attn_interface")
-        forward = inspect.signature(functions._flash_attn_forward).parameters
+        functions = importlib.import_module(module)
+        known = set(forward) <= _arguments(functions._flash_attn_forward)
+        return functions if known and set(backward) <= _arguments(functions._flash_attn_backward) else None
     # A build for another torch fails in its own ways; torch's kernel is right in any case.
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError):
         return None
-    known = {"window_size_left", "window_size_right", "softcap"} <= forward.keys()
-    return functions if known and hasattr(functions, "_flash_attn_varlen_backward") else None
+
+
+def _arguments(function: Any) -> set[str]:
+    """The names of its arguments; of an operator, which the packages make of it, those of its schema."""
+    operator = getattr(function, "_opoverload", None)
+    return {one.name for one in operator._schema.arguments} if operator else set(inspect.signature(function).parameters)
 
 
 def _lengths(launch: Launch) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,19 @@ from parcompile.machines.attention_kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     FLASH_ATTN,
+    FLASH_ATTN_3,
     PLAIN,
     Attention,
     choose_kernel,
 )
 
-from .cuda_flash import CudaFlashKernel, FlashAttnKernel, installed_flash_attn
+from .cuda_flash import (
+    CudaFlashKernel,
+    FlashAttn3Kernel,
+    FlashAttnKernel,
+    installed_flash_attn,
+    installed_flash_attn_3,
+)
 from .fused import CpuFlashKernel, CudaEfficientKernel, CudnnKernel
 from .kernel import Kernel
 from .plain import PlainKernel, padded
@@ -83,16 +91,24 @@ def _plain(softcap: float | None, why: str) -> PlainKernel:
 
 def _on_gpu(device: torch.device, asked: Attention, softcap: float | None) -> Kernel:
     """By the table that the compiler has, too."""
-    functions = installed_flash_attn() if torch.version.hip is None else None
     # ROCm's kernels serve what those of compute capability 8.0 do.
-    capability = (8, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
-    # cuDNN sums in an order that changes from run to run.
-    cudnn = 0 if torch.are_deterministic_algorithms_enabled() else _cudnn_version()
-    choice = choose_kernel(asked, capability, has_package=functions is not None, cudnn=cudnn)
+    capability, packages = (8, 0), dict[str, Any]()
+    # cuDNN sums in an order that changes from run to run, and so does FlashAttention-3.
+    in_order = torch.are_deterministic_algorithms_enabled()
+    if torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        is_hopper = capability[0] == 9
+        packages = {
+            FLASH_ATTN: installed_flash_attn(),
+            FLASH_ATTN_3: installed_flash_attn_3() if is_hopper and not in_order else None,
+        }
+    installed = [name for name, functions in packages.items() if functions is not None]
+    choice = choose_kernel(asked, capability, packages=installed, cudnn=0 if in_order else _cudnn_version())
     if choice.kernel == PLAIN:
         return _plain(softcap, choice.reason)
     makers: dict[str, Callable[[], Kernel]] = {
-        FLASH_ATTN: lambda: FlashAttnKernel(functions, softcap),
+        FLASH_ATTN: lambda: FlashAttnKernel(packages[FLASH_ATTN], softcap),
+        FLASH_ATTN_3: lambda: FlashAttn3Kernel(packages[FLASH_ATTN_3], softcap),
         CUDA_CUDNN: CudnnKernel,
         CUDA_FLASH: CudaFlashKernel,
         CUDA_EFFICIENT: CudaEfficientKernel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from parcompile.runtime.ring_attention.kernels import CAUSAL, Band, Tile, cuda_flash, packs, selection
 from parcompile.runtime.ring_attention.kernels.cuda_flash import (
     CudaFlashKernel,
+    FlashAttn3Kernel,
     FlashAttnKernel,
     installed_flash_attn,
+    installed_flash_attn_3,
 )
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
@@ -142,6 +145,58 @@ PACKAGE = SimpleNamespace(
     _flash_attn_backward=_package_backward,
     _flash_attn_varlen_backward=None,
 )
+
+
+def _third_forward(  # The arguments of FlashAttention-3, of 2026, that are not for inference.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert softmax_scale is not None
+    out, lse = _forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, softcap)
+    return out, lse, out.new_empty(0), out.new_empty(0)
+
+
+def _third_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> Tensor:
+    assert softmax_scale is not None
+    window = is_causal, window_size_left, window_size_right, softcap
+    grads = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *window)
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        assert target is not None
+        target.copy_(grad)
+    return softmax_lse
+
+
+THIRD = SimpleNamespace(_flash_attn_forward=_third_forward, _flash_attn_backward=_third_backward)
 TORCH = SimpleNamespace(_flash_attention_forward=_torch_forward, _flash_attention_backward=_torch_backward)
 
 
@@ -168,7 +223,8 @@ def test_every_trimmed_tile_is_a_window_of_flash_attention(
     plain = PlainKernel(softcap)
     wanted, lse = plain.forward(query, key, value, band=tile.band, scale=0.3)
     wanted_grads = _gradients(plain, Queries(query, grad, wanted, lse, 0.3), key, value, tile.band)
-    under_test: list[Kernel] = [FlashAttnKernel(PACKAGE, softcap)] + ([CudaFlashKernel()] if softcap is None else [])
+    under_test: list[Kernel] = [FlashAttnKernel(PACKAGE, softcap), FlashAttn3Kernel(THIRD, softcap)]
+    under_test += [CudaFlashKernel()] if softcap is None else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_flash, "_aten", TORCH)
         for kernel in under_test:
@@ -200,13 +256,80 @@ def test_flash_attn_is_taken_where_it_is_installed_and_known(monkeypatch: pytest
     assert select_kernel(query, query).name == "cuda-efficient"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("capability", "asked", "name"),
+    [
+        ((9, 0), {"banded": True}, "flash_attn_3"),
+        ((9, 0), {"packed": True}, "flash_attn_3"),
+        ((9, 0), {"softcap": 30.0}, "flash_attn_3"),
+        ((9, 0), {}, "cuda-cudnn"),
+        ((8, 0), {"banded": True}, "flash_attn"),
+        ((10, 0), {"banded": True}, "flash_attn"),
+    ],
+)
+def test_the_third_serves_hopper_where_cudnn_does_not(
+    capability: tuple[int, int], asked: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(selection, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(selection, "installed_flash_attn", lambda: PACKAGE)
+    monkeypatch.setattr(selection, "installed_flash_attn_3", lambda: THIRD)
+    query: Any = SimpleNamespace(shape=(1, 2, 64, 64), device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert select_kernel(query, query, **asked).name == name
+    torch.use_deterministic_algorithms(True)
+    try:  # neither cuDNN's nor the third
+        assert select_kernel(query, query, **asked).name == "flash_attn"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _operators(module: SimpleNamespace, name: str) -> SimpleNamespace:
+    """The functions as the packages have them since torch 2.4: operators, of which Python tells no arguments."""
+    for function in vars(module).values():
+        function.__annotations__ = typing.get_type_hints(function)
+    forward = torch.library.custom_op(f"parcompile_{name}::forward", module._flash_attn_forward, mutates_args=())
+    changed = ("dq", "dk", "dv")
+    backward = torch.library.custom_op(
+        f"parcompile_{name}::backward", module._flash_attn_backward, mutates_args=changed
+    )
+    return SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward, _flash_attn_varlen_backward=None)
+
+
+def _second_forward(
+    q: Tensor, k: Tensor, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0
+) -> Tensor:
+    return q.clone()
+
+
+def _second_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, window_size_left: int, window_size_right: int, softcap: float
+) -> Tensor:
+    return dq.clone()
+
+
+SECOND = SimpleNamespace(_flash_attn_forward=_second_forward, _flash_attn_backward=_second_backward)
+
+
 @pytest.mark.parametrize("known", [True, False])
-def test_an_unknown_version_of_flash_attn_is_left_alone(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "module", "name"),
+    [
+        (installed_flash_attn, PACKAGE, ""),
+        (installed_flash_attn, SECOND, "second"),
+        (installed_flash_attn_3, THIRD, ""),
+        (installed_flash_attn_3, THIRD, "third"),
+    ],
+    ids=["flash_attn", "flash_attn, operators", "flash_attn_3", "flash_attn_3, operators"],
+)
+def test_an_unknown_version_of_a_package_is_left_alone(
+    known: bool, installed: Any, module: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = SimpleNamespace(_flash_attn_forward=lambda q, k, v, window_size: None)
-    monkeypatch.setattr(cuda_flash.importlib, "import_module", lambda _: PACKAGE if known else old)
-    installed_flash_attn.cache_clear()
-    assert installed_flash_attn() is (PACKAGE if known else None)
-    installed_flash_attn.cache_clear()
+    found = _operators(module, f"{name}_{known}") if name else module
+    monkeypatch.setattr(cuda_flash.importlib, "import_module", lambda _: found if known else old)
+    installed.cache_clear()
+    assert installed() is (found if known else None)
+    installed.cache_clear()
 
 
 def test_a_tile_that_is_not_trimmed_is_refused() -> None:

@@ -29,7 +29,7 @@ from parcompile.runtime.ring_attention.execution import attention_call
 from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels import cuda_flash
 from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
-from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel, FlashAttnKernel
+from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel, FlashAttn3Kernel, FlashAttnKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries, QueriesOfPass
 from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.packs import Launch, PackedTiles
@@ -166,6 +166,18 @@ def _of_package(named: dict[str, Any]) -> tuple[Launch, float]:
     return Launch(*(named[name] for name in names), sides), named["softmax_scale"]
 
 
+def _third_forward(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
+    sides = named["window_size_left"], named["window_size_right"]
+    assert named.pop("causal") == (sides == (-1, 0))
+    return _package_forward(q, k, v, dropout_p=0.0, **named)
+
+
+def _third_backward(*tensors: Tensor, **named: Any) -> None:
+    sides = named["window_size_left"], named["window_size_right"]
+    assert named.pop("is_causal") == (sides == (-1, 0))
+    _package_backward(*tensors, *(named.pop(name) for name in ("dq", "dk", "dv")), dropout_p=0.0, **named)
+
+
 def _package_forward(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Any:
     return *_varlen_forward(q, k, v, *_of_package(named)), None, None
 
@@ -177,6 +189,7 @@ def _package_backward(*tensors: Tensor, **named: Any) -> None:
 
 TORCH = SimpleNamespace(_flash_attention_forward=_torch_forward, _flash_attention_backward=_torch_backward)
 PACKAGE = SimpleNamespace(_flash_attn_varlen_forward=_package_forward, _flash_attn_varlen_backward=_package_backward)
+THIRD = SimpleNamespace(_flash_attn_forward=_third_forward, _flash_attn_backward=_third_backward)
 
 
 def _draw(rows: int, length: int) -> list[Tensor]:
@@ -222,7 +235,11 @@ def _token_major(x_BHQD: Tensor) -> Tensor:
     return x_BHQD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("kernel", [CudaFlashKernel(), FlashAttnKernel(PACKAGE)], ids=["torch", "flash_attn"])
+@pytest.mark.parametrize(
+    "kernel",
+    [CudaFlashKernel(), FlashAttnKernel(PACKAGE), FlashAttn3Kernel(THIRD)],
+    ids=["torch", "flash_attn", "flash_attn_3"],
+)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     ("layout", "masking"),
