@@ -271,7 +271,7 @@ def _waiting_logits(one: _Held, logits: float) -> float:
     return waiting + loss_chunk_bytes(one.work, logits)
 
 
-_BEGUN = 0.5
+_BEGUN = 0.9
 """Of a layer in whose backward pass gradients are reduced, what has to be left of it that its largest moment is too."""
 
 
