@@ -214,7 +214,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
                 bucket,
                 optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
-                tuple(reductions(work, stage, place)) if eager and reduces_in_backward(work) else (),
+                reductions(work, stage, place) if eager and reduces_in_backward(work) else (),
             )
         found.append(known[alike])
     return found

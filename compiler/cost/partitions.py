@@ -50,6 +50,20 @@ class _Kept(NamedTuple):
     """The first that has these."""
 
 
+_OfRow = tuple[tuple[int, bool, GroupKind], ...]
+"""Of each row of trained parameters the elements of a rank, whether they are dealt, and its group."""
+
+
+class _Cut(NamedTuple):
+    """What shards depend on: many layouts of a search have the same."""
+
+    shape: ModelShape
+    stage: Stage
+    of_row: _OfRow
+    shards: int
+    expert_shards: int
+
+
 _NOTHING = _Kept(0, -1, -1)
 _Runs = Sequence[tuple[int, _Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
@@ -79,12 +93,18 @@ def kept_numel(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     return sum(one.numel for one in _of_place(work, stage, place))
 
 
-@lru_cache(maxsize=256)
 def _of_place(work: Workload, stage: Stage, place: RankPlace | None) -> tuple[_Kept, _Kept]:
-    dense, dealt = _kept(work, stage)
-    if place is not None:
-        return _of_rank(dense, place.shard), _of_rank(dealt, place.expert_shard)
-    buckets = _buckets(work, stage)
+    cut = _cut(work, stage)
+    if place is None:
+        return _fullest(cut, largest_bucket(work), reduces_in_backward(work))
+    dense, dealt = _kept(cut)
+    return _of_rank(dense, place.shard), _of_rank(dealt, place.expert_shard)
+
+
+@lru_cache(maxsize=256)
+def _fullest(cut: _Cut, size: int, in_backward: bool) -> tuple[_Kept, _Kept]:
+    dense, dealt = _kept(cut)
+    buckets = _fill(cut.shape, cut.stage, cut.of_row, size, in_backward)
     places = [-bucket.first for bucket in buckets]
     largest = [*accumulate([max(bucket.numels) for bucket in buckets], max, initial=0)]
 
@@ -103,24 +123,24 @@ def _of_rank(runs: _Runs, rank: int) -> _Kept:
 
 
 @lru_cache(maxsize=256)
-def _kept(work: Workload, stage: Stage) -> tuple[_Runs, _Runs]:
+def _kept(cut: _Cut) -> tuple[_Runs, _Runs]:
     """Of the ranks that share dense layers, and of those that share experts which are dealt over ep."""
-    every, changes = _flattened(work, stage), (dict[int, list[int]](), dict[int, list[int]]())
-    for number, (one, (start, stop, _)) in enumerate(zip(every, _ranks_of(work, stage), strict=True)):
+    every, changes = _flat(cut.shape, cut.stage, cut.of_row), (dict[int, list[int]](), dict[int, list[int]]())
+    for number, (one, (start, stop, _)) in enumerate(zip(every, _ranks_of(cut), strict=True)):
         changes[one.is_dealt].setdefault(start, []).append(number)
         changes[one.is_dealt].setdefault(stop, []).append(~number)
     return _swept(every, changes[0]), _swept(every, changes[1])
 
 
 @lru_cache(maxsize=256)
-def _ranks_of(work: Workload, stage: Stage) -> Sequence[tuple[int, int, int]]:
+def _ranks_of(cut: _Cut) -> Sequence[tuple[int, int, int]]:
     """Of each parameter the first rank in whose shard it lies, the one behind the last, and where in it it begins."""
-    every, groups = _flattened(work, stage), dict[tuple[bool, GroupKind], list[int]]()
+    every, groups = _flat(cut.shape, cut.stage, cut.of_row), dict[tuple[bool, GroupKind], list[int]]()
     for number, one in enumerate(every):
         groups.setdefault((one.is_dealt, one.kind), []).append(number)
     found = [(0, 0, 0)] * len(every)
     for (is_dealt, _), members in groups.items():
-        ranks, stop = work.expert_shards if is_dealt else work.shards, 0
+        ranks, stop = cut.expert_shards if is_dealt else cut.shards, 0
         shard = max(1, padded_numel(sum([every[number].numel for number in members]), ranks) // ranks)
         for number in members:
             start, stop = stop, stop + every[number].numel
@@ -138,10 +158,6 @@ def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Run
     return runs
 
 
-_OfRow = tuple[tuple[int, bool, GroupKind], ...]
-"""Of each row of trained parameters the elements of a rank, whether they are dealt, and its group."""
-
-
 @lru_cache(maxsize=256)
 def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     rows, _ = _trained(work.shape, stage)
@@ -150,13 +166,13 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     return tuple((one.local_numel, one.ep > 1, kind) for one, kind in zip(layouts, kinds, strict=True))
 
 
-def _flattened(work: Workload, stage: Stage) -> tuple[_Flat, ...]:
-    """The parameters that a rank of a stage trains, in the model's order."""
-    return _flat(work.shape, stage, _of_rows(work, stage))
+def _cut(work: Workload, stage: Stage) -> _Cut:
+    return _Cut(work.shape, stage, _of_rows(work, stage), work.shards, work.expert_shards)
 
 
 @lru_cache(maxsize=256)
 def _flat(shape: ModelShape, stage: Stage, of_row: _OfRow) -> tuple[_Flat, ...]:
+    """The parameters that a rank of a stage trains, in the model's order."""
     _, order = _trained(shape, stage)
     new = tuple.__new__  # as `_Flat(...)`, of thousands of parameters for each layout of a search
     return tuple([new(_Flat, (*of_row[row], layer)) for row, layer in order])
@@ -190,19 +206,63 @@ class Reduction(NamedTuple):
     """The same behind it."""
 
 
-def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> Iterator[Reduction]:
+class _Reducing(NamedTuple):
+    """What the reductions of a stage depend on: many layouts of a search have the same."""
+
+    cut: _Cut
+    bucket: int
+    in_backward: bool
+    zero_stage: int
+    element_bytes: int
+    gradient_bytes: int
+    message_bytes: int
+    several: bool
+    """The step has several micro-batches."""
+    on_host: bool
+    shard: int
+    """Elements of a rank's shard, of which so many are of dealt experts:"""
+    dealt: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Sums are of the type of the weights, and of whole parameters."""
+        return self.gradient_bytes == self.element_bytes
+
+    @property
+    def buckets(self) -> Sequence[_Bucket]:
+        """What is reduced together."""
+        return _fill(self.cut.shape, self.cut.stage, self.cut.of_row, self.bucket, self.in_backward)
+
+    @property
+    def places(self) -> Sequence[tuple[int, int, int]] | None:
+        """`_ranks_of`; behind backward they are not asked for."""
+        return _ranks_of(self.cut) if self.in_backward else None
+
+
+def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[Reduction, ...]:
     """The reductions of a micro-batch at stage 2: of a step's only one, or of one behind another; at stage 1 of a step.
 
     A bucket is copied as a whole where it goes to several ranks, or is added to fp32 sums piece by piece, and once more
     in the type of the messages. What goes to those that share dense layers does so apart from dealt experts. A
     parameter that no bucket takes is reduced where it is.
     """
-    taken = _taken_at_stage_1 if work.zero_stage == 1 else _taken_at_stage_2
-    kept, buckets = (_NOTHING, _NOTHING), _buckets(work, stage)
-    if reduces_in_backward(work):  # behind it what a rank holds begins with its shard
+    kept, in_backward = (_NOTHING, _NOTHING), reduces_in_backward(work)
+    if in_backward:  # behind it what a rank holds begins with its shard
         kept = _of_place(work, stage, place)
-    for bucket, sizes in zip(buckets, taken(work, stage, kept), strict=True):
-        yield Reduction(bucket.layers, *map(float, sizes))
+    dealt = -(-work.dealt_parameters(stage) // work.expert_shards)
+    reducing = _Reducing(
+        *(_cut(work, stage), largest_bucket(work), in_backward, work.zero_stage, work.element_bytes),
+        *(work.gradient_bytes, work.message_bytes, work.micro_batches > 1, work.on_host),
+        *(work.sharded(stage).shard_numel, dealt),
+    )
+    return _reductions(reducing, kept)
+
+
+@lru_cache(maxsize=256)
+def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, ...]:
+    taken = _taken_at_stage_1 if one.zero_stage == 1 else _taken_at_stage_2
+    each = zip(one.buckets, taken(one, kept), strict=True)
+    return tuple(Reduction(bucket.layers, float(at), float(behind)) for bucket, (at, behind) in each)
 
 
 def taken_at_end(work: Workload, stage: Stage) -> float:
@@ -212,18 +272,16 @@ def taken_at_end(work: Workload, stage: Stage) -> float:
     return max((one.taken for one in reductions(work, stage)), default=0.0)
 
 
-def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
+def _taken_at_stage_1(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of all gradients; what is reduced is let go of, where no bucket takes it by ranks that own it."""
-    width, in_backward = work.gradient_bytes, reduces_in_backward(work)
-    whole, dealt = width == work.element_bytes, -(-work.dealt_parameters(stage) // work.expert_shards)
-    own = [one.numel for one in kept] if whole and in_backward else [work.sharded(stage).shard_numel - dealt, dealt]
-    dense, experts = [0 if work.on_host else width * numel for numel in own]
-    places, large, begun = _ranks_of(work, stage) if in_backward else None, 0, False
-    for bucket, copied in zip(_buckets(work, stage), _copies(work, stage, width), strict=True):
+    width, places, large, begun = one.gradient_bytes, one.places, 0, False
+    own = [part.numel for part in kept] if one.is_whole and one.in_backward else [one.shard - one.dealt, one.dealt]
+    dense, experts = [0 if one.on_host else width * numel for numel in own]
+    for bucket, copied in zip(one.buckets, _copies(one, width), strict=True):
         has_dense, has_experts = True, bucket.numels[1] > 0
-        if in_backward:
+        if one.in_backward:
             has_dense, has_experts = bucket.first <= kept[0].last, bucket.first <= kept[1].last
-        if whole:  # one tensor for all, behind the first bucket with a part of it
+        if one.is_whole:  # one tensor for all, behind the first bucket with a part of it
             beside = (dense + experts) * (has_dense or has_experts)
             taken = max(copied + (dense + experts) * begun, beside)
             begun |= has_dense or has_experts
@@ -240,32 +298,34 @@ def _taken_at_stage_1(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -
         yield taken, beside - let_go
 
 
-def _taken_at_stage_2(work: Workload, stage: Stage, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
+def _taken_at_stage_2(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of what a rank owns, which are there from the first of its gradients on."""
-    width, whole, several = work.element_bytes, keeps_whole_sums(work), work.micro_batches > 1
-    sums, last = width * sum(one.numel for one in kept), max(one.last for one in kept)
+    width, whole = one.element_bytes, one.is_whole and not one.on_host
+    sums, last = width * sum(part.numel for part in kept), max(part.last for part in kept)
     if not whole:
-        is_none = work.on_host and work.gradient_bytes == width
-        sums = 0 if is_none else work.gradient_bytes * work.sharded(stage).shard_numel
-    for bucket, copied in zip(_buckets(work, stage), _copies(work, stage, width), strict=True):
+        sums = 0 if one.is_whole else one.gradient_bytes * one.shard
+    for bucket, copied in zip(one.buckets, _copies(one, width), strict=True):
         # fp32 sums are there before the copies, those in the type of the weights behind them.
         begun = bucket.stop <= last, bucket.first <= last
-        beside = [sums * (done if several and whole else 0 if several else done - 1) for done in begun]
+        beside = [sums * (done if one.several and whole else 0 if one.several else done - 1) for done in begun]
         apart = width * (bucket.waiting + sum(bucket.numels) * bucket.is_large)
         yield apart + max(copied + beside[not whole], beside[1]), beside[1]
 
 
-def _copies(work: Workload, stage: Stage, width: int) -> Iterator[int]:
+def _copies(one: _Reducing, width: int) -> Iterator[int]:
     """Bytes of each bucket, of numbers of `width` bytes, that are copied to be reduced."""
-    apart, wider = work.gradient_bytes != work.element_bytes, work.message_bytes * (work.message_bytes > width)
-    dense, dealt = (width * (apart or ranks > 1) + wider for ranks in (work.shards, work.expert_shards))
-    shard, size = work.sharded(stage).shard_numel, largest_bucket(work)
-    places = _ranks_of(work, stage) if reduces_in_backward(work) else None
-    for bucket in _buckets(work, stage):
+    wider, places = one.message_bytes * (one.message_bytes > width), one.places
+    in_pieces = (not one.is_whole or ranks > 1 for ranks in (one.cut.shards, one.cut.expert_shards))
+    dense, dealt = (width * pieces + wider for pieces in in_pieces)
+    for bucket in one.buckets:
         if bucket.is_large:
-            yield _large_copy(sum(bucket.numels), places[bucket.first][2] if places else 0, shard, size, width, wider)
+            begin = places[bucket.first][2] if places else 0
+            yield _large_copy(sum(bucket.numels), begin, one.shard, one.bucket, width, wider)
         elif (
-            places and not apart and places[bucket.first][0] + 1 == places[bucket.stop - 1][1] and not bucket.numels[1]
+            places
+            and one.is_whole
+            and places[bucket.first][0] + 1 == places[bucket.stop - 1][1]
+            and not bucket.numels[1]
         ):
             yield bucket.numels[0] * wider  # all of it goes to one rank
         else:
@@ -298,16 +358,12 @@ class _Bucket(NamedTuple):
     """Elements of those that are reduced before; large ones are let go of elsewhere."""
 
 
-def _buckets(work: Workload, stage: Stage) -> Sequence[_Bucket]:
+@lru_cache(maxsize=256)
+def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backward: bool) -> Sequence[_Bucket]:
     """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts.
 
     Behind it, of buckets that are alike the first stands for all: more is let go of before the others.
     """
-    return _fill(work.shape, stage, _of_rows(work, stage), largest_bucket(work), reduces_in_backward(work))
-
-
-@lru_cache(maxsize=256)
-def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backward: bool) -> Sequence[_Bucket]:
     every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
     for one in every:
         of_layer[one.layer] += one.numel
