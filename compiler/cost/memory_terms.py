@@ -53,7 +53,7 @@ from .memory import (
     static_terms,
 )
 from .parameters import is_even
-from .partitions import Reduction, reduces_in_backward, reductions
+from .partitions import Reduction, head_in_bucket, reduces_in_backward, reductions
 from .recurrent import (
     backward_bytes,
     choice_bytes,
@@ -194,6 +194,8 @@ class _Static:
     gathered_weights: float
     reductions: tuple[Reduction, ...]
     """In a backward pass."""
+    in_bucket: float
+    """Bytes of gradients that lie in the bucket alone when the last layer goes backward."""
 
 
 @lru_cache(maxsize=16)
@@ -215,6 +217,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
                 optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
                 reductions(work, stage, place) if eager and reduces_in_backward(work) else (),
+                head_in_bucket(work, stage) if eager else 0.0,
             )
         found.append(known[alike])
     return found
@@ -322,10 +325,10 @@ def _absent(work: Workload, static: _Static) -> tuple[float, float]:
     """What is counted as held and is not there yet while the loss goes backward, and behind that.
 
     At ZeRO stage 2 these are the bucket, which is there from the first gradient on, and the sums of a step's only
-    micro-batch, which are there from the first reduction on.
+    micro-batch, which are there from the first reduction on. At stage 1 the gradients of the head lie in the bucket.
     """
     if work.zero_stage != 2 or not static.reductions:
-        return 0.0, 0.0
+        return 0.0, static.in_bucket
     sums = static.held[1] if work.micro_batches == 1 else 0.0
     return static.bucket + sums, sums
 
@@ -440,7 +443,8 @@ def _add_ends(
     if work.shape.heads.low_rank is not None:
         last = one.sparse if one.routed else one.dense
         later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
-    scoring = scoring_bytes(work, stage) + sum(kept.values()) - later - absent[0]
+    scoring = scoring_bytes(work, stage)
+    scoring += (sum(kept.values()) - later - absent[0]) * (scoring > 0)
     # Of micro-batches that go backward later.
     waiting = (sum(kept.values()) - work.recomputes_layers * layer) * (1 - 1 / max(one.copies, 1))
     kept["stream"] += ends_bytes(work, stage, logits, recomputed_layer=layer, in_flight=in_flight, absent=absent)

@@ -265,6 +265,15 @@ def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, .
     return tuple(Reduction(bucket.layers, float(at), float(behind)) for bucket, (at, behind) in each)
 
 
+def head_in_bucket(work: Workload, stage: Stage) -> float:
+    """Bytes of the head's gradients, where stage 1 takes them into a bucket before the last layer goes backward."""
+    if work.zero_stage != 1 or not reduces_in_backward(work) or not stage.has_head:
+        return 0.0
+    table = parameter_table(work.shape)
+    numel = sum(work.layout(row).local_numel for row in table.after if row.trained)
+    return float(work.gradient_bytes * numel * (numel <= largest_bucket(work)))
+
+
 def taken_at_end(work: Workload, stage: Stage) -> float:
     """Bytes that stage 1 takes at most while it reduces behind backward, beside the bucket; 0 where it does not."""
     if work.zero_stage != 1 or reduces_in_backward(work):
