@@ -27,7 +27,7 @@ from .workload import RankPlace, Workload
 LARGEST_BUCKET = 500_000_000
 """DeepSpeed's own default for reduce_bucket_size, in elements."""
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Of buckets at stages 1 and 2, as in Megatron-LM: messages of this size are as fast as longer ones."""
+"""Of buckets at stages 1 and 2: as Megatron-LM has them where it overlaps, so that latency does not bound them."""
 
 
 class _Flat(NamedTuple):

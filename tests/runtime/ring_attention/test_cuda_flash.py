@@ -71,6 +71,16 @@ def _backward(
     return (grad_scores @ keys).transpose(1, 2), shared(grad_scores.mT @ query), shared(weights.mT @ grad)
 
 
+def _written(targets: tuple[Tensor | None, ...], tensors: tuple[Tensor, ...], scale: float, *window: Any) -> Tensor:
+    """Puts the gradients where the packages put theirs."""
+    dout, q, k, v, out, lse = tensors
+    for target, grad in zip(targets, _backward(dout, q, k, v, out, lse, scale, *window), strict=True):
+        assert target is not None
+        assert target.is_contiguous()
+        target.copy_(grad)
+    return lse
+
+
 def _package_forward(  # The arguments of flash_attn 2.7.
     q: Tensor,
     k: Tensor,
@@ -109,12 +119,7 @@ def _package_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     window = causal, window_size_left, window_size_right, softcap
-    for target, grad in zip(
-        (dq, dk, dv), _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *window), strict=True
-    ):
-        assert target.is_contiguous()
-        target.copy_(grad)
-    return softmax_lse
+    return _written((dq, dk, dv), (dout, q, k, v, out, softmax_lse), softmax_scale, *window)
 
 
 def _torch_forward(
@@ -189,11 +194,7 @@ def _third_backward(
 ) -> Tensor:
     assert softmax_scale is not None
     window = is_causal, window_size_left, window_size_right, softcap
-    grads = _backward(dout, q, k, v, out, softmax_lse, softmax_scale, *window)
-    for target, grad in zip((dq, dk, dv), grads, strict=True):
-        assert target is not None
-        target.copy_(grad)
-    return softmax_lse
+    return _written((dq, dk, dv), (dout, q, k, v, out, softmax_lse), softmax_scale, *window)
 
 
 THIRD = SimpleNamespace(_flash_attn_forward=_third_forward, _flash_attn_backward=_third_backward)
