@@ -134,6 +134,8 @@ def gathers_anew(work: Workload, stage: Stage) -> bool:
 
 def bucket_numel(work: Workload) -> int:
     """The reduce bucket: no larger than the largest stage's parameters, since DeepSpeed allocates all of it."""
+    if work.reduce_bucket is not None:
+        return work.reduce_bucket
     return min(largest_bucket(work), max(numel for numel, _ in work.stage_numels))
 
 

@@ -71,6 +71,8 @@ _Runs = Sequence[tuple[int, _Kept]]
 
 def largest_bucket(work: Workload) -> int:
     """Elements that a bucket takes at most."""
+    if work.reduce_bucket is not None:
+        return work.reduce_bucket
     size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * work.shards)
     if work.zero_stage == 2 and work.overlaps_gradients:  # see there: a bucket takes every gradient
         size = max(size, *(work.layout(row).local_numel for row in parameter_table(work.shape) if row.trained))

@@ -151,6 +151,8 @@ class Workload:
     framework: str = "deepspeed"
     overlap_comm: bool | None = None
     """Whether DeepSpeed reduces gradients under backward, as the spec says; None: the plan decides."""
+    reduce_bucket: int | None = None
+    """Elements of DeepSpeed's reduce bucket, as the spec says; None: the plan decides."""
     preset: Accelerator | None = field(default=None, hash=False)
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True

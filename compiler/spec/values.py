@@ -490,7 +490,7 @@ def workload_of(spec: Spec) -> Workload:
         pins_memory=spec.offload_optimizer is None or spec.offload_optimizer.pin_memory,
         weights_on_host=spec.offload_param is not None,
         pins_weights=spec.offload_param is not None and spec.offload_param.pin_memory,
-        **_gathering(spec),
+        **_sizes(spec),
     )
 
 
@@ -502,12 +502,13 @@ def router_scope(spec: Spec) -> str | None:
     return MICRO_BATCH if spec.model.shape.has_moe and spec.model.hf_config.get("output_router_logits") else None
 
 
-def _gathering(spec: Spec) -> dict[str, Any]:
-    """What the spec says of weights that are gathered at ZeRO stage 3, by either of DeepSpeed's names."""
+def _sizes(spec: Spec) -> dict[str, Any]:
+    """What the spec says of the reduce bucket, and of weights that stage 3 gathers, by either of DeepSpeed's names."""
     given = spec.deepspeed.get("zero_optimization")
     section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     found: dict[str, Any] = {}
-    keys = {"small_numel": "param_persistence_threshold", "live_numel": "max_live_parameters"}
+    gathering = {"small_numel": "param_persistence_threshold", "live_numel": "max_live_parameters"}
+    keys = {"reduce_bucket": "reduce_bucket_size", **gathering}
     for name, key in keys.items():
         value = section.get(f"stage3_{key}", section.get(key))
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:

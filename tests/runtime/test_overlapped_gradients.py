@@ -105,8 +105,10 @@ def test_the_plan_overlaps_where_something_hides_it(plan: Plan, overlaps: bool) 
         (8, {"cp": 2}, {"zero": {"stage": 2}, "deepspeed": {"zero_optimization": {"overlap_comm": True}}}),
         (8, {}, {"training": {"gradient_accumulation_dtype": "bf16"}}),
         (8, {**SP, "cp": 2}, {"training": {"activation_checkpointing": "full"}}),
+        (8, {}, {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}}}),
+        (8, {"pp": 2}, {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 3_000_000}}}),
     ],
-    ids=["tp", "stage 2", "bf16 sums", "recomputed"],
+    ids=["tp", "stage 2", "bf16 sums", "recomputed", "large bucket", "small bucket"],
 )
 def test_memory_and_messages_are_those_of_preflight(
     world: int, parallelism: dict[str, Any], extra: dict[str, Any]
