@@ -317,7 +317,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             if math.ceil(following.layers) <= left or each.layers - left > _BEGUN:
                 reducing = max(reducing, each.behind + of_each * left + (whole or in_flight))
     if one.eager:
-        _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static))
+        # What was reduced is let go of when the embedding goes backward, and its sums are there.
+        reduced = static.reductions[-2].behind if work.zero_stage == 1 and len(static.reductions) > 1 else 0.0
+        _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static), reduced=reduced)
     return kept, reducing
 
 
@@ -433,6 +435,7 @@ def _add_ends(
     in_flight: float,
     *,
     absent: tuple[float, float],
+    reduced: float,
 ) -> None:
     """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
     work, stage = one.work, one.stage
@@ -452,5 +455,5 @@ def _add_ends(
     # The gradient of a table comes when the layers before it are still to go backward.
     table, before = late_gradient(work, stage)
     table += sum(kept.values()) * before / max(len(stage.layers), 1)
-    embedding = embedding_backward_bytes(work, stage) + waiting * stage.has_embedding
+    embedding = embedding_backward_bytes(work, stage) + (waiting + reduced) * stage.has_embedding
     kept["stream"] += max(0.0, embedding - taken, scoring - taken, table - taken)
