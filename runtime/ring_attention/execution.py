@@ -16,6 +16,7 @@ from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule, pl
 from parcompile.runtime.ring_attention.kernels.kernel import BlockGradients, Gradients, Queries, QueriesOfPass
 
 from .all_gather import gathered, gathered_backward
+from .document_tiles import Masking
 from .inputs import check_inputs, check_terms
 from .kernels import Band, Tile
 from .kernels.blocks import attend
@@ -26,7 +27,7 @@ from .kernels.selection import select_kernel
 from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, ring_backward
-from .route import Masking, RingStep, effective_layout, plan_route
+from .route import RingStep, effective_layout, plan_route
 from .sequence import positions_of_ranks
 
 

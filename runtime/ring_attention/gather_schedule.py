@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from parcompile.layout.sequence import CpLayout, chunk_ids
 
+from .document_tiles import Masking, source_tiles
 from .kernels import FULL, Tile
 from .kernels.packs import PackedTiles
-from .route import Hop, Masking, check_route, dealt_alone, effective_layout, needed_steps, source_tiles
+from .route import Hop, check_route, dealt_alone, effective_layout, needed_steps
 
 
 @dataclass(frozen=True, slots=True)

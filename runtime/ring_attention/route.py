@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcompile.layout.sequence import CpLayout, Mask, blocks_between, chunk_ids, ring_holder, ring_source
+from parcompile.layout.sequence import CpLayout, blocks_between, ring_holder, ring_source
 
-from .document_tiles import document_tiles, some_rank_computes, some_rank_sees, windowed_tiles
-from .kernels import CAUSAL, FULL, STRICT, Band, Tile
-
-_BANDS = {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}
+from .document_tiles import Masking, some_rank_computes, some_rank_sees, source_tiles
+from .kernels import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +42,6 @@ class RingStep:
     tiles: Sequence[Tile]
     keys_hop: Hop | None
     gradients_hop: Hop | None
-
-
-@dataclass(frozen=True, slots=True)
-class Masking:
-    """Who may see whom, over the whole sequence; equal on all ranks.
-
-    `window`: a query sees keys less than this many tokens away. `documents`: where documents begin, and the length of
-    the sequence, as in `cu_seqlens`; nobody sees another document. `per_document`: the layout deals each document on
-    its own.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    documents: tuple[int, ...] | None = None
-    per_document: bool = False
-
-    @property
-    def refines_blocks(self) -> bool:
-        """Less is to compute than the blocks of the schedule."""
-        return self.window is not None or (self.documents is not None and not self.per_document)
-
-    def has_bands(self, layout: CpLayout) -> bool:
-        """Tiles may be other than rectangles in which all see all and causal squares.
-
-        A document may have more stripes on one rank than on another, so that its diagonal misses the corners.
-        """
-        cut_stripes = layout is CpLayout.STRIPED and self.documents is not None and not self.per_document
-        return self.window is not None or cut_stripes
 
 
 @functools.lru_cache(maxsize=256)
@@ -123,158 +91,20 @@ def needed_steps(
     """The steps in which any rank has something to compute, beginning with 0, the rank's own keys."""
 
     def is_needed(step: int) -> bool:
-        pairs = [(rank, ring_source(step, rank, size, inner or size)) for rank in range(size)]
-        if masking.documents is not None and masking.window is None and not masking.per_document:
-            sources = [source for _, source in pairs]
-            return some_rank_computes(layout, size, sources, local_length, masking.documents, causal=masking.causal)
+        sources = [ring_source(step, rank, size, inner or size) for rank in range(size)]
         if masking.window is not None:
-            return some_rank_sees(
-                layout,
-                size,
-                [source for _, source in pairs],
-                local_length,
-                masking.documents or (0, local_length * size),
-                masking.window,
-                causal=masking.causal,
-                per_document=masking.per_document and masking.documents is not None,
-            )
-        return any(blocks_between(layout, size, rank, source, causal=masking.causal) for rank, source in pairs)
+            return some_rank_sees(layout, size, sources, local_length, masking)
+        if masking.documents is not None and not masking.per_document:
+            return some_rank_computes(layout, size, sources, local_length, masking)
+        return any(blocks_between(layout, size, *pair, causal=masking.causal) for pair in enumerate(sources))
 
     return (0, *(step for step in range(1, size) if is_needed(step)))
 
 
-def source_tiles(
-    layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
-) -> Sequence[Tile]:
-    """What the schedule and the masks leave to compute for `rank` on the keys of `source`."""
-    if masking.documents is None:
-        return tuple(_tile_by_tile(layout, size, rank, source, local_length, masking))
-    if masking.window is not None:
-        return windowed_tiles(
-            layout,
-            size,
-            rank,
-            source,
-            local_length,
-            masking.documents,
-            masking.window,
-            causal=masking.causal,
-            per_document=masking.per_document,
-        )
-    if masking.per_document and source != rank:
-        # Of all earlier ranks the same tiles, and of all later ones.
-        source = 0 if source < rank else size - 1
-    return document_tiles(
-        layout,
-        size,
-        rank,
-        source,
-        local_length,
-        masking.documents,
-        causal=masking.causal,
-        per_document=masking.per_document,
-    )
-
-
-def _tile_by_tile(
-    layout: CpLayout, size: int, rank: int, source: int, local_length: int, masking: Masking
-) -> Iterator[Tile]:
-    blocks = blocks_between(layout, size, rank, source, causal=masking.causal)
-    for start, stop in dealt_alone(size, local_length, masking):
-        chunk = (stop - start) // layout.chunks_per_rank
-        for block in blocks:
-            if not masking.refines_blocks:
-                trimmed = Tile(
-                    slice(start + block.q_start * chunk, start + block.q_stop * chunk),
-                    slice(start + block.kv_start * chunk, start + block.kv_stop * chunk),
-                    _BANDS[block.mask],
-                ).trimmed()
-                if trimmed is not None:
-                    yield trimmed
-                continue
-            queries, keys = chunk_ids(layout, size, rank), chunk_ids(layout, size, source)
-            for query in range(block.q_start, block.q_stop):
-                for key in range(block.kv_start, block.kv_stop):
-                    yield from _masked(
-                        _Chunk.of(layout, size, queries[query], start + query * chunk, chunk),
-                        _Chunk.of(layout, size, keys[key], start + key * chunk, chunk),
-                        masking,
-                    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk: token i is at `place + i` of a rank's tensors and at position `first + i · stride` of the sequence."""
-
-    place: int
-    first: int
-    stride: int
-    length: int
-
-    @classmethod
-    def of(cls, layout: CpLayout, size: int, chunk_id: int, place: int, length: int) -> _Chunk:
-        stride = layout.stride(size)
-        return cls(place, chunk_id if stride > 1 else chunk_id * length, stride, length)
-
-    @property
-    def stop(self) -> int:
-        """The position after the last token."""
-        return self.first + (self.length - 1) * self.stride + 1 if self.length else self.first
-
-    def within(self, first: int, stop: int) -> tuple[int, int]:
-        """The tokens whose positions are in `[first, stop)`."""
-        return self._tokens_before(first), self._tokens_before(stop)
-
-    def _tokens_before(self, position: int) -> int:
-        return max(0, min(self.length, -((self.first - position) // self.stride)))
-
-
-def _masked(queries: _Chunk, keys: _Chunk, masking: Masking) -> Iterator[Tile]:
-    """The tiles of one chunk of queries and one of keys: one for each document that both hold."""
-    ahead, stride, window = queries.first - keys.first, queries.stride, masking.window
-    for first, stop in _documents_of(max(queries.first, keys.first), min(queries.stop, keys.stop), masking):
-        query_first, query_stop = queries.within(first, stop)
-        key_first, key_stop = keys.within(first, stop)
-        if query_first >= query_stop or key_first >= key_stop:
-            continue
-        # Key position − query position = (key − query) · stride − ahead lies between −(window − 1) and `most`.
-        most = 0 if masking.causal else None if window is None else window - 1
-        corner = key_first - query_first
-        tile = Tile(
-            slice(queries.place + query_first, queries.place + query_stop),
-            slice(keys.place + key_first, keys.place + key_stop),
-            Band(
-                None if window is None else -((window - 1 - ahead) // stride) - corner,
-                None if most is None else (most + ahead) // stride - corner,
-            ),
-        ).trimmed()
-        if tile is not None:
-            yield tile
-
-
-def _documents_of(begin: int, end: int, masking: Masking) -> Iterator[tuple[int, int]]:
-    """First and last position of the documents that reach into `[begin, end)`.
-
-    `end` may lie before `begin`: the document at `begin` then has to reach back to before `end`.
-    """
-    if masking.documents is None or masking.per_document:
-        yield 0, sys.maxsize
-        return
-    borders = masking.documents
-    index = bisect_right(borders, begin) - 1
-    while index < len(borders) - 1 and borders[index] < end:
-        if borders[index + 1] > borders[index]:
-            yield borders[index], borders[index + 1]
-        index += 1
-
-
 def dealt_alone(size: int, local_length: int, masking: Masking) -> Iterator[tuple[int, int]]:
     """The local tokens of everything that the layout deals on its own: the sequence, or each document."""
-    if masking.documents is None or not masking.per_document:
-        yield 0, local_length
-        return
-    borders = [border // size for border in masking.documents]
-    yield from itertools.pairwise(borders)
+    borders = masking.documents if masking.documents is not None and masking.per_document else (0, local_length * size)
+    yield from itertools.pairwise(border // size for border in borders)
 
 
 def check_route(layout: CpLayout, size: int, local_length: int, masking: Masking) -> None:

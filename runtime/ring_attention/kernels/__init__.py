@@ -26,7 +26,6 @@ class Band:
 
 FULL = Band()
 CAUSAL = Band(None, 0)
-STRICT = Band(None, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class PackedTiles(Sequence[Tile]):
         key_starts: the first key.
         key_stops: the last key and 1.
         uppers: bounds as in `Band`, or `UNBOUNDED`.
-        lowers: the same; None where no tile has one.
+        lowers: the same.
     """
 
     def __init__(
@@ -72,11 +72,10 @@ class PackedTiles(Sequence[Tile]):
         key_starts: Numbers,
         key_stops: Numbers,
         uppers: Numbers,
-        lowers: Numbers | None = None,
+        lowers: Numbers,
     ) -> None:
         self._columns = query_starts, query_stops, key_starts, key_stops
-        self._uppers = uppers
-        self._lowers = np.full_like(uppers, UNBOUNDED) if lowers is None else lowers
+        self._uppers, self._lowers = uppers, lowers
         self._tiles: tuple[Tile, ...] | None = None
         self._launches: dict[tuple[int, int, torch.device], tuple[Launch, ...]] = {}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parcompile.layout.sequence import CpLayout, Mask, blocks_between
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
 from parcompile.runtime.ring_attention.gather_schedule import plan_gather
-from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, STRICT, Band, Tile
+from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band, Tile
 from parcompile.runtime.ring_attention.packing import documents_of_rows
 from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_route
 
@@ -39,7 +39,7 @@ def test_the_compilers_schedule_is_the_one_that_runs(layout: CpLayout, causal: b
                 Tile(
                     slice(block.q_start * chunk, block.q_stop * chunk),
                     slice(block.kv_start * chunk, block.kv_stop * chunk),
-                    {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: STRICT}[block.mask],
+                    {Mask.FULL: FULL, Mask.CAUSAL: CAUSAL, Mask.STRICT: Band(None, -1)}[block.mask],
                 ).trimmed()
                 for block in blocks
             )
@@ -127,7 +127,7 @@ def test_gathered_tiles_cover_the_same_and_are_fewer(ring: tuple[CpLayout, int, 
         for tile in gathering.tiles:
             computed[positions[rank][tile.queries].unsqueeze(-1), keys[tile.keys]] += _seen(tile)
             assert is_simple(tile) or masking.has_bands(layout)
-        if not masking.refines_blocks and masking.documents is None and layout is not CpLayout.STRIPED:
+        if masking.window is None and masking.documents is None and layout is not CpLayout.STRIPED:
             # What is before a chunk is one rectangle; then its diagonal.
             assert len(gathering.tiles) <= 2 * layout.chunks_per_rank
     assert torch.equal(computed, _wanted(local * size, masking))
