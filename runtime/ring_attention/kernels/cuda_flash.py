@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcompile.machines.attention_kernels import FLASH_ATTN, FLASH_ATTN_3
+from parcompile.machines.attention_kernels import CUDA_FLASH, FLASH_ATTN, FLASH_ATTN_3
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from . import Band
@@ -29,122 +29,13 @@ from .packs import Launch, window_of
 _aten = torch.ops.aten
 
 
-class CudaFlashKernel:
-    """torch's own: bf16 and fp16, compute capability 8.0 or later, head dims that are multiples of 8, up to 256."""
+class _FlashKernel(ABC):
+    """bf16 and fp16, compute capability 8.0 or later, head dims that are multiples of 8, up to 256."""
 
-    name = "cuda-flash"
+    name: str
     # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
     backward_rows: int | None = None
     one_call = True
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of one block."""
-        assert terms is None, f"{self.name} has no further terms"
-        rows, columns = query.shape[2], key.shape[2]
-        left, right = window_of(band, rows, columns)
-        out, lse, *_ = _aten._flash_attention_forward(
-            *map(_token_major, (query, key, value)),
-            None,
-            None,
-            rows,
-            columns,
-            0.0,
-            (left, right) == (-1, 0),
-            False,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        return out.transpose(1, 2), lse
-
-    def backward(
-        self, read: Queries, key: Tensor, value: Tensor, *, band: Band, terms: Terms | None = None, into: Gradients
-    ) -> None:
-        """Add the gradients of one block, given output and log-sum-exp over all blocks."""
-        query, grad_out, out, lse, scale = read
-        assert terms is None, f"{self.name} has no further terms"
-        rows, columns = query.shape[2], key.shape[2]
-        left, right = window_of(band, rows, columns)
-        # Without dropout the state of the random generator is not read.
-        no_seed = torch.empty(2, dtype=torch.int64, device=query.device)
-        grads = _aten._flash_attention_backward(
-            *map(_token_major, (grad_out, query, key, value, out)),
-            # The kernel ignores the strides of the log-sum-exp.
-            lse.contiguous(),
-            None,
-            None,
-            rows,
-            columns,
-            0.0,
-            (left, right) == (-1, 0),
-            no_seed,
-            no_seed,
-            scale=scale,
-            window_size_left=left,
-            window_size_right=right,
-        )
-        into.add(*(grad.transpose(1, 2) for grad in grads))
-
-    def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, *, launch: Launch, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of many tiles."""
-
-        def forward_row(*row: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = _aten._flash_attention_forward(
-                *row,
-                launch.cum_queries,
-                launch.cum_keys,
-                launch.most_queries,
-                launch.most_keys,
-                0.0,
-                launch.window == (-1, 0),
-                False,
-                scale=scale,
-                window_size_left=launch.window[0],
-                window_size_right=launch.window[1],
-            )
-            return out, lse
-
-        return _forward_rows(forward_row, query, key, value)
-
-    def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
-        """Add the gradients of many tiles."""
-        no_seed = torch.empty(2, dtype=torch.int64, device=key.device)
-
-        def backward_row(grad_out: Tensor, *row: Tensor) -> tuple[Tensor, ...]:
-            found: tuple[Tensor, ...] = _aten._flash_attention_backward(
-                grad_out,
-                *row,
-                launch.cum_queries,
-                launch.cum_keys,
-                launch.most_queries,
-                launch.most_keys,
-                0.0,
-                launch.window == (-1, 0),
-                no_seed,
-                no_seed,
-                scale=read.scale,
-                window_size_left=launch.window[0],
-                window_size_right=launch.window[1],
-            )
-            return found
-
-        _backward_rows(backward_row, read, key, value, into)
-
-
-class _PackageKernel(ABC):
-    """A package's functions: as torch's own, and soft-capping too."""
-
-    name: str
-    backward_rows: int | None = None
-    one_call = True
-
-    def __init__(self, functions: Any, softcap: float | None = None) -> None:
-        """`functions`: the module that has them."""
-        self._functions, self.softcap = functions, softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
@@ -163,6 +54,7 @@ class _PackageKernel(ABC):
         assert terms is None, f"{self.name} has no further terms"
         inputs = map(_token_major, (grad_out, query, key, value, out))
         window = window_of(band, query.shape[2], key.shape[2])
+        # The kernels ignore the strides of the log-sum-exp.
         grads = self._backward(*inputs, lse.contiguous(), window=window, scale=scale)
         into.add(*(grad.transpose(1, 2) for grad in grads))
 
@@ -187,13 +79,44 @@ class _PackageKernel(ABC):
         """Of query, key and value."""
 
     @abstractmethod
-    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> list[Tensor]:
+    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> Sequence[Tensor]:
         """Of the output's gradient, query, key, value, output and log-sum-exp: those of query, key and value."""
 
+
+class CudaFlashKernel(_FlashKernel):
+    """torch's own."""
+
+    name = CUDA_FLASH
+
+    def _forward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> tuple[Tensor, Tensor]:
+        sizes, sides = self._sizes(inputs[0], inputs[1], lengths), _sides(window)
+        causal = window == (-1, 0)
+        out, lse, *_ = _aten._flash_attention_forward(*inputs, *sizes, 0.0, causal, False, scale=scale, **sides)
+        return out, lse
+
+    def _backward(self, *inputs: Tensor, window: tuple[int, int], scale: float, **lengths: Any) -> Sequence[Tensor]:
+        sizes, sides = self._sizes(inputs[1], inputs[2], lengths), _sides(window)
+        # Without dropout the state of the random generator is not read.
+        no_seed = torch.empty(2, dtype=torch.int64, device=inputs[1].device)
+        grads: tuple[Tensor, ...] = _aten._flash_attention_backward(
+            *inputs, *sizes, 0.0, window == (-1, 0), no_seed, no_seed, scale=scale, **sides
+        )
+        return grads
+
+    def _sizes(self, query: Tensor, key: Tensor, lengths: dict[str, Any]) -> tuple[Any, ...]:
+        """Those of a launch in their order, or of one block."""
+        return tuple(lengths.values()) or (None, None, query.shape[1], key.shape[1])
+
+
+class _PackageKernel(_FlashKernel):
+    """A package's functions: as torch's own, and soft-capping too."""
+
+    def __init__(self, functions: Any, softcap: float | None = None) -> None:
+        """`functions`: the module that has them."""
+        self._functions, self.softcap = functions, softcap
+
     def _of_window(self, window: tuple[int, int], scale: float) -> dict[str, Any]:
-        left, right = window
-        sides = {"window_size_left": left, "window_size_right": right}
-        return {"softmax_scale": scale, **sides, "softcap": self.softcap or 0.0}
+        return {"softmax_scale": scale, **_sides(window), "softcap": self.softcap or 0.0}
 
 
 class FlashAttnKernel(_PackageKernel):
@@ -275,8 +198,12 @@ def _arguments(function: Any) -> set[str]:
     return {one.name for one in operator._schema.arguments} if operator else set(inspect.signature(function).parameters)
 
 
+def _sides(window: tuple[int, int]) -> dict[str, int]:
+    return {"window_size_left": window[0], "window_size_right": window[1]}
+
+
 def _lengths(launch: Launch) -> dict[str, Any]:
-    """As the package names them."""
+    """As the packages name them, in the order in which torch takes them."""
     return {
         "cu_seqlens_q": launch.cum_queries,
         "cu_seqlens_k": launch.cum_keys,
