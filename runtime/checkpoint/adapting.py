@@ -22,7 +22,7 @@ from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.lora import matrix_of, plain_name
-from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_buffers
+from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_of, without_memory
 from parcompile.runtime.model.slices import Slices, cut, slice_of
 
 from .reading import SavedRun, whole_note
@@ -167,7 +167,7 @@ def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Pat
     """
     source = PretrainedFolder(folder)
     check_folder(folder, plan)
-    buffers = persistent_buffers(plan)
+    buffers = persistent_of(without_memory(plan))
     source.check(plan, buffers)
     buffers.update({name: source.whole(name) for name in buffers if name in source})
     counters = {"global_steps": 0, "skipped_steps": 0, "lr_scheduler": None, "global_samples": 0}

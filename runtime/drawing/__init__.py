@@ -231,17 +231,13 @@ def _like(transform: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return make
 
 
-def _bernoulli(numbers: Tensor, p: Tensor | float = 0.5) -> Tensor:
-    return numbers < p
-
-
 _OURS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _plain_dropout,
     Tensor.uniform_: _filled(lambda numbers, low=0.0, high=1.0: low + (high - low) * numbers),
     Tensor.exponential_: _filled(lambda numbers, lambd=1.0: -numbers.log() / lambd),
     Tensor.normal_: _filled(lambda numbers, mean=0.0, std=1.0: mean + std * torch.special.ndtri(numbers)),
-    Tensor.bernoulli_: _filled(_bernoulli),
+    Tensor.bernoulli_: _filled(lambda numbers, p=0.5: numbers < p),
     torch.rand_like: _like(lambda numbers: numbers),
     torch.randn_like: _like(torch.special.ndtri),
 }

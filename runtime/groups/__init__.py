@@ -1,20 +1,13 @@
 """This rank, the other ranks, and the process groups of a plan.
 
-Joins the other ranks of a plan: do all run the same plan with the same versions, and its process groups.
+Before the first collective: do all ranks run the same plan with the same versions? A collective between ranks that
+disagree hangs or computes nonsense. So every rank says through the rendezvous store what it runs, rank 0 compares, and
+all ranks read its verdict. Nothing here waits longer than the time-out.
 
-Before the first collective: do all ranks run the same plan with the same versions?
-
-A collective between ranks that disagree hangs or computes nonsense. So every rank says through the rendezvous store
-what it runs, rank 0 compares, and all ranks read its verdict. Nothing here waits longer than the time-out.
-
-This rank's place in a plan, with its live process groups, and as DeepSpeed asks for it ("mpu").
-
-The plan's groups under the names that DeepSpeed asks for (its "model parallel unit").
-
-Read off DeepSpeed 0.19.8 (utils/groups.py, runtime/engine.py, runtime/zero/stage_1_and_2.py): data parallel is dp alone
-(it decides the batch), sequence data parallel is dp × cp (it shards ZeRO and sums gradients), model parallel is tp × pp
-(one copy of the model). There is deliberately no `initialize_sequence_parallel`: with it DeepSpeed counts tensor
-parallelism as 1.
+DeepSpeed's names of groups are read off version 0.19.8 (utils/groups.py, runtime/engine.py,
+runtime/zero/stage_1_and_2.py): data parallel is dp alone (it decides the batch), sequence data parallel is dp × cp (it
+shards ZeRO and sums gradients), model parallel is tp × pp (one copy of the model). There is deliberately no
+`initialize_sequence_parallel`: with it DeepSpeed counts tensor parallelism as 1.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parcompile.layout.groups import KV_REPLICA, Axis
+from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
@@ -89,11 +82,6 @@ class Mesh:
             live, planned = tuple(dist.get_process_group_ranks(group)), self.plan.groups.of_rank(name, self.rank)
             if live != planned:
                 yield name, live, planned
-
-    @property
-    def kv_replica_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same kv heads, when there are several."""
-        return self.parallel_group(KV_REPLICA)
 
 
 # The plan's groups under the names that DeepSpeed asks for (its "model parallel unit").

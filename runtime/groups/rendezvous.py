@@ -1,7 +1,5 @@
 """Where this process stands in the job, and the launcher's store, around which the ranks of a job meet.
 
-The first word of a rank in the launcher's store: which job it belongs to. Another job's rank on the port is refused.
-
 Rank 0 leaves the name of its job and its number of ranks. Every other rank compares them with its own, and enters
 itself under its number, where nobody else may stand. Whoever does not fit ends before it has left anything, and the
 job whose store it is goes on.

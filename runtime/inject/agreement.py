@@ -16,8 +16,6 @@ from parcompile.runtime.model.slices import Slices
 EXPERTS = "moe_tp_experts"
 """The entry of a module whose experts are cut, each of them, over all tp ranks."""
 
-"""The entry of an expert that gives back what it takes, which `expert_parallel.pass_on` sees to."""
-
 _OWN = "local_params"
 """The entry of a module that has parameters of its own which are cut, each by an entry of its own."""
 
@@ -33,6 +31,9 @@ _PARTIAL = ("replicated_with_grad_allreduce", *PARTIAL_STYLES)
 _WHOLE = ("index_qk_proj", "input_mix_weight_down")
 """Projections of whole features to whole features that transformers cuts between, and the plan does not."""
 _KNOWN = (*_COLUMN, *_ROW, *_PARTIAL, EXPERTS, PASSED_ON, _OWN, _TABLE)
+
+_FROM_THE_LEFT = types_with("experts_from_the_left")
+"""Types whose stacks of experts are stored [experts, in, out]."""
 
 
 def entries(model: nn.Module) -> dict[str, str]:
@@ -89,7 +90,8 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
         wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
         if slices.folds_experts and slices.of(weight).experts is not None:
             continue  # what transformers cuts over tp is dealt, whole
-        if _multiplies_from_the_left(name, slices):
+        stacked = name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+        if stacked and slices.model_type in _FROM_THE_LEFT:
             # "row because not linear": [experts, in, out] is named by how it is stored.
             wanted = dims - 1 if style in _ROW else dims - 2
         if style == "rowwise_split_input" and slices.of(weight).parameter.partial:
@@ -98,12 +100,3 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             raise RunError(
                 f"{name} is {style} for transformers, but the plan splits dim {slices.of(weight).dim}", everywhere=True
             )
-
-
-_FROM_THE_LEFT = types_with("experts_from_the_left")
-"""Types whose stacks of experts are stored [experts, in, out]."""
-
-
-def _multiplies_from_the_left(name: str, slices: Slices) -> bool:
-    """Whether a weight is a stack of experts of a type whose experts are one product."""
-    return name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and slices.model_type in _FROM_THE_LEFT

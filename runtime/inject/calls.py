@@ -27,6 +27,7 @@ from parcompile.runtime.micro_batch import ALONE, current
 from .adapters import INJECTED_FIRST
 from .attention import name_for
 from .generation import PAST
+from .regions import Call
 
 # What people do to a model of transformers that an injected one does not survive: each says what to do instead.
 
@@ -120,8 +121,6 @@ def _refuse_adapters() -> None:
 
 # The one place where an injected model is called: what people give it becomes what its layers work on.
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 def name_arguments(model: nn.Module) -> None:
     """Lets every hook of a model find what it is called with by its name."""
@@ -129,13 +128,13 @@ def name_arguments(model: nn.Module) -> None:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     names = [one.name for one in parameters if one.kind in kinds][1:]
 
-    def name(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def name(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return _named(names, args, kwargs)
 
     model.register_forward_pre_hook(name, with_kwargs=True)
 
 
-def _named(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _named(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -143,7 +142,7 @@ def take_inputs(model: nn.Module, mesh: Mesh, *, first: bool = False) -> None:
     """Makes every call of a model ready for its layers; `first`: before the hooks that it has."""
     labels = mesh.plan.spec.model.shape.head.labels
 
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if labels and any(kwargs.get(name) is not None for name in ("labels", "shift_labels")):
             raise RunError(
                 f"a classifier (num_labels {labels}) was called with labels: a plan has no loss of its own for them. "
@@ -243,7 +242,7 @@ class _Answers(_Asked):
 
     kept: Any = 0
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         kwargs = self.take(kwargs)
         kept = kwargs.get("logits_to_keep")
         self.kept = 0
@@ -280,7 +279,7 @@ class _OfBase(_Asked):
         self.takes_all = any(one.kind is one.VAR_KEYWORD for one in self.parameters.values())
         self.here = False
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         args, kwargs = _named(list(self.parameters)[1:], args, kwargs)
         if not micro_batch.in_call():
             kwargs = self._begin(kwargs)

@@ -1,11 +1,9 @@
 """What a rank holds of heads and of the vocabulary: counts and norms, kv heads of several ranks, embeddings.
 
-Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
-
-Their gradients are summed over the ranks that hold them, and count once in the gradient norm. A weight of keys, or of
-values, is the same on those ranks as a whole, which the layers handle. Of a weight that fuses queries, keys and values
-only some rows are, and of a Mamba-2 layer those that all heads share: their gradients are summed here, and count in the
-norm of the first rank that holds them only.
+Gradients of kv heads, where there are fewer of them than ranks, are summed over the ranks that hold them, and count
+once in the gradient norm. A weight of keys, or of values, is the same on those ranks as a whole, which the layers
+handle. Of a weight that fuses queries, keys and values only some rows are, and of a Mamba-2 layer those that all heads
+share: their gradients are summed here, and count in the norm of the first rank that holds them only.
 """
 
 from __future__ import annotations

@@ -46,16 +46,31 @@ def put_on_interface(model: Any, family: Family) -> bool:
 
 
 def _attend(
-    model: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, **options: Any
+    model: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    cache: Any = None,
+    slopes: Callable[[], Tensor] | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Query [B, H, S, D], key and value [B, K, S, D], behind those of a cache, to [B, S, H, D]."""
+    """Query [B, H, S, D], key and value [B, K, S, D], behind those of a cache, to [B, S, H, D].
+
+    `slopes` gives those of ALiBi, of all heads.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
-    if (cache := options.pop("cache", None)) is not None:
+    if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    out: Tensor = function(module, query, key, value, None, dropout=dropout * module.training, **options)[0]
+    if slopes is not None:
+        query, key = biased(query, key, slopes_of(module, slopes, query.device), scaling)
+    query, key, dropout = query.to(value.dtype), key.to(value.dtype), dropout * module.training
+    out: Tensor = function(module, query, key, value, None, scaling=scaling, dropout=dropout, **options)[0]
     return out
 
 
@@ -165,19 +180,23 @@ def _codegen(
 def _bloom(
     model: Any, module: Any, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
-    query, key, value = module._reshape(module.query_key_value(hidden_states))
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, module.layer_idx)
-    slopes = slopes_of(module, lambda: _bloom_slopes(model, model.config.n_head), query.device)
-    query, key = biased(query, key, slopes, module.inv_norm_factor)
-    dropout = module.attention_dropout.p
-    out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)
+    heads = module._reshape(module.query_key_value(hidden_states))
+    two, count = torch.ones(1, 2, dtype=torch.int64), model.config.n_head
+    out = _attend(
+        model,
+        module,
+        *heads,
+        scaling=module.inv_norm_factor,
+        dropout=module.attention_dropout.p,
+        cache=layer_past,
+        slopes=lambda: _slopes(model.transformer.build_alibi_tensor(two, count, torch.float32)),
+    )
     out = module.dense(out.flatten(-2))
     return residual + nn.functional.dropout(out, module.hidden_dropout, module.training), None
 
 
-def _bloom_slopes(model: Any, heads: int) -> Tensor:
-    biases: Tensor = model.transformer.build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)
+def _slopes(biases: Tensor) -> Tensor:
+    """From biases [H, 1, positions]."""
     return biases[:, 0, 1] - biases[:, 0, 0]
 
 
@@ -185,17 +204,16 @@ def _mpt(model: Any, module: Any, hidden_states: Tensor, past_key_values: Any = 
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    query, key, value = (part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
-
-    def slopes() -> Tensor:
-        biases: Tensor = model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)
-        return biases[:, 0, 1] - biases[:, 0, 0]
-
-    query, key = biased(query, key, slopes_of(module, slopes, query.device), module.softmax_scale)
-    dropout = module.attn_dropout_p
-    out = _attend(model, module, query, key, value, scaling=module.softmax_scale, dropout=dropout)
+    heads = (part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for part in fused.chunk(3, dim=-1))
+    out = _attend(
+        model,
+        module,
+        *heads,
+        scaling=module.softmax_scale,
+        dropout=module.attn_dropout_p,
+        cache=past_key_values,
+        slopes=lambda: _slopes(model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)),
+    )
     return module.out_proj(out.flatten(-2)), None
 
 
@@ -209,19 +227,17 @@ def _falcon(
     **_: Any,
 ) -> tuple[Tensor, None]:
     query, key, value = (part.transpose(1, 2) for part in _falcon_heads(module, module.query_key_value(hidden_states)))
+    options: dict[str, Any] = {}
     if alibi is None:
         assert position_embeddings is not None
-        rotate = function_of(module, "apply_rotary_pos_emb")
-        query, key = rotate(query, key, *position_embeddings)
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, module.layer_idx)
-    dropout = 0.0
-    if alibi is not None:
+        query, key = function_of(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
+    else:
         # Unlike others, it scales the biases as it scales the scores; only with them it drops any.
-        slopes = slopes_of(module, lambda: _falcon_slopes(module, model.config.num_attention_heads), query.device)
-        query, key = biased(query, key, slopes * module.inv_norm_factor, module.inv_norm_factor)
-        dropout = module.attention_dropout.p
-    out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout)
+        build, two = function_of(module, "build_alibi_tensor"), torch.ones(1, 2, dtype=torch.int64)
+        heads, scaled = model.config.num_attention_heads, module.inv_norm_factor
+        options["slopes"] = lambda: _slopes(build(two, heads, torch.float32)) * scaled
+        options["dropout"] = module.attention_dropout.p
+    out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, cache=layer_past, **options)
     return module.dense(out.flatten(-2)), None
 
 
@@ -232,12 +248,6 @@ def _falcon_heads(module: Any, fused: Any) -> tuple[Tensor, Tensor, Tensor]:
         return parts
     grouped = fused.unflatten(-1, (-1, module.num_heads // module.num_kv_heads + 2, module.head_dim))
     return grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
-
-
-def _falcon_slopes(module: nn.Module, heads: int) -> Tensor:
-    build = function_of(module, "build_alibi_tensor")
-    biases: Tensor = build(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)
-    return biases[:, 0, 1] - biases[:, 0, 0]
 
 
 def function_of(module: nn.Module, name: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.model.configuration import check_folder
-from parcompile.runtime.model.initial import InitialWeights
+from parcompile.runtime.model.initial import InitialWeights, with_numbers
 from parcompile.runtime.model.lora import plain_name
 from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_of, without_memory
 from parcompile.runtime.model.shrinking import shrunk
@@ -138,8 +138,7 @@ def _fill(
         if empty not in filled:
             plain = plain_name(name)
             data = data_of(plain, slices.of(plain), empty.shape)
-            filled[empty] = nn.Parameter(data, requires_grad=empty.requires_grad)
-            vars(filled[empty]).update(vars(empty))
+            filled[empty] = with_numbers(empty, data)
         owner, _, kind = name.rpartition(".")
         setattr(model.get_submodule(owner), kind, filled[empty])
     register_gradient_sums(model, mesh)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,8 @@ from torch import Tensor, nn
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.transport import group_rank, group_size
 
-from .regions import SEQUENCE_DIM, Region
+from .regions import SEQUENCE_DIM, Call, Region
 from .ring_place import RingPlace, token_order
-
-_Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def share_positions(model: nn.Module, base: str, name: str, region: Region) -> None:
@@ -64,14 +62,14 @@ def write_to_copies(model: nn.Module, base: str) -> None:
     What a collective returns, or a stage receives, is not to be written to.
     """
 
-    def look_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def look_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         args, kwargs = _looked_up(module, args, kwargs)
         return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].clone()}
 
     model.get_submodule(base).register_forward_pre_hook(look_up, with_kwargs=True)
 
 
-def _looked_up(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+def _looked_up(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """What a base model is called with, its tokens looked up."""
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is None:

@@ -48,7 +48,8 @@ MASKS_PADDING = "parcompile_masks_padding"
 SHARES_ENTRY = "parcompile_shares_entry"
 """The attribute of a block whose column layers have been computed when it is called."""
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with: positional arguments, and those by name."""
 
 
 class Region:
@@ -91,7 +92,7 @@ class Region:
         `writes`: in training it changes them in place, which autograd forbids for what a collective returns.
         """
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
             hidden, put_back = _hidden_states(args, kwargs)
             entered = self.enter(hidden)
             return put_back(entered.clone() if writes and block.training else entered)
@@ -144,7 +145,7 @@ class _Entry:
         for layer in self.layers:
             layer.shared_forward = self.take
 
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         hidden, put_back = _hidden_states(args, kwargs)
         if torch.compiler.is_compiling():
             # Nothing can be handed on between hooks there: the block gets its input whole, and each layer multiplies.
@@ -189,7 +190,7 @@ def _is_whole(module: nn.Module) -> bool:
     return bool(matrices) and not (behind or isinstance(module, ColumnParallelLinear | RowParallelLinear))
 
 
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], _Call]]:
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Call]]:
     """What a block is called with, and a function that puts another tensor in its place."""
     if args:
         return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)

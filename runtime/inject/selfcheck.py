@@ -107,8 +107,6 @@ def _put_back(now: dict[str, Any], before: dict[str, tuple[Any, Any]], other: Se
             value.update(content)
 
 
-# Before training: does the injected model compute what the original did?
-
 SHORT, LONG = 16, 256
 """Tokens of a check's sequences: at least, and at most."""
 

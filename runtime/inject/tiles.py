@@ -33,13 +33,15 @@ from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.drawing import draws
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.micro_batch import current, working_on
+from parcompile.runtime.ring_attention.kernels import spans
 from parcompile.runtime.tensor_parallel import RowParallelLinear
 from parcompile.runtime.tensor_parallel.cross_entropy import exact
 from parcompile.runtime.tensor_parallel.partial import leave_partial, mark_summed, summing
 
 from .mechanisms import Placed
+from .regions import Call
 
-_Call = Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+_OfValues = Callable[[list[Any]], Call]
 """What a module is called with, of values in order."""
 
 
@@ -104,7 +106,7 @@ class _Tiled:
         """What the module gives; [B, s, …] for tensors [B, s, …]."""
         values, count, names = [*args, *kwargs.values()], len(args), list(kwargs)
 
-        def call(values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def call(values: list[Any]) -> Call:
             # It lives as long as the graph does: it holds no tensors.
             return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
 
@@ -148,7 +150,7 @@ class _Tiles:
     gradient: Tensor | None = None
     """Of the output, from the end of the call on its way to the beginning."""
 
-    def __init__(self, mlp: _Tiled, values: list[Any], call: _Call, step: int, names: list[str]) -> None:
+    def __init__(self, mlp: _Tiled, values: list[Any], call: _OfValues, step: int, names: list[str]) -> None:
         self.mlp, self.call, self.step, self.names = mlp, call, step, names
         self.values = [None if isinstance(one, Tensor) else one for one in values]
         self.places = [place for place, one in enumerate(values) if isinstance(one, Tensor)]
@@ -161,7 +163,7 @@ class _Tiles:
         """The output, of which one tile is computed at a time."""
         rows, length, *_ = tensors[0].shape
         out: Tensor | None = None
-        for own in self._tiles(length):
+        for own in spans(0, length, self.step):
             with self._on_tile(own):
                 part = self.mlp.of_tile(*self._of_tile([one[:, own].contiguous() for one in tensors]))
             if not isinstance(part, Tensor):
@@ -196,7 +198,7 @@ class _Tiles:
         try:
             for owner, key, leaf in zip(owners, keys, leaves, strict=True):
                 owner._parameters[key] = leaf
-            for own in self._tiles(tensors[0].shape[1]):
+            for own in spans(0, tensors[0].shape[1], self.step):
                 with torch.enable_grad(), self._on_tile(own), self._as_cast():
                     taken = [
                         one[:, own].detach().contiguous().requires_grad_(need)
@@ -219,11 +221,7 @@ class _Tiles:
             found.append(sums.pop(0).to(weights[len(found) - len(tensors)].dtype))
         return found
 
-    def _tiles(self, length: int) -> Iterator[slice]:
-        for first in range(0, length, self.step):
-            yield slice(first, min(first + self.step, length))
-
-    def _of_tile(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _of_tile(self, tensors: list[Tensor]) -> Call:
         values = list(self.values)
         for place, one in zip(self.places, tensors, strict=True):
             values[place] = one

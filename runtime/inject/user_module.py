@@ -35,8 +35,6 @@ from .heads import localise_heads, mark
 from .regions import Region, region_of
 from .ring_place import RingPlace
 
-# Attention of modules that are no Hugging Face models: their calls of torch's own run around the ring.
-
 
 class _Ring(TorchFunctionMode):
     """Sends torch's attention around the ring."""
@@ -99,8 +97,6 @@ def run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
 
     attention.forward = attend
 
-
-# Modules that are no Hugging Face models, injected by the rules of the spec.
 
 _HOOKS = "parcompile_hooks"
 
@@ -200,8 +196,8 @@ def inject_user_module(module: nn.Module, mesh: Mesh) -> None:
             # Attention looks at the whole sequence before it projects anything: heads are counted off by its length.
             region.enter_block(attention)
     vocabulary_is_cut = _cut(module, rules, slices, region, mesh)
-    _loss(module, mesh, vocabulary_is_cut)
     shape, tp = mesh.plan.spec.model.shape, mesh.size("tp")
+    module.loss_function = ParallelCausalLoss(mesh, shape.vocab_size, logits_are_cut=vocabulary_is_cut)  # type: ignore[assignment]
     for name in _attentions(rules, mesh):
         attention = _submodule(module, name)
         if any(isinstance(child, ColumnParallelLinear) for child in attention.modules()):
@@ -249,8 +245,9 @@ def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | 
                 continue
             piece = slices.of(name)
             new = _parallel(owner_name, owner, rule.kind, piece, {} if region is None else region.options)
-            if region is not None:
-                _enter(region, new, inside=owner_name.startswith(inside))
+            if isinstance(new, ColumnParallelLinear) and region is not None and sequence_parallel:
+                new.input_is_ready = owner_name.startswith(inside)  # attention has gathered the sequence
+                region.enter_layer(new)
             if parameter in cut:
                 new.weight = cut[parameter]  # tied
             cut[parameter] = new.weight
@@ -265,13 +262,6 @@ def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | 
             everywhere=True,
         )
     return logits_are_cut
-
-
-def _enter(region: Region, layer: nn.Module, *, inside: bool) -> None:
-    """With sequence parallelism: who gathers the sequence."""
-    if isinstance(layer, ColumnParallelLinear) and region.sequence_parallel:
-        layer.input_is_ready = inside
-        region.enter_layer(layer)
 
 
 def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dict[str, Any]) -> Any:
@@ -290,11 +280,6 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
     for parameter in layer.parameters():
         mark(parameter, piece)
     return layer
-
-
-def _loss(module: nn.Module, mesh: Mesh, vocabulary_is_cut: bool) -> None:
-    vocab_size = mesh.plan.spec.model.shape.vocab_size
-    module.loss_function = ParallelCausalLoss(mesh, vocab_size, logits_are_cut=vocabulary_is_cut)  # type: ignore[assignment]
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parcompile.cost.table import columns
 from parcompile.layout.sequence import token_ranges
 from parcompile.layout.shards import TensorLayout
 from parcompile.model import Parameter
@@ -69,13 +70,9 @@ class LocalRun:
     @property
     def differences(self) -> tuple[float, float]:
         """Relative differences of loss and gradient norm."""
-        pairs = (
-            (self.ranks.loss, self.one_process.loss),
-            (self.ranks.gradient_norm, self.one_process.gradient_norm),
-        )
-        found, expected = zip(*pairs, strict=True)
-        loss, norm = (abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
-        return loss, norm
+        many, one = self.ranks, self.one_process
+        norm = abs(many.gradient_norm - one.gradient_norm) / abs(one.gradient_norm)
+        return abs(many.loss - one.loss) / abs(one.loss), norm
 
     @property
     def tolerance(self) -> float:
@@ -130,7 +127,8 @@ class LocalRun:
         router = self.plan.spec.training.router
         without = ", without the losses of routers" if router and router.has_losses else ""
         without += ", with no choice of an expert refused" if router and router.expert_capacity else ""
-        return f"one step{without}:\n{_columns(rows)}\n{verdict} within {self.tolerance:g}"
+        lines = "\n".join(columns(rows))
+        return f"one step{without}:\n{lines}\n{verdict} within {self.tolerance:g}"
 
 
 def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
@@ -170,7 +168,7 @@ def slice_table(plan: Plan) -> str:
         held = (_ranges_text(layout, index) for index in range(tp))
         name = parameter.name + (f"  (× {parameter.count})" if parameter.count > 1 else "")
         rows.append((name, shape, "–" if layout.dim is None else str(layout.dim), *held))
-    return "a..b: from a up to, not including, b\n" + _columns(rows)
+    return "\n".join(["a..b: from a up to, not including, b", *columns(rows)])
 
 
 # -- on a rank ---------------------------------------------------------------------------------------------------------
@@ -283,7 +281,8 @@ def _ranks_text(plan: Plan) -> str:
         layers = [_tokens_text(stage.layers) for stage in plan.spec.virtual_stages[place["pp"]]]
         cells = [*(str(place[axis]) for axis in axes), ", ".join(map(_tokens_text, tokens))]
         rows.append((str(rank), *cells, *((", ".join(layers),) if staged else ())))
-    return f"plan {plan.spec.name}: {plan.world_size} rank(s) on this machine, {sizes}\n{_columns(rows)}"
+    first = f"plan {plan.spec.name}: {plan.world_size} rank(s) on this machine, {sizes}"
+    return "\n".join([first, *columns(rows)])
 
 
 def _tokens_text(tokens: range) -> str:
@@ -295,9 +294,3 @@ def _ranges_text(layout: TensorLayout, index: int) -> str:
     if layout.ranges is None:
         return "whole"
     return " + ".join(f"{start}..{stop}" for start, stop in layout.ranges[index])
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines)

@@ -104,7 +104,7 @@ class InitialWeights:
         """
         drawn = {name: one for part in self.parts() for name, one in self.draw(part).items()}
         for empty, places in self._places(self._firsts).items():
-            filled = _filled(empty, drawn[self._firsts[empty]])
+            filled = with_numbers(empty, drawn[self._firsts[empty]])
             for module, key in places:
                 setattr(module, key, filled)
 
@@ -132,7 +132,7 @@ class InitialWeights:
     def _with_memory(self, part: str) -> Iterator[dict[str, Tensor]]:
         """Within it the parameters of a part are on the CPU, and hold no numbers."""
         places = self._places({one for one, name in self._firsts.items() if self.part_of(name) == part})
-        filled = {empty: _filled(empty, torch.full(empty.shape, float("nan"))) for empty in places}
+        filled = {empty: with_numbers(empty, torch.full(empty.shape, float("nan"))) for empty in places}
         self._tied = {filled[empty] for empty, known in places.items() if len(known) > 1}
         for empty, known in places.items():
             for module, key in known:
@@ -145,7 +145,7 @@ class InitialWeights:
                     setattr(module, key, empty)
 
 
-def _filled(empty: nn.Parameter, data: Tensor) -> nn.Parameter:
+def with_numbers(empty: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A parameter with numbers in place of one without."""
     filled = nn.Parameter(data, requires_grad=empty.requires_grad)
     vars(filled).update(vars(empty))

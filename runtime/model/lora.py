@@ -58,11 +58,6 @@ def plain_name(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
-def saved_name(name: str) -> str:
-    """The name of A or B in `adapter_model.safetensors`: without that of the adapter."""
-    return PREFIX + re.sub(r"\.(lora_[AB])\.[^.]+\.", r".\1.", plain_name(name))
-
-
 def stack_of(kind: str, matrix: Tensor, experts: int) -> Tensor:
     """A [E, r, I] or B [E, O, r] of peft's A [E · r, I] or B [O, r · E], which are one matrix for E experts."""
     if kind == "A":
@@ -74,7 +69,8 @@ def as_saved(name: str, whole: Tensor, adapters: Mapping[str, Any]) -> tuple[str
     """The name and the tensor of A or B in `adapter_model.safetensors`; `adapters` is what describes them all."""
     matrix = matrix_of(name)
     if matrix is None or not matrix.is_stack:
-        return saved_name(name), whole
+        # Without the name of the adapter.
+        return PREFIX + re.sub(r"\.(lora_[AB])\.[^.]+\.", r".\1.", plain_name(name)), whole
     if matrix.kind == "A":
         flat = whole.reshape(-1, whole.shape[2])
     else:

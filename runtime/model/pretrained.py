@@ -62,11 +62,6 @@ def without_memory(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
         return instantiate(plan, dtype)
 
 
-def persistent_buffers(plan: Plan) -> dict[str, Tensor]:
-    """What the plan's model keeps in its files beside parameters, as it is when the model is built."""
-    return persistent_of(without_memory(plan))
-
-
 def persistent_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of a model that its files hold."""
     stored = model.state_dict().keys()

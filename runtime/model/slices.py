@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.layout.groups import KV_REPLICA
 from parcompile.layout.shards import Ranges, TensorLayout, repeated_ranges
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import CLASSIFIER
@@ -98,9 +99,7 @@ class Slices:
 
     def _replica_group(self, replicas: int) -> dist.ProcessGroup | None:
         """The ranks that hold the same kv heads; of what all tensor-parallel ranks share, those."""
-        if replicas == self._mesh.plan.kv_replicas:
-            return self._mesh.kv_replica_group
-        return self._mesh.parallel_group("tp")
+        return self._mesh.parallel_group(KV_REPLICA if replicas == self._mesh.plan.kv_replicas else "tp")
 
     def compare(self, model: nn.Module) -> None:
         """Checks that the whole model and the plan have the same parameters, with the same shapes.

@@ -113,8 +113,6 @@ def _scaled(logits: Tensor, config: Any) -> Tensor:
     return scaled
 
 
-# What precisions are called in torch.
-
 TORCH_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 

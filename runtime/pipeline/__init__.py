@@ -47,7 +47,10 @@ class _Held:
     """What a forward pass leaves for its backward pass."""
 
     received: Outputs
-    end: Boundary | Tensor
+    root: Tensor
+    """The scalar from which backward starts."""
+    gradients: list[Tensor]
+    """Of what was handed on, once they have come."""
 
 
 class Step:
@@ -119,47 +122,33 @@ class Step:
         for tensor in received:
             tensor.requires_grad_(training)
         given = self._work.forward(one.chunk, received, batch)
-        end: Boundary | Tensor
         outputs: Outputs = ()
+        gradients: list[Tensor] = []
         if isinstance(given, Tensor):
             self.losses.append(own_part(given).detach())
-            end = given
         else:
             outputs = tuple(tensor.detach() for tensor in given)
-            end = Boundary(given) if training else outputs[0]
         if training:
-            self._held[one.micro_batch, one.chunk] = _Held(received, end)
+            root = given if isinstance(given, Tensor) else _Boundary.apply(gradients, *given)  # type: ignore[no-untyped-call]
+            self._held[one.micro_batch, one.chunk] = _Held(received, root, gradients)
             self.most_held = max(self.most_held, len(self._held))
         return outputs
 
     def _backward(self, one: Pass, gradients: Outputs) -> Outputs:
         held = self._held.pop((one.micro_batch, one.chunk))
-        root = held.end
-        if isinstance(root, Boundary):
-            root.arrive(gradients)
-            root = root.root
-        if root.requires_grad:  # a stage whose parameters are frozen, and that is the first, has nothing to compute
-            self._work.backward(root)
+        held.gradients[:] = gradients
+        if held.root.requires_grad:  # the first stage may have frozen parameters alone: nothing to compute
+            self._work.backward(held.root)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in held.received)
 
 
-class Boundary:
-    """What left a stage in forward, and the scalar from which its backward starts.
+class _Boundary(torch.autograd.Function):
+    """From what left a stage in forward to the scalar from which its backward starts.
 
     An engine divides losses by accumulation steps and multiplies them with a loss scale; what the next stage sends has
     been through both, so that the scalar's own gradient is not looked at.
     """
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._gradients: list[Tensor] = []
-        self.root: Tensor = _Boundary.apply(self._gradients, *outputs)  # type: ignore[no-untyped-call]
-
-    def arrive(self, gradients: Sequence[Tensor]) -> None:
-        """The gradients of the outputs, for the one backward pass."""
-        self._gradients[:] = gradients
-
-
-class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients

@@ -7,7 +7,6 @@ Shapes: B rows, s tokens of a rank, L layers of the model, P features of a layer
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -47,9 +46,7 @@ class LayerParts:
         if self._parts is not None:
             seen["get_per_layer_inputs"] = lambda *_, **__: None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         seen = vars(self._base)
         del seen["project_per_layer_inputs"]
         seen["get_per_layer_inputs"] = self._looked_up

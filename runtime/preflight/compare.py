@@ -25,7 +25,7 @@ from parcompile.units import format_bytes
 
 from .counting import Tally, by_group
 from .findings import Finding, Verdict
-from .sharded import Held
+from .sharded import Held, Ranges, joined
 from .step import StepMeasurement
 
 ACTIVATION_TOLERANCE = 0.10
@@ -231,18 +231,10 @@ def _stage(spec: Spec, mesh: Mesh) -> Stage:
     return spec.stages[_stage_index(mesh)]
 
 
-def _real(ranges: tuple[tuple[int, int], ...], size: int) -> tuple[tuple[int, int], ...]:
+def _real(ranges: Ranges, size: int) -> Ranges:
     """Ranges without padding, neighbours joined."""
-    found: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        start, stop = min(start, size), min(stop, size)
-        if start == stop:
-            continue
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return tuple(found)
+    inside = ((min(start, size), min(stop, size)) for start, stop in ranges)
+    return joined((start, stop) for start, stop in inside if start < stop)
 
 
 def _finding(rank: int, subject: str, planned: str, found: str, wrong: list[str]) -> Finding:
@@ -259,7 +251,7 @@ def _tally(tally: Tally) -> str:
     return f"{tally.messages:,} × {format_bytes(tally.wire_bytes)}"
 
 
-def _shown(ranges: tuple[tuple[int, int], ...] | None) -> str:
+def _shown(ranges: Ranges | None) -> str:
     if ranges is None:
         return "all"
     return " + ".join(f"{start}..{stop}" for start, stop in ranges) or "only padding"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -93,19 +93,16 @@ def _held(
         ranges.append((start, start + piece.shape[dim]))
     source = sources.pop() if len(sources) == 1 else None
     # Every stretch of experts is cut alike, and every range of them taken from the same stretches.
-    held = None if dim is None and experts else tuple(_joined(dict.fromkeys(ranges)))
+    held = None if dim is None and experts else joined(dict.fromkeys(ranges))
     return Held(name, shape, parameter.nbytes, held, source, tuple(dict.fromkeys(experts)) or None)
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Neighbouring ranges as one."""
-    pending: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []
     for start, stop in ranges:
-        if pending is not None and pending[1] == start:
-            pending = pending[0], stop
-            continue
-        if pending is not None:
-            yield pending
-        pending = start, stop
-    if pending is not None:
-        yield pending
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return tuple(found)

@@ -7,8 +7,7 @@ and transposed. Convolutions take the last tokens of the piece before (the halo)
 `chain` has the ranks and messages, `pieces` the tokens and documents, `scan` what gradients pass through; here is the
 local computation of each kind of layer. Usable on any process group, without the compiler.
 
-There are four recurrences with states in fp32, and a causal convolution. Each piece of a convolution begins with the
-last tokens of the piece before it.
+There are four recurrences with states in fp32, and a causal convolution.
 
 Shapes: B rows, S local tokens. The gated delta rule (arXiv 2412.06464) has G key heads, H value heads, K and V their
 widths, and a state of [B, H, K, V]. Lightning attention (arXiv 2501.08313, section 2.2), S ← λ S + k vᵀ read as Sᵀ q,
@@ -27,9 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcompile.runtime.recurrent.pieces import Chain
-
-from .pieces import Pieces, Segment, Strand
+from .pieces import Chain, Pieces, Segment, Strand
 from .scan import Action, LocalScan, halo, join, scan
 
 DeltaRule = Callable[..., tuple[Tensor, "Tensor | None"]]
@@ -214,8 +211,7 @@ def selective_scan(
         wide = torch.promote_types(state.dtype, torch.float32)
         if not segment.is_carried:
             return LocalScan(out.mT, state.to(wide))
-        biased = step if delta_bias is None else step + delta_bias.to(step.dtype)[:, None]
-        sizes = (F.softplus(biased) if delta_softplus else biased).to(wide)
+        sizes = _sizes(step, None if delta_bias is None else delta_bias[:, None], delta_softplus).to(wide)
         # What is left of each element of a received state behind each token: [B, C, S, N].
         kept = (A.to(wide)[:, None, :] * sizes.cumsum(-1)[..., None]).exp()
 
@@ -276,11 +272,8 @@ def state_space(
         if not segment.is_carried:
             return LocalScan(out, state.to(wide))
         # What is left of a received state behind each token.
-        kept = (
-            (A.to(wide) * _size(step, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit).to(wide))
-            .cumsum(1)
-            .exp()
-        )
+        sizes = torch.clamp(_sizes(step, dt_bias, dt_softplus), *dt_limit).to(wide)
+        kept = (A.to(wide) * sizes).cumsum(1).exp()
 
         def read(received: Tensor) -> Tensor:
             of_heads = reads.to(wide).repeat_interleave(heads // groups, 2)
@@ -291,10 +284,9 @@ def state_space(
     return scan(pieces, chain, Action.ELEMENTWISE, compute)
 
 
-def _size(dt: Tensor, *, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float]) -> Tensor:
-    """Step sizes [B, S, H]."""
-    biased = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    return torch.clamp(F.softplus(biased) if dt_softplus else biased, dt_limit[0], dt_limit[1])
+def _sizes(steps: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    biased = steps if bias is None else steps + bias.to(steps.dtype)
+    return F.softplus(biased) if softplus else biased
 
 
 Convolution = Callable[[Tensor], Tensor]

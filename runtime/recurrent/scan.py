@@ -13,10 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from parcompile.runtime.recurrent.pieces import Chain
 from parcompile.runtime.ring_attention.passes import once
 
-from .pieces import Pieces, Segment
+from .pieces import Chain, Pieces, Segment
 
 
 class Action(enum.Enum):

@@ -8,7 +8,7 @@ KeySource: Llama 3, arXiv 2407.21783, section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .gather_schedule import GatherSchedule
 from .kernels.blocks import add_gradients
 from .kernels.kernel import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
-from .ring import Exchanges, MessageKind, Pair, post_exchanges
+from .ring import Exchange, MessageKind, Pair, post_exchanges
 
 
 def gathered(call: AttentionCall, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -68,7 +68,7 @@ def gathered_backward(
     return finish
 
 
-def _post(call: AttentionCall, one: Pass, key: Tensor, value: Tensor) -> Exchanges:
+def _post(call: AttentionCall, one: Pass, key: Tensor, value: Tensor) -> Exchange[Sequence[Pair]]:
     assert isinstance(one.schedule, GatherSchedule)
     hops = one.schedule.hops
     own = Pair.pack(one.of_keys(key), one.of_keys(value)) if hops else None

@@ -17,15 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients
 
-from .all_gather import gathered
-from .execution import attention_backward, attention_call, blocks, queries_of_pass
+from .execution import attention_backward, attention_call, attention_forward, queries_of_pass
 from .inputs import autocast
 from .kernels import Tile
 from .kernels.blocks import add_gradients, attend
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.merge import RunningAttention
 from .kernels.selection import select_kernel
-from .passes import AttentionCall, attention_once
+from .passes import AttentionCall, Pass, once
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
@@ -94,24 +93,11 @@ class _Attention(torch.autograd.Function):
         call: AttentionCall,
         beside: _Beside,
     ) -> Tensor:
-        def attention() -> tuple[Tensor, Tensor]:
-            batch, heads, length, width = query.shape
-            out = query.new_empty((batch, length, heads, width)).transpose(1, 2)
-            lse = query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype))
-            ahead = gathered(call, key, value)
-            for one in call.passes:
-                running = RunningAttention(one.of_queries(out), one.of_queries(lse))
-                own = one.of_queries(query)
-                for tiles, keys, values, terms in blocks(call, one, key, value, ahead):
-                    attend(call.kernel, tiles, own, keys, values, running, call.scale, terms)
-                every, terms = one.of_keys(further), beside.terms(bias, query, one)
-                attend(beside.kernel, beside.tiles, own, every, every, running, call.scale, terms)
-                if sinks is not None:
-                    running.add_sinks(sinks[one.q_heads])
-                running.finish()
-            return out, lse
+        def further_keys(one: Pass, running: RunningAttention) -> None:
+            every, terms = one.of_keys(further), beside.terms(bias, query, one)
+            attend(beside.kernel, beside.tiles, one.of_queries(query), every, every, running, call.scale, terms)
 
-        out, lse = attention_once(attention)
+        out, lse = once(lambda: attention_forward(call, query, key, value, sinks, further_keys))
         ctx.save_for_backward(query, key, value, further, bias, sinks, out, lse)
         ctx.call, ctx.beside = call, beside
         return out

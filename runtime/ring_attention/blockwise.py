@@ -28,7 +28,7 @@ from .execution import attention_backward, attention_call, attention_forward
 from .inputs import autocast
 from .kernels.kernel import accumulation_dtype
 from .packing import Documents
-from .passes import AttentionCall, attention_once
+from .passes import AttentionCall, once
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -262,7 +262,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        out, lse = attention_once(lambda: attention_forward(call, query, key, value, sinks))
+        out, lse = once(lambda: attention_forward(call, query, key, value, sinks))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.call = call
         ctx.mark_non_differentiable(lse)

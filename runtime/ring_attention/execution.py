@@ -5,7 +5,7 @@ Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -162,10 +162,15 @@ def queries_of_pass(
 
 
 def attention_forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    beside: Callable[[Pass, RunningAttention], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass."""
-    if sinks is None and (band := only_block(call, query, key, value)) is not None:
+    """Output [B, H, S, E] and log-sum-exp [B, H, S], pass by pass; `beside` attends to further keys in each."""
+    if sinks is None and beside is None and (band := only_block(call, query, key, value)) is not None:
         out, lse = call.kernel.forward(query, key, value, band=band, scale=call.scale, terms=None)
         return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
     batch, heads, length, _ = query.shape
@@ -177,6 +182,8 @@ def attention_forward(
         running = RunningAttention(one.of_queries(out), one.of_queries(lse))
         for tiles, keys, values, terms in blocks(call, one, key, value, ahead):
             attend(call.kernel, tiles, one.of_queries(query), keys, values, running, call.scale, terms)
+        if beside is not None:
+            beside(one, running)
         if sinks is not None:
             running.add_sinks(sinks[one.q_heads])
         running.finish()

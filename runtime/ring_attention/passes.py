@@ -126,19 +126,9 @@ def keep_attention(
     """
     kept: list[tuple[Any, ...]] = []
     return (
-        _Keeping(lambda found: kept.append(tuple(pack(one) for one in found))),
-        _Taking(lambda: (tuple(unpack(one) for one in each) for each in kept)),
+        _Set("keep", lambda: lambda found: kept.append(tuple(pack(one) for one in found))),
+        _Set("take_from", lambda: (tuple(unpack(one) for one in each) for each in kept)),
     )
-
-
-def attention_once(attention: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of `attention`, or in a recomputation those of the first time.
-
-    Raises:
-        RuntimeError: there is more attention than the first time.
-    """
-    out, lse = once(attention)
-    return out, lse
 
 
 def once(exchange: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -158,25 +148,15 @@ def once(exchange: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return found
 
 
-class _Keeping:
-    def __init__(self, keep: Callable[[_Kept], None]) -> None:
-        self._keep = keep
+class _Set:
+    """Within it the calling thread does one thing with attention; entered anew for each backward through a graph."""
+
+    def __init__(self, name: str, value: Callable[[], Any]) -> None:
+        self._name, self._value = name, value
 
     def __enter__(self) -> None:
-        self._before, _here.keep = _here.keep, self._keep
+        self._before = getattr(_here, self._name)
+        setattr(_here, self._name, self._value())
 
     def __exit__(self, *_: object) -> None:
-        _here.keep = self._before
-
-
-class _Taking:
-    """Entered anew, from the first, for each backward through the same graph."""
-
-    def __init__(self, kept: Callable[[], Iterator[_Kept]]) -> None:
-        self._kept = kept
-
-    def __enter__(self) -> None:
-        self._before, _here.take_from = _here.take_from, self._kept()
-
-    def __exit__(self, *_: object) -> None:
-        _here.take_from = self._before
+        setattr(_here, self._name, self._before)

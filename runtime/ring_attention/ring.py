@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,37 +61,27 @@ class Pair:
         return pair
 
 
+Pairs = TypeVar("Pairs", Pair, "Sequence[Pair]")
+
+
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One message out and one in, both under way: neither may be touched before `wait`."""
+class Exchange(Generic[Pairs]):
+    """Messages out and in, one each or one for each of several hops: none may be touched before `wait`."""
 
     works: tuple[dist.Work, ...]
-    outgoing: Pair
-    incoming: Pair
+    outgoing: Pairs
+    incoming: Pairs
 
-    def wait(self) -> Pair:
+    def wait(self) -> Pairs:
         """What was received. On CUDA the current stream waits, not the host."""
-        _wait(self.works)
-        return self.incoming
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanges:
-    """Messages to several ranks and from several, all under way."""
-
-    works: tuple[dist.Work, ...]
-    outgoing: Sequence[Pair]
-    incoming: Sequence[Pair]
-
-    def wait(self) -> Sequence[Pair]:
-        """What was received, in the order of the hops."""
-        _wait(self.works)
+        for work in self.works:
+            work.wait()
         return self.incoming
 
 
 def post_exchange(
     group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, kind: MessageKind
-) -> Exchange:
+) -> Exchange[Pair]:
     """Start both messages at once, so that no order of the ranks can deadlock."""
     return Exchange(_post(_messages(group, hop, outgoing, incoming, kind)), outgoing, incoming)
 
@@ -101,12 +92,12 @@ def post_exchanges(
     outgoing: Sequence[Pair],
     incoming: Sequence[Pair],
     kind: MessageKind,
-) -> Exchanges:
+) -> Exchange[Sequence[Pair]]:
     """Start the messages of several hops at once."""
     messages = [
         message for each in zip(hops, outgoing, incoming, strict=True) for message in _messages(group, *each, kind)
     ]
-    return Exchanges(_post(messages), outgoing, incoming)
+    return Exchange(_post(messages), outgoing, incoming)
 
 
 def _messages(
@@ -121,11 +112,6 @@ def _messages(
 
 def _post(messages: list[dist.P2POp]) -> tuple[dist.Work, ...]:
     return tuple(dist.batch_isend_irecv(messages)) if messages else ()
-
-
-def _wait(works: tuple[dist.Work, ...]) -> None:
-    for work in works:
-        work.wait()
 
 
 # Keys and values go around the ring while each rank attends with its own queries to those at hand.
@@ -175,7 +161,7 @@ def ring_backward(
         bring_home()
         bring_home = None
     grad_query, grad_key, grad_value = map(zeroed_sum_for, (targets.query, targets.key, targets.value))
-    exchange: Exchange | None = None
+    exchange: Exchange[Pair] | None = None
     spare: Pair | None = None
     assert not isinstance(one.schedule, GatherSchedule)
     blocks = around(call.group, one.schedule, key, value)

@@ -5,8 +5,6 @@ What is injected names none of them: it asks for the changes of a phase, and for
 
 from collections.abc import Mapping
 
-from torch import nn
-
 from .block_choice import use_block_choice
 from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_all_experts, loop_in_type, place_experts
@@ -28,19 +26,14 @@ CHANGES: Mapping[Phase, tuple[Change, ...]] = {
 """Every one, in the order in which they are injected."""
 
 
-def entered_whole(placed: Placed) -> list[nn.Module]:
-    """Modules that take their hidden states in together, with what stands in modules of their own."""
-    return recurrent_modules(placed)
+entered_whole = recurrent_modules
+"""Modules that take their hidden states in together, with what stands in modules of their own."""
 
+entered_parts = parts_with_adapters
+"""Modules whose columns take in what they themselves are called with, by name."""
 
-def entered_parts(placed: Placed) -> list[str]:
-    """Modules whose columns take in what they themselves are called with, by name."""
-    return parts_with_adapters(placed.stack, placed.shape)
-
-
-def spread_norm(placed: Placed, norm: nn.Module, weight: nn.Parameter, width: int) -> nn.Module | None:
-    """A norm over features that ranks share which is that of a mechanism, with a rank's slice of its weight."""
-    return spread_gated_norm(placed, norm, weight, width)
+spread_norm = spread_gated_norm
+"""A norm over features that ranks share which is that of a mechanism, with a rank's slice of its weight."""
 
 
 def change(placed: Placed, phase: Phase) -> None:

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.model.blocks.indexer import Indexer
+from parcompile.runtime.inject.regions import Call
 from parcompile.runtime.inject.ring_place import RingPlace, Visible, token_order
 from parcompile.runtime.ring_attention import TokenOrder
-from parcompile.runtime.ring_attention.passes import once
 
-from .mechanism import Placed
+from .mechanism import Placed, chosen_once
 
 
 def use_block_choice(placed: Placed) -> None:
@@ -43,9 +43,7 @@ def use_block_choice(placed: Placed) -> None:
         attention.indexer.forward = functools.partial(_choose, attention.indexer, place)
 
 
-def _with_visible(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_visible(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return args, {**kwargs, "past_key_values": None, "attention_mask": Visible()}
 
 
@@ -57,10 +55,7 @@ def _choose(
     *_: Any,
 ) -> Tensor:
     """Whether a query sees a key: bool [B, 1, S, T]."""
-    # Kept where the layer is computed again: attention is, and the two belong together.
-    with torch.no_grad():
-        (visible,) = once(lambda: (_visible(indexer, place, hidden_states, position_embeddings),))
-    return visible.unsqueeze(1)
+    return chosen_once(lambda: _visible(indexer, place, hidden_states, position_embeddings)).unsqueeze(1)
 
 
 def _visible(indexer: Any, place: RingPlace, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:

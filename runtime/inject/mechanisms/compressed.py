@@ -9,11 +9,6 @@ last whole window is in none.
 
 The choice of an indexer has no gradient: transformers computes it without one, and its weights are frozen here.
 
-Shapes: B rows, S tokens, H query heads of this rank, D features of a head, C compressed keys of a row, T of these that
-an indexer scores.
-
-Keys that stand for windows of tokens, of sequences that are spread over ranks or packed with documents.
-
 Each rank projects its own tokens and makes the keys of the windows that end among them; what it lacks of a window comes
 from the rank that has it. Then every rank gets the keys of all windows, of which there are few. Both ways back are
 those of gradients: a key's sums up over the queries of all ranks, a projection's goes to the token's rank. So each rank
@@ -22,7 +17,8 @@ has the gradients of weights that its own tokens and windows give, as of all oth
 transformers' compressors and indexers begin their windows at the first token of a row that a rank has whole; their
 weights, norms, rotations and scores are used here.
 
-Shapes: B rows, S tokens of this rank, C windows of a row, D features of a key, K chosen keys.
+Shapes: B rows, S tokens and H query heads of this rank, C windows of a row, each with a compressed key, D features of a
+key, K chosen keys, T of the C that an indexer scores.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,12 +38,13 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel.routing import exchange
 from parcompile.runtime.inject.attention import BESIDE
 from parcompile.runtime.inject.interface import function_of
+from parcompile.runtime.inject.regions import Call
 from parcompile.runtime.inject.ring_place import RingPlace, borders_of_rows, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import TokenOrder, Windows, attention_beside, local_positions, windows_of
-from parcompile.runtime.ring_attention.passes import once
+from parcompile.runtime.transport import group_rank, group_size
 
-from .mechanism import Placed
+from .mechanism import Placed, chosen_once
 
 
 def keys_and_mask(
@@ -56,8 +52,7 @@ def keys_and_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """What a compressor gives of this rank's tokens: keys [B, 1, C, D] of all windows, and their mask [B, 1, S, C]."""
     rows, length, _ = hidden.shape
-    group = place.group
-    ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    ranks, rank = group_size(place.group), group_rank(place.group)
     series = compressor.position_bias.shape[1] // compressor.head_dim
     windows = windows_of(
         compressor.compress_rate, series, rows, length, place.layout, ranks, rank, borders_of_rows(), hidden.device
@@ -72,12 +67,7 @@ def keys_and_mask(
         mask.masked_fill_(~windows.seen(order.places, order.starts), -torch.inf)
         return keys.unsqueeze(1), mask.unsqueeze(1)
 
-    def chosen() -> tuple[Tensor]:
-        return (_chosen(indexer, hidden, residual, positions.expand(rows, -1), windows, order, place),)
-
-    with torch.no_grad():
-        # Kept where the layer is computed again: attention is, and the two belong together.
-        (places,) = once(chosen)
+    places = chosen_once(lambda: _chosen(indexer, hidden, residual, positions.expand(rows, -1), windows, order, place))
     mask = keys.new_full((rows, length, windows.count + 1), -torch.inf)
     mask.scatter_(2, places, 0.0)
     return keys.unsqueeze(1), mask[..., : windows.count].unsqueeze(1)
@@ -182,9 +172,7 @@ def keep_groups(attention: Any, linear: Any, tp: int) -> None:
     attention.config.o_groups //= tp
 
 
-def _with_mask(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compressed: bool
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compressed: bool) -> Call:
     """No mask of tokens, which the ring knows: [B, 1, S, 0], to which the attention adds that of compressed keys."""
     if current().alone:
         raise RunError(
@@ -225,7 +213,7 @@ def _attend(
 
 def _tiles(place: RingPlace, length: int, rate: int, keys: int) -> list[tuple[slice, slice]]:
     """Queries, some at a time, and the compressed keys that stand for windows before the last of them."""
-    ranks, rank = (1, 0) if place.group is None else (dist.get_world_size(place.group), dist.get_rank(place.group))
+    ranks, rank = group_size(place.group), group_rank(place.group)
     positions = local_positions(place.layout, ranks, rank, length * ranks)
     rows = [slice(start, min(start + _TILE, length)) for start in range(0, length, _TILE)]
     ready = [min((int(positions[one].max()) + 1) // rate, keys) for one in rows]
@@ -254,10 +242,7 @@ def _compress(
 
 
 def _choose(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    # Kept where the layer is computed again: attention is, and the two belong together.
-    with torch.no_grad():
-        (places,) = once(lambda: (own(*args, **kwargs),))
-    return places
+    return chosen_once(lambda: own(*args, **kwargs))
 
 
 def _score(own: Callable[..., Tensor], q: Tensor, compressed_kv: Tensor, hidden_states: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ keys from the attention over ranks, whatever its implementation is.
 All tensor-parallel ranks compute the same choice from the same inputs. It has no gradient: transformers computes it
 without one, and its weights are frozen here.
 
-Shapes: B rows, S tokens of this rank, T tokens of all ranks, N chosen keys.
-
 Sparse attention over chosen pools of keys: an indexer scores one key for all tokens of a pool (GLM-5-Next).
 
 transformers' own indexer computes all but the keys of pools, for which it asks which tokens are no padding: the host
@@ -17,7 +15,7 @@ would wait for the answer. A cache that stands in for one hands it what the toke
 those of one document at a time, in which its pools begin anew. It is asked for queries that follow one another, each
 time as if the sequence ended behind them: so it sees what one process sees, and ranks the same pools in a row.
 
-The choice has no gradient, as there. Where a query has less keys to choose than there may be, one is named again.
+Where a query has less keys to choose than there may be, one is named again.
 
 Shapes: B rows, S tokens of this rank, T tokens of all ranks, L of them in a document, P numbers of a token, N chosen
 keys.
@@ -34,12 +32,12 @@ from torch import Tensor, nn
 
 from parcompile.cost.recurrent import SCORES_AT_ONCE
 from parcompile.model.blocks.indexer import Indexer, IndexerTraits
+from parcompile.runtime.inject.regions import Call
 from parcompile.runtime.inject.ring_place import Chosen, RingPlace, Unmasked, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import Run, TokenOrder
-from parcompile.runtime.ring_attention.passes import once
 
-from .mechanism import Placed
+from .mechanism import Placed, chosen_once
 
 
 def of_all_ranks(place: RingPlace, local: Tensor, past: Any, layer: int) -> Tensor:
@@ -60,16 +58,14 @@ def choose_pools(
 ) -> Tensor:
     """The keys that each query attends to: int32 [B, S, N], places among the T tokens."""
 
-    def chosen() -> tuple[Tensor]:
+    def chosen() -> Tensor:
         own = functools.partial(type(indexer).forward, indexer)
         of_tokens = _given_to_pools(own, hidden_states, q_resid)
         every = of_all_ranks(place, of_tokens, past_key_values, indexer.layer_idx)
         order = token_order(place, hidden_states.shape[1], every.shape[1], hidden_states.device)
-        return (_of_runs(indexer, own, order, every, hidden_states, q_resid),)
+        return _of_runs(indexer, own, order, every, hidden_states, q_resid)
 
-    # Kept where the layer is computed again: attention is, and the two belong together.
-    (places,) = once(chosen)
-    return places
+    return chosen_once(chosen)
 
 
 def use_pools(attention: Any, place: RingPlace) -> None:
@@ -95,9 +91,7 @@ def _pooled(indexer: Any, packed_states: Tensor) -> tuple[Tensor, Tensor, Tensor
     return (shares * keys).sum(2), places, torch.ones(rows, count, dtype=torch.bool, device=keys.device)
 
 
-def without_masks(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """A hook of the base model, which would make a mask of padding for its layers where it is given none."""
     return args, {**kwargs, "attention_mask": dict.fromkeys(("indexed_attention", "linear_attention"))}
 
@@ -202,9 +196,7 @@ def use_indexers(placed: Placed) -> None:
             attention.indexer.forward = functools.partial(_choose, attention.indexer, place)
 
 
-def _without_mask(
-    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     caches = {} if current().alone else {"past_key_values": None}
     return args, {**kwargs, **caches, "attention_mask": Unmasked()}
 
@@ -221,7 +213,7 @@ def _choose(
 ) -> Tensor:
     """The keys that each query attends to: int32 [B, S, N], places among the T tokens."""
 
-    def chosen() -> tuple[Tensor]:
+    def chosen() -> Tensor:
         own = functools.partial(type(indexer).forward, indexer)
         cos, sin = position_embeddings
         keys = _Keys(lambda local: of_all_ranks(place, local, past_key_values, indexer.layer_idx))
@@ -237,11 +229,9 @@ def _choose(
             found.append(
                 own(hidden_states[:, rows], q_resid[:, rows], turned, seen, position_ids, past_key_values=keys)
             )
-        return (torch.cat(found, 1),)
+        return torch.cat(found, 1)
 
-    # Kept where the layer is computed again: attention is, and the two belong together.
-    (places,) = once(chosen)
-    return places
+    return chosen_once(chosen)
 
 
 class _Keys:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import Region
 from parcompile.runtime.model.slices import Slices
+from parcompile.runtime.ring_attention.passes import once
 
 
 class Phase(enum.IntEnum):
@@ -60,3 +62,13 @@ class Placed:
 Change: TypeAlias = Callable[[Placed], None]
 """Changes this rank's layers, in place, where the model has the mechanism. It raises a RunError where the model is not
 what the plan describes."""
+
+
+def chosen_once(choose: Callable[[], Tensor]) -> Tensor:
+    """What is chosen to attend to, without gradients, and kept where the layer is computed again.
+
+    The attention is kept there too: the two belong together.
+    """
+    with torch.no_grad():
+        (found,) = once(lambda: (choose(),))
+    return found

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parcompile.model.blocks.ngrams import Ngrams
 from parcompile.runtime.errors import RunError
-from parcompile.runtime.inject.regions import SEQUENCE_DIM, Region
+from parcompile.runtime.inject.regions import SEQUENCE_DIM, Call, Region
 from parcompile.runtime.inject.ring_place import RingPlace, StatePlace, token_order
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.recurrent import convolve
@@ -49,9 +49,7 @@ def look_ngrams_up(placed: Placed) -> None:
         ple._short_conv = functools.partial(_convolved, ple, block, states, region)
 
 
-def _with_tokens(
-    base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_tokens(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The numbers of tokens, which a stage of a pipeline that begins with hidden states does not get otherwise."""
     if current().alone:
         raise RunError(

@@ -28,7 +28,7 @@ from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import Recurrent
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY
+from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY, Call
 from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.micro_batch import current, padding_mask
 from parcompile.runtime.recurrent import convolve, gated_delta_rule, lightning_attention, lightning_blocks
@@ -143,9 +143,7 @@ def use_pieces(placed: Placed) -> None:
         module.register_forward_hook(_leave, always_call=True)
 
 
-def _enter(
-    place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _enter(place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if current().alone:
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         mask = padding_mask(hidden.device)
@@ -232,31 +230,17 @@ def _convolution(
 def _gated_delta(
     original: Callable[..., Any],
     place: StatePlace,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    g: Tensor,
-    beta: Tensor,
+    *inputs: Tensor,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
     assert initial_state is None, "caches are taken away"
     assert not output_final_state, "caches are taken away"
-    out = gated_delta_rule(
-        original,
-        place.pieces(value.shape[0], value.shape[1]),
-        place.chain,
-        query,
-        key,
-        value,
-        g=g,
-        beta=beta,
-        in_fp32=importlib.util.find_spec("fla") is None,  # its kernels refuse fp32
-        **{name: given for name, given in options.items() if name not in _OF_PACKED},
-    )
-    return out, None
+    pieces = place.pieces(*inputs[2].shape[:2])  # of the values
+    known = {name: given for name, given in options.items() if name not in _OF_PACKED}
+    in_fp32 = importlib.util.find_spec("fla") is None  # its kernels refuse fp32
+    return gated_delta_rule(original, pieces, place.chain, *inputs, in_fp32=in_fp32, **known), None
 
 
 _SEAMS: Mapping[str, Callable[..., Any]] = {

@@ -48,9 +48,9 @@ def share_blocks(model: nn.Module, path: str, shape: ModelShape) -> None:
         setattr(user, BLOCK, block)
 
 
-def parts_with_adapters(path: str, shape: ModelShape) -> list[str]:
+def parts_with_adapters(placed: Placed) -> list[str]:
     """The modules of shared blocks in which columns of adapters take what their module is called with."""
-    if shape.stack.shared_blocks is None:
+    if (shared := placed.shape.stack.shared_blocks) is None:
         return []
-    blocks = [f"{path}.{layer}.{BLOCK}" for layer in shape.stack.shared_blocks.first_layers]
+    blocks = [f"{placed.stack}.{layer}.{BLOCK}" for layer in shared.first_layers]
     return [f"{block}.{part}" for block in blocks for part in ("self_attn", "feed_forward")]

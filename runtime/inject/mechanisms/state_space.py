@@ -1,7 +1,4 @@
-"""State-space layers of Hugging Face models: their functions over pieces, and this rank's heads of them.
-
-Mamba-1 layers of Hugging Face models: their scan over pieces, and this rank's channels of them.
-"""
+"""State-space layers of Hugging Face models: their scans over pieces, and this rank's channels or heads of them."""
 
 from __future__ import annotations
 
@@ -29,33 +26,15 @@ def mamba_scan(
     original: Callable[..., Any],
     place: StatePlace,
     hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
+    *inputs: Tensor,
     z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
     return_last_state: bool = False,
     **options: Any,
 ) -> Tensor:
     """In front of the scan of Mamba-1 layers: the gate comes behind what a received state adds."""
     assert not return_last_state, "caches are taken away"
-    out = selective_scan(
-        original,
-        place.pieces(hidden_states.shape[0], hidden_states.shape[2]),
-        place.chain,
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        D=D,
-        delta_bias=delta_bias,
-        delta_softplus=delta_softplus,
-        **options,
-    )
+    pieces = place.pieces(hidden_states.shape[0], hidden_states.shape[2])
+    out = selective_scan(original, pieces, place.chain, hidden_states, *inputs, **options)
     return out if z is None else out * nn.functional.silu(z)
 
 
@@ -110,43 +89,26 @@ def localise_selective(module: nn.Module, shape: Mamba1, tp: int, group: dist.Pr
         module.intermediate_size = local  # type: ignore[assignment]
 
 
+_OF_SCAN = ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
+
+
 def state_space_scan(
     original: Callable[..., Any],
     place: StatePlace,
     hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    *inputs: Tensor,
     initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     z: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> Tensor:
     """In front of the scan of Mamba-2 layers; what else kernels tell documents apart by is left out."""
     assert initial_states is None, "caches are taken away"
     assert not return_final_states, "caches are taken away"
     assert z is None, "transformers applies the gate by itself"
-    return state_space(
-        original,
-        place.pieces(hidden_states.shape[0], hidden_states.shape[1]),
-        place.chain,
-        hidden_states,
-        dt,
-        A,
-        B,
-        C,
-        chunk_size=chunk_size,
-        D=D,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-    )
+    pieces = place.pieces(hidden_states.shape[0], hidden_states.shape[1])
+    known = {name: given for name, given in options.items() if name in _OF_SCAN}
+    return state_space(original, pieces, place.chain, hidden_states, *inputs, **known)
 
 
 def fused_layer(*_: Any, **__: Any) -> None:

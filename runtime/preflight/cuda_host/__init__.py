@@ -1,10 +1,8 @@
 """CUDA on a host without a GPU: torch's dispatch for it, what `torch.cuda` answers, and what a rank does there.
 
-The library that gives this process CUDA without a GPU: built once with the host's compiler, and kept in a cache.
-
-It is never built or loaded on import. Where it cannot be had, one sentence says why.
-
-What `torch.cuda` answers for one GPU that is not there: Python functions in place of those of a build with CUDA.
+The library for that is built once with the host's compiler, and kept in a cache; it is never built or loaded on import.
+Where it cannot be had, one sentence says why. `torch.cuda` answers by Python functions in place of those of a build
+with CUDA.
 """
 
 from __future__ import annotations
@@ -48,27 +46,29 @@ def card_of(accelerator: str) -> Card | None:
     return Card(found.title, (major, minor), found.memory_bytes)
 
 
+def _nothing(*_: Any) -> None:
+    """Nothing is under way."""
+
+
+def _reached(*_: Any) -> bool:
+    """Everything has ended."""
+    return True
+
+
 class Stream:
     """The one stream: work on it is done when it is asked for."""
+
+    wait_stream = wait_event = _nothing
+    query = _reached
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.cuda_stream = self.stream_id = self.device_index = 0
         self.device_type = 1
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing is under way."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing is under way."""
-
     def record_event(self, event: Any = None) -> Any:
         """An event of this stream."""
         return event or Event()
-
-    def query(self) -> bool:
-        """Everything has ended."""
-        return True
 
     def synchronize(self) -> None:
         """The host waits."""
@@ -84,18 +84,11 @@ class Stream:
 class Event:
     """A point of the stream, which has always been reached."""
 
+    record = wait = _nothing
+    query = _reached
+
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
-
-    def record(self, *_: Any) -> None:
-        """Marks the stream."""
-
-    def wait(self, *_: Any) -> None:
-        """A stream waits, not the host."""
-
-    def query(self) -> bool:
-        """It has been reached."""
-        return True
 
     def synchronize(self) -> None:
         """The host waits."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Job:
 def go_through(job: Job, session: Session) -> None:
     """All stages, as far as one lets the next begin."""
     with marker_in(job.checkpoints, wanted=session.is_first) as marker:
-        own = local_facts(job.environment, job.plan, job.unread, job.checkpoints).to_json()
+        own = asdict(local_facts(job.environment, job.plan, job.unread, job.checkpoints))
         said = {"facts": own, "marker": marker}
         answer = session.stage(
             ARRIVAL, lambda: said, lambda heard: _arrival(job, session, heard), seconds=session.limits.wait_seconds
@@ -80,7 +80,7 @@ def go_through(job: Job, session: Session) -> None:
     mesh, nodes, seconds = joined[0], answer["nodes"], session.limits.measure_seconds
     links = session.stage(LINKS, lambda: _measure(mesh, nodes, seconds), lambda heard: _links(job, session, heard))
     if links["go"]:
-        session.stage(TRIAL, lambda: run_trial(mesh, job.model).to_json(), lambda heard: _trial(session, heard))
+        session.stage(TRIAL, lambda: asdict(run_trial(mesh, job.model)), lambda heard: _trial(session, heard))
 
 
 def _join(job: Job, joined: list[Mesh]) -> list[Any]:
@@ -93,7 +93,7 @@ def _join(job: Job, joined: list[Mesh]) -> list[Any]:
 
 def _measure(mesh: Mesh, nodes: list[str], seconds: float) -> Answer:
     try:
-        return measure(mesh.plan, mesh.device, nodes, seconds).to_json()
+        return asdict(measure(mesh.plan, mesh.device, nodes, seconds))
     except ValueError as error:
         return {"failure": str(error)}
 

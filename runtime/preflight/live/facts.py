@@ -8,7 +8,7 @@ import platform
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,12 @@ class Facts:
     cpu_adam_failure: str = ""
     """Why it cannot be."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For the way to rank 0."""
-        return asdict(self)
-
     def of_another(self, tree: Mapping[str, Any]) -> Facts:
         """The facts that another rank sent.
 
         A field that another version of this program does not send is this rank's: the versions still tell them apart.
         """
-        return replace(self, **{name: tree[name] for name in self.to_json() if name in tree})
+        return replace(self, **{name: tree[name] for one in fields(self) if (name := one.name) in tree})
 
 
 def local_facts(environment: Environment, plan: Plan | None, unread: str, checkpoints: Path) -> Facts:

@@ -7,8 +7,8 @@ exchange a message in pairs too; whoever is slow with both neighbours is named.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,10 +75,6 @@ class LinkMeasurements:
     pairs: list[PairRate]
     flops_per_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """For the way to rank 0."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> LinkMeasurements:
         """What the rank sent as the fields of this class."""
@@ -107,18 +103,17 @@ def compare_links(arrived: Arrived, measured: Sequence[LinkMeasurements]) -> Ite
     for name, link in ((NODE, machine.node_link), (NETWORK, machine.network_link)):
         if name not in classes:
             continue
-        slowest = [_slowest([one.links[index] for one in measured]) for index in _indices(measured[0].links, name)]
+        every = zip(*(one.links for one in measured), strict=True)
+        slowest = [max(rates, key=lambda one: one.seconds) for rates in every if rates[0].link == name]
         rate = max(one.bytes_per_s for one in slowest)
         counted_on = link.bytes_per_s * values[f"{name}_link"]
-        yield _rate(f"rate {TITLES[name]}", counted_on, rate, link, plan.spec.cluster.accelerator)
+        whose = f"; preset {plan.spec.cluster.accelerator}: {link.title}"
+        yield _rate(f"rate {TITLES[name]}", counted_on, rate, whose, format_bandwidth)
         least = min(slowest, key=lambda one: one.size)
         yield _latency(f"latency {TITLES[name]}", link, least)
     best = min(one.flops_per_s for one in measured)
     counted_on = machine.matmul_flops_per_s(work.element_bytes) * values["matmul"]
-    wrong = best < SLOW_AGAINST_PRESET * counted_on
-    detail = f"{best / counted_on:.0%} of what the estimate counts on, on the slowest rank" if wrong else ""
-    planned, found = map(format_compute, (counted_on, best))
-    yield Finding(JOB, "matrix products", planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
+    yield _rate("matrix products", counted_on, best, ", on the slowest rank", format_compute)
 
 
 def remarks(arrived: Arrived, measured: Sequence[LinkMeasurements]) -> dict[str, list[str]]:
@@ -177,18 +172,10 @@ def _slow_nodes(nodes: Sequence[str], measured: Sequence[LinkMeasurements]) -> M
     return {node: rate / usual for node, rate in rates.items() if rate < SLOW_AGAINST_OTHERS * usual}
 
 
-def _indices(links: Sequence[LinkRate], name: str) -> list[int]:
-    return [index for index, one in enumerate(links) if one.link == name]
-
-
-def _slowest(rates: Sequence[LinkRate]) -> LinkRate:
-    return max(rates, key=lambda one: one.seconds)
-
-
-def _rate(subject: str, counted_on: float, rate: float, link: Link, preset: str) -> Finding:
+def _rate(subject: str, counted_on: float, rate: float, whose: str, form: Callable[[float], str]) -> Finding:
     wrong = rate < SLOW_AGAINST_PRESET * counted_on
-    detail = f"{rate / counted_on:.0%} of what the estimate counts on; preset {preset}: {link.title}" if wrong else ""
-    planned, found = map(format_bandwidth, (counted_on, rate))
+    detail = f"{rate / counted_on:.0%} of what the estimate counts on{whose}" if wrong else ""
+    planned, found = form(counted_on), form(rate)
     return Finding(JOB, subject, planned, found, Verdict.ODD if wrong else Verdict.AGREES, detail)
 
 

@@ -11,8 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -47,10 +46,6 @@ class Trial:
     peak_bytes: int
     at_random: bool
     """Something is drawn in training, such as dropout: equal samples give other losses."""
-
-    def to_json(self) -> dict[str, Any]:
-        """For the way to rank 0."""
-        return asdict(self)
 
 
 def run_trial(mesh: Mesh, build: Callable[[], nn.Module] | None) -> Trial:

@@ -8,6 +8,7 @@ window above and below.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -22,6 +23,11 @@ class Band:
         """First and last + 1 of so many keys that any of these queries sees."""
         first = 0 if self.lower is None else max(0, rows.start + self.lower)
         return first, columns if self.upper is None else max(0, min(columns, rows.stop + self.upper))
+
+
+def spans(start: int, stop: int, most: int) -> Iterator[slice]:
+    """Slices of at most so many, one after the other."""
+    return (slice(first, min(first + most, stop)) for first in range(start, stop, most))
 
 
 FULL = Band()

@@ -1,12 +1,7 @@
 """Attention on CPUs in matrix products of tiles of scores that stay in the cache.
 
-The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
-
 Weights are powers of two of the scores, which are scaled by log2 e. What is subtracted from each row of scores is a
 further column of the product that they are: no pass over them.
-
-Shapes, of a tile: N key/value heads, R rows, those of all query heads that read one of them, w key tokens; D head dim
-of queries and keys, E head dim of values.
 
 KeySource: the online softmax of FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 
@@ -15,7 +10,7 @@ torch's fused kernel for CPUs computes 512 keys where a query sees the first of 
 tiles end where a band ends, and every sum over tiles is in fp32.
 
 Shapes: B batch, H query heads, K key/value heads, G = H / K, S key tokens, D head dim of queries and keys, E head dim
-of values; of a tile: N of the K heads, n query tokens, R = G·n rows, w key tokens.
+of values; of a tile: N of the K heads, n query tokens, R = G·n rows of all query heads that read one, w key tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +26,8 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
-from . import FULL, Band
-from .kernel import Terms, accumulation_dtype, without_autocast
+from . import FULL, Band, spans
+from .kernel import Kernel, Terms, accumulation_dtype, without_autocast
 
 # The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
 
@@ -179,7 +174,7 @@ class GradientRows:
         delta = product.sum(-1).view(kv_heads, -1)
         # In two parts: 16 bits of it, and 16 of what these leave.
         high = delta.to(fast)
-        self._scratch, self._scale, self._kv_heads = scratch, scale, kv_heads
+        self._scratch, self._scale = scratch, scale
         self._queries = scratch.filled("queries", fast, queries, kv_heads)
         self._grads = scratch.filled("grads", fast, grads, kv_heads)
         self._grads_and_delta = scratch.filled("grads and delta", fast, grads, kv_heads, 2)
@@ -224,12 +219,10 @@ _DIAGONAL_QUERIES, _DIAGONAL_ROWS = 128, 256
 """Query tokens of a tile with a diagonal, half of whose square is computed in vain; more where heads share no keys."""
 
 
-class CpuTileKernel:
+class CpuTileKernel(Kernel):
     """fp64, fp32, bf16 and fp16, any band, any head dims, and numbers that are added to the scores."""
 
     name = "cpu-tiles"
-    backward_rows: int | None = None
-    one_call = False
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None = None
@@ -242,10 +235,10 @@ class CpuTileKernel:
         lse = query.new_empty((batch, heads, length), dtype=scratch.exact)
         with without_autocast(query):
             for row, q_heads, kv_heads in _heads_at_once(query, key, band):
-                for queries in _spans(0, length, _tokens_at_once(query, key, band)):
+                for queries in spans(0, length, _tokens_at_once(query, key, band)):
                     here = row, q_heads, queries
                     softmax = SoftmaxRows(scratch, query[here], _size(kv_heads), scale)
-                    for keys in _spans(*band.columns_of(queries, key.shape[2]), _KEYS):
+                    for keys in spans(*band.columns_of(queries, key.shape[2]), _KEYS):
                         scores = softmax.scores(key[row, kv_heads, keys])
                         by_token = scores.view(len(scores), -1, _size(queries), _size(keys))
                         _adjust(by_token, queries, keys, band, _at(terms, here, keys))
@@ -266,11 +259,11 @@ class CpuTileKernel:
         scratch = Scratch(query, _scores_at_once(query, key, band))
         with without_autocast(query):
             for row, q_heads, kv_heads in _heads_at_once(query, key, band):
-                for queries in _spans(0, query.shape[2], _tokens_at_once(query, key, band)):
+                for queries in spans(0, query.shape[2], _tokens_at_once(query, key, band)):
                     here = row, q_heads, queries
                     tensors = [x[here] for x in (query, grad_out, out, lse)]
                     rows = GradientRows(scratch, tensors, _size(kv_heads), scale)
-                    for keys in _spans(*band.columns_of(queries, key.shape[2]), _KEYS):
+                    for keys in spans(*band.columns_of(queries, key.shape[2]), _KEYS):
                         there = row, kv_heads, keys
                         scores = rows.scores(key[there])
                         by_token = scores.view(len(scores), _size(keys), -1, _size(queries)).permute(0, 2, 3, 1)
@@ -313,7 +306,7 @@ def _heads_at_once(query: Tensor, key: Tensor, band: Band) -> Iterator[tuple[int
     """A row of the batch, and its query and key/value heads, as many as fill a tile."""
     share = query.shape[1] // key.shape[1]
     for row in range(query.shape[0]):
-        for heads in _spans(0, key.shape[1], _kv_heads_at_once(query, key, band)):
+        for heads in spans(0, key.shape[1], _kv_heads_at_once(query, key, band)):
             yield row, slice(heads.start * share, heads.stop * share), heads
 
 
@@ -336,10 +329,6 @@ def _tokens_at_once(query: Tensor, key: Tensor, band: Band) -> int:
     if band != FULL:
         most = min(most, max(_DIAGONAL_QUERIES, _DIAGONAL_ROWS // share))
     return min(most, query.shape[2])
-
-
-def _spans(start: int, stop: int, most: int) -> Iterator[slice]:
-    return (slice(first, min(first + most, stop)) for first in range(start, stop, most))
 
 
 def _size(span: slice) -> int:

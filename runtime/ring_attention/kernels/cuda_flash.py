@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -23,18 +23,16 @@ from parcompile.machines.attention_kernels import CUDA_FLASH, FLASH_ATTN, FLASH_
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from . import Band
-from .kernel import Terms
+from .kernel import Kernel, Terms
 from .packs import Launch, window_of
 
 _aten = torch.ops.aten
 
 
-class _FlashKernel(ABC):
+class _FlashKernel(Kernel):
     """bf16 and fp16, compute capability 8.0 or later, head dims that are multiples of 8, up to 256."""
 
-    name: str
-    # The kernel sums the gradients of keys and values in fp32 over all rows of a call.
-    backward_rows: int | None = None
+    # The kernel sums the gradients of keys and values in fp32 over all rows of a call: `backward_rows` is None.
     one_call = True
 
     def forward(

@@ -16,7 +16,7 @@ from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from . import CAUSAL, FULL, Band
 from .cpu_tiles import CpuTileKernel
-from .kernel import Terms
+from .kernel import Kernel, Terms
 
 _aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def _is_causal(query: Tensor, key: Tensor, band: Band) -> bool:
     return band == CAUSAL
 
 
-class CpuFlashKernel:
+class CpuFlashKernel(Kernel):
     """The flash attention of CPUs: fp64, fp32, bf16 and fp16; key/value heads are shared inside the kernel.
 
     Other blocks than full and causal squares with one head dim and nothing added go to `CpuTileKernel`.
@@ -91,11 +91,10 @@ def is_fused_on_cpus(query: Tensor, key: Tensor, value: Tensor, band: Band, term
     return simple and terms is None and query.shape[3] == value.shape[3]
 
 
-class CudnnKernel:
+class CudnnKernel(Kernel):
     """cuDNN's, which computes by the matrix units of Hopper: bf16 and fp16; key/value heads are shared inside."""
 
     name = "cuda-cudnn"
-    backward_rows: int | None = None
     one_call = True
 
     def forward(
@@ -134,7 +133,7 @@ class CudnnKernel:
         into.add(*grads)
 
 
-class CudaEfficientKernel:
+class CudaEfficientKernel(Kernel):
     """Memory-efficient attention of torch on CUDA: also fp32, and GPUs before compute capability 8.0.
 
     It has no shared key/value heads. The query heads h, h + G, h + 2G, … (G = H / K) read K different key/value heads
@@ -142,8 +141,6 @@ class CudaEfficientKernel:
     """
 
     name = "cuda-efficient"
-    backward_rows: int | None = None
-    one_call = False
     # Rows of the log-sum-exp are padded to this in memory.
     _lse_alignment = 32
 

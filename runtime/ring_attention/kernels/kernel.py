@@ -1,17 +1,13 @@
 """What a kernel is, the dtypes in which it computes, and numbers that are added to scores: ALiBi, bias, dropout.
 
-ALiBi, bias and dropout: numbers added to the scores and dropped weights, by positions in the whole sequence.
-
 A dropout mask is a function of the seed, the row of the batch, the query head and the positions of query and key, so
 that it is the same whatever ranks, layout and implementation compute it.
-
-Shapes: B batch, H query heads, Q query tokens, S key tokens.
 
 A kernel returns the output *and the log-sum-exp* of a block, and its backward accepts the output and log-sum-exp over
 *all* blocks: with these the gradients of blocks simply add up.
 
-Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, E], log-sum-exp [B, H, Q]; H is a multiple of K (grouped
-queries).
+Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, E], log-sum-exp [B, H, Q] for B rows of a batch, Q query
+tokens and S key tokens; the query heads H are a multiple of K (grouped queries).
 """
 
 from __future__ import annotations
@@ -134,17 +130,12 @@ class Terms:
 class Kernel(Protocol):
     """Attention of queries over one block of keys and values, none of them empty; each query sees a key."""
 
-    @property
-    def name(self) -> str:
-        """For messages and benchmarks."""
-
-    @property
-    def backward_rows(self) -> int | None:
-        """The most query rows of one backward call, None for any number."""
-
-    @property
-    def one_call(self) -> bool:
-        """Whether backward of a block is one call of a fused kernel, whose gradients are added at once."""
+    name: str
+    """For messages and benchmarks."""
+    backward_rows: int | None = None
+    """The most query rows of one backward call, None for any number."""
+    one_call: bool = False
+    """Whether backward of a block is one call of a fused kernel, whose gradients are added at once."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, band: Band, scale: float, terms: Terms | None

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import spans
 from .kernel import accumulation_dtype
 
 
@@ -111,5 +112,4 @@ def _parts(length: int, like: Tensor) -> Iterator[slice]:
     """Slices of so many rows; on a GPU all of them at once."""
     row_bytes = 4 * like[:, :, :1].numel()
     most = length if like.device.type != "cpu" else _CACHE_BYTES // max(row_bytes, 1)
-    for start in range(0, length, max(most, 1)):
-        yield slice(start, min(start + max(most, 1), length))
+    return spans(0, length, max(most, 1))

@@ -10,7 +10,6 @@ is padded, block by block: messages and what is kept stay as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
-from . import Band
+from . import Band, spans
 from .kernel import Kernel, PackingKernel, Terms, accumulation_dtype, without_autocast
 from .merge import RunningAttention, unseen_rows_to_infinity
 from .packs import Launch
@@ -26,12 +25,10 @@ from .packs import Launch
 _TILE = 512
 
 
-class PlainKernel:
+class PlainKernel(Kernel):
     """Computes in fp32 (fp64 for fp64 inputs), whatever the inputs are."""
 
     name = "plain"
-    backward_rows: int | None = None
-    one_call = False
 
     def __init__(self, softcap: float | None = None, reason: str = "") -> None:
         """`softcap`: scores s become softcap · tanh(s / softcap), as in Gemma 2 (arXiv 2408.00118, section 2).
@@ -49,9 +46,9 @@ class PlainKernel:
         out = query.new_empty((batch, heads, length, value.shape[3]), dtype=dtype)
         lse = query.new_empty((batch, heads, length), dtype=dtype)
         with without_autocast(query):
-            for rows in _tiles(0, length):
+            for rows in spans(0, length, _TILE):
                 running = RunningAttention(out[:, :, rows], lse[:, :, rows])
-                for columns in _tiles(*band.columns_of(rows, key.shape[2])):
+                for columns in spans(*band.columns_of(rows, key.shape[2]), _TILE):
                     here = None if terms is None else terms.part(rows, columns)
                     scores, _ = self._scores(query, key, rows, columns, band, scale, here)
                     block_lse = torch.logsumexp(scores, dim=-1)
@@ -71,11 +68,11 @@ class PlainKernel:
         dtype = accumulation_dtype(query.dtype)
         kv_heads = key.shape[1]
         with without_autocast(query):
-            for rows in _tiles(0, query.shape[2]):
+            for rows in spans(0, query.shape[2], _TILE):
                 grad = grad_out[:, :, rows].to(dtype)
                 delta = (grad * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
                 grad_folded, query_folded = _fold(grad, kv_heads), _fold(query[:, :, rows].to(dtype), kv_heads)
-                for columns in _tiles(*band.columns_of(rows, key.shape[2])):
+                for columns in spans(*band.columns_of(rows, key.shape[2]), _TILE):
                     here = None if terms is None else terms.part(rows, columns)
                     scores, slopes = self._scores(query, key, rows, columns, band, scale, here)
                     weights = torch.exp(scores - lse[:, :, rows].unsqueeze(-1))
@@ -123,10 +120,6 @@ class PlainKernel:
         return scores, slopes
 
 
-def _tiles(start: int, stop: int) -> Iterator[slice]:
-    return (slice(first, min(first + _TILE, stop)) for first in range(start, stop, _TILE))
-
-
 def _fold(x_BHQN: Tensor, kv_heads: int) -> Tensor:
     """[B, H, Q, N] → [B, K, G·Q, N]: the queries of all heads that share a key/value head, in one matrix."""
     batch, _, _, width = x_BHQN.shape
@@ -138,7 +131,7 @@ def padded(kernel: Kernel, width: int) -> Kernel:
     return _PaddedPacks(kernel, width) if isinstance(kernel, PackingKernel) else _Padded(kernel, width)
 
 
-class _Padded:
+class _Padded(Kernel):
     """Gradients are added without what stands in the padding."""
 
     def __init__(self, kernel: Kernel, width: int) -> None:
