@@ -21,6 +21,8 @@ from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.micro_batch import MicroBatch, current, working_on
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
 
+from .regions import with_mixin
+
 _Function = Callable[[Tensor], Tensor]
 
 
@@ -103,13 +105,8 @@ def defer_logits(head: nn.Module, vocab_size: int) -> None:
             "key to false",
             everywhere=True,
         )
-    head.__class__ = _deferring(cast(Any, type(head)))
+    head.__class__ = with_mixin(_DeferringHead, type(head))
     head.vocab_size = vocab_size  # type: ignore[assignment]
-
-
-@functools.cache
-def _deferring(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_DeferringHead, kind), {})
 
 
 class _DeferringHead:

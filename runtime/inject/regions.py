@@ -207,7 +207,7 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         parted = {name for part in parts for name in modules_of(plan.spec.model.shape, part)}
         for layer in without_peft(model).get_submodule(stack).children():
             for module in (module for name, module in layer.named_modules() if name in parted):
-                module.__class__ = _recomputed(module.__class__)
+                module.__class__ = with_mixin(_Recomputed, module.__class__)
         return
     if kind != "full":
         return
@@ -288,8 +288,9 @@ _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn
 
 
 @functools.cache
-def _recomputed(kind: Any) -> Any:
-    return type(kind.__name__, (_Recomputed, kind), {"__module__": kind.__module__})  # others look functions up there
+def with_mixin(mixin: Any, kind: Any) -> Any:
+    """The class of a module with another one in front of it, under its own name."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})  # others look functions up there
 
 
 class _Recomputed:

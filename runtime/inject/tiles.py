@@ -16,7 +16,6 @@ Source: ALST (arXiv 2506.13996, section 3.1); DeepSpeed's `TiledMLP` keeps the s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +38,7 @@ from parcompile.runtime.tensor_parallel.cross_entropy import exact
 from parcompile.runtime.tensor_parallel.partial import leave_partial, mark_summed, summing
 
 from .mechanisms import Placed
-from .regions import Call
+from .regions import Call, with_mixin
 
 _OfValues = Callable[[list[Any]], Call]
 """What a module is called with, of values in order."""
@@ -75,12 +74,7 @@ def tile_mlps(placed: Placed) -> None:
         if spec.shards_weights:
             # DeepSpeed gathers all weights of a leaf around its call, and reduces their gradients behind it.
             one._z3_leaf = True
-            one.__class__ = _leaf(cast(Any, type(one)))
-
-
-@functools.cache
-def _leaf(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_Leaf, kind), {})
+            one.__class__ = with_mixin(_Leaf, type(one))
 
 
 class _Leaf:

@@ -1,17 +1,14 @@
 """Tensors that published files store under other names than the model's, or expert by expert.
 
-Names in files of DeepSeek-V4, several parts of which are others than the model's.
-
-transformers writes them back so, with `model.` in front of the layers, which published files leave out.
-
-transformers renames and stacks them while it loads; here only the slices that a rank needs are read.
+transformers renames and stacks them while it loads, and writes them back so; here only the slices that a rank needs are
+read. Files of DeepSeek-V4 are published without the `model.` in front of the layers that transformers writes.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +18,17 @@ from parcompile.model.blocks import KNOWN
 from parcompile.model.compressed_keys import STORED
 from parcompile.user_files import shipped
 
-_RULES: dict[str, list[tuple[str, str]]] = shipped(__package__, "stored_names.json")
+_RULES: Mapping[str, Sequence[Any]] = shipped(__package__, "stored_names.json")
 _HEAD, *_REST = _RULES["shorter"]
 _SHORTER = (_HEAD, *STORED, *_REST)
 _NORM = (r"\.kv_norm\.", ".norm.")
-_PUBLISHED = (
-    (r"^model\.embed_tokens\.", "embed."),
-    (r"^model\.hc_head\.hc_", "hc_head_"),
-    (r"^model\.", ""),
-)
 
 
 def short_names(name: str) -> tuple[str, ...]:
     """What a tensor of the model may be called: as transformers writes it, and as it is published."""
     short = _replaced(name, _SHORTER)
     found = (short, _replaced(short, (_NORM,)))
-    return (*found, *(_replaced(one, _PUBLISHED) for one in found))
+    return (*found, *(_replaced(one, _RULES["published"]) for one in found))
 
 
 def _replaced(name: str, rules: Iterable[tuple[str, str]]) -> str:
@@ -44,8 +36,6 @@ def _replaced(name: str, rules: Iterable[tuple[str, str]]) -> str:
         name = re.sub(pattern, replacement, name)
     return name
 
-
-# Tensors that published files store under other names than the model's, or expert by expert.
 
 _BACKBONE = "backbone."
 """What stands for `model.` in files of Nemotron-H."""
@@ -62,25 +52,10 @@ _JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_c
 """The model's tensor, and the stored ones whose rows follow one another in it."""
 _PIECES = tuple(pair for one in KNOWN for pair in one.pieces)
 """The model's tensor, and what its pieces are called by their numbers: their rows follow one another in it."""
-_PARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (r"\.self_attn\.(gate|q|k|v)_proj\.weight$", ".attn.gqkv_proj.weight", ("gate", "q", "k", "v")),
-    (r"\.mlp\.(gate|up)_proj\.weight$", ".mlp.gate_up_proj.weight", ("gate", "up")),
-)
+_PARTS = _RULES["parts"]
 """The model's tensors, and the stored one of which they are equal parts, in order."""
-_EXPERTS = (
-    # the model's name, where the experts lie, their parts in order
-    (r"\.experts\.gate_up_proj$", ".experts.{}", ("gate_proj", "up_proj")),
-    (r"\.experts\.up_proj$", ".experts.{}", ("up_proj",)),
-    (r"\.experts\.down_proj$", ".experts.{}", ("down_proj",)),
-    (r"\.experts\.gate_up_proj$", ".experts.{}", ("w1", "w3")),
-    (r"\.experts\.down_proj$", ".experts.{}", ("w2",)),
-    (r"\.mlp\.experts\.gate_up_proj$", ".block_sparse_moe.experts.{}", ("w1", "w3")),
-    (r"\.mlp\.experts\.down_proj$", ".block_sparse_moe.experts.{}", ("w2",)),
-    (r"\.mlp\.experts\.gate_up_proj$", ".ffn.experts.{}", ("w1", "w3")),
-    (r"\.mlp\.experts\.down_proj$", ".ffn.experts.{}", ("w2",)),
-    (r"^model\.(.+)\.mlp\.experts\.gate_up_proj$", r"\1.ffn.experts.{}", ("w1", "w3")),
-    (r"^model\.(.+)\.mlp\.experts\.down_proj$", r"\1.ffn.experts.{}", ("w2",)),
-)
+_EXPERTS = _RULES["experts"]
+"""The model's name, where the experts lie, and their parts in order."""
 
 
 def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, set[str]] | None:

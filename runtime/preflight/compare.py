@@ -115,42 +115,27 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     planned += one.get("gathered weights", 0.0) - work.element_bytes * small
     if (kept := host_activations(work, _stage(spec, mesh))) is not None:
         there = taken.on_host(_beginning(work.schedule).passes(index))
-        error = kept.total_bytes / there - 1 if there else float(kept.total_bytes > 0)
-        detail = [f"the estimate is {error:+.1%} off, {HOST_TOLERANCE:.0%} are allowed"]
-        size, count = format_bytes(kept.total_bytes), f"{format_bytes(there)} ({error:+.1%})"
-        yield _finding(rank, "activations on the host", size, count, detail if abs(error) > HOST_TOLERANCE else [])
+        yield _near(rank, "activations on the host", kept.total_bytes, there, HOST_TOLERANCE)
     of_one = taken.activations(Schedule(work.pp, 1, work.virtual_stages).passes(index))
     if spec.zero_stage == 2:
         of_one -= step.static.bucket  # allocated anew in every backward pass
         # The sums of a step's only micro-batch are planned as held, and come with its first reduction.
         planned += step.static.gradients * (work.micro_batches == 1)
-    error = planned / of_one - 1
-    wrong = abs(error) > ACTIVATION_TOLERANCE
-    detail = [f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed"] if wrong else []
     # At stage 2 a reduction may take most. With activations on the host a layer does, behind whose gradients others are
     # reduced at stages 2 and 3.
     if one["optimizer step"] == 0 and (kept is None or spec.zero_stage < 2):
-        yield _finding(
-            rank,
-            "activations of a micro-batch",
-            format_bytes(planned),
-            f"{format_bytes(of_one)} ({error:+.1%})",
-            detail,
-        )
-    peak, found = peak_bytes(mesh, step)
-    error = peak / found - 1
-    why = [
-        f"the estimate is {error:+.1%} off, {ACTIVATION_TOLERANCE:.0%} are allowed; "
-        f"held {format_bytes(taken.held)}, "
-        f"a micro-batch takes {format_bytes(of_one)}, the end of the step {format_bytes(taken.end)}"
-    ]
-    yield _finding(
-        rank,
-        "peak of the step",
-        format_bytes(peak),
-        f"{format_bytes(found)} ({error:+.1%})",
-        why if abs(error) > ACTIVATION_TOLERANCE else [],
-    )
+        yield _near(rank, "activations of a micro-batch", planned, of_one, ACTIVATION_TOLERANCE)
+    held, whole = format_bytes(taken.held), format_bytes(of_one)
+    of_what = f"; held {held}, a micro-batch takes {whole}, the end of the step {format_bytes(taken.end)}"
+    yield _near(rank, "peak of the step", *peak_bytes(mesh, step), ACTIVATION_TOLERANCE, of_what)
+
+
+def _near(rank: int, subject: str, planned: float, found: int, tolerance: float, of_what: str = "") -> Finding:
+    """Bytes of the estimate beside those that were counted."""
+    error = planned / found - 1 if found else float(planned > 0)
+    wrong = [f"the estimate is {error:+.1%} off, {tolerance:.0%} are allowed{of_what}"]
+    counted = f"{format_bytes(found)} ({error:+.1%})"
+    return _finding(rank, subject, format_bytes(planned), counted, wrong if abs(error) > tolerance else [])
 
 
 def peak_bytes(mesh: Mesh, step: StepMeasurement) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,15 +85,8 @@ class Report:
 
     def text(self) -> str:
         """For people: a table, what differs explained below it."""
-        rows: list[tuple[str, ...]] = [("rank", "compared", "planned", "found", "verdict")]
-        details = []
-        for one, ranks in merged(self.findings):
-            rows.append((shown_ranks(ranks), one.subject, one.planned, one.found, one.verdict.value))
-            if one.detail:
-                details.append(f"{one.verdict.value}: rank {shown_ranks(ranks)}, {one.subject}: {one.detail}")
         lines = [f"preflight of {self.plan}: {len(self.ranks)} of {self.world_size:,} ranks", *self.notes, ""]
-        lines += columns(rows)
-        lines += ["", *details] if details else []
+        lines += table(self.findings, "planned", shown_ranks)
         count = len(merged(self.differing))
         left = "; not everything could be run" if any(one.verdict is Verdict.NOT_RUN for one in self.findings) else ""
         lines += ["", ("what was compared agrees" if self.agrees else f"{count} comparison(s) differ") + left]
@@ -107,6 +100,19 @@ def merged(findings: Iterable[Finding]) -> list[tuple[Finding, tuple[int, ...]]]
         key = one.subject, one.planned, one.found, one.verdict, one.detail
         found.setdefault(key, []).append(one)
     return [(ones[0], tuple(one.rank for one in ones)) for ones in found.values()]
+
+
+def table(findings: Iterable[Finding], wanted: str, who: Callable[[Sequence[int]], str]) -> list[str]:
+    """Findings as lines with a head, what differs or is odd explained below; `who` says which ranks, or "all"."""
+    rows: list[tuple[str, ...]] = [("rank", "compared", wanted, "found", "verdict")]
+    details = []
+    for one, ranks in merged(findings):
+        said = who(ranks)
+        rows.append((said, one.subject, one.planned, one.found, one.verdict.value))
+        if one.detail:
+            speaker = "" if said == "all" else f"rank {said}, "
+            details.append(f"{one.verdict.value}: {speaker}{one.subject}: {one.detail}")
+    return [*columns(rows), *(("", *details) if details else ())]
 
 
 def finding_tree(finding: Finding, ranks: Sequence[int]) -> dict[str, Any]:

@@ -62,10 +62,10 @@ def plan_gather(layout: CpLayout, size: int, rank: int, local_length: int, maski
     tiles = []
     for part, source in enumerate(sources):
         for tile in source_tiles(layout, size, rank, source, local_length, masking):
-            for queries, keys in itertools.product(_cut(tile.queries, chunks), _cut(tile.keys, chunks)):
-                cell = tile.part(queries.common, keys.common)
+            for (_, queries), (chunk, keys) in itertools.product(_cut(tile.queries, chunks), _cut(tile.keys, chunks)):
+                cell = tile.part(queries, keys)
                 if cell is not None:
-                    by = places[part, keys.chunk.tokens.start] - keys.chunk.tokens.start
+                    by = places[part, chunk.tokens.start] - chunk.tokens.start
                     tiles.append(Tile(cell.queries, slice(cell.keys.start + by, cell.keys.stop + by), cell.band))
     hops = tuple(Hop((rank + step) % size, (rank - step) % size) for step in steps[1:])
     joined: Sequence[Tile] = _joined(tiles)
@@ -104,19 +104,13 @@ def _in_order(layout: CpLayout, size: int, sources: list[int], chunks: list[_Chu
     return tuple(Piece(part, tokens) for _, _, part, tokens in sorted(found, key=lambda each: each[:3]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    chunk: _Chunk
-    common: slice
-
-
-def _cut(tokens: slice, chunks: list[_Chunk]) -> Iterator[_Cut]:
-    """The parts of these local tokens that lie in one chunk."""
+def _cut(tokens: slice, chunks: list[_Chunk]) -> Iterator[tuple[_Chunk, slice]]:
+    """The parts of these local tokens that lie in one chunk, with it."""
     index = bisect_right(chunks, tokens.start, key=lambda chunk: chunk.tokens.start) - 1
     for chunk in itertools.islice(chunks, index, None):
         if chunk.tokens.start >= tokens.stop:
             return
-        yield _Cut(chunk, slice(max(tokens.start, chunk.tokens.start), min(tokens.stop, chunk.tokens.stop)))
+        yield (chunk, slice(max(tokens.start, chunk.tokens.start), min(tokens.stop, chunk.tokens.stop)))
 
 
 def _joined(tiles: list[Tile]) -> tuple[Tile, ...]:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from parcompile.cost.table import columns
-from parcompile.runtime.preflight.findings import Finding, Verdict, finding_tree, merged, ranks_in_words, shown_ranks
+from parcompile.runtime.preflight.findings import (
+    Finding,
+    Verdict,
+    finding_tree,
+    merged,
+    ranks_in_words,
+    shown_ranks,
+    table,
+)
 
 from .agreement import JOB, Arrived
 
@@ -61,19 +69,14 @@ class LiveReport:
 
     def text(self) -> str:
         """For people: a table, then what differs or is odd with its reason, then the nodes."""
-        rows: list[tuple[str, ...]] = [("rank", "compared", "needed", "found", "verdict")]
-        details = []
-        for one, ranks in merged(self.findings):
-            who = _who(ranks, self.world_size)
-            rows.append((who, one.subject, one.planned, one.found, one.verdict.value))
-            if one.detail:
-                details.append(f"{one.verdict.value}: {_speaker(who)}{one.subject}: {one.detail}")
         world = f"{self.world_size:,} rank{'s' if self.world_size > 1 else ''}"
         lines = [f"live preflight of {self.plan}: {world} on {len(self.nodes)} node(s)", *self.notes]
-        lines += ["", *columns(rows)]
-        lines += ["", *details] if details else []
+        lines += ["", *table(self.findings, "needed", self._who)]
         lines += ["", *_table_of(self.nodes)] if self.nodes else []
         return "\n".join([*lines, "", self.conclusion])
+
+    def _who(self, ranks: Sequence[int]) -> str:
+        return "all" if tuple(ranks) == (JOB,) or len(ranks) == self.world_size else shown_ranks(ranks)
 
     @property
     def conclusion(self) -> str:
@@ -115,11 +118,3 @@ def _table_of(nodes: Sequence[Node]) -> list[str]:
 
 def _row(node: Node) -> tuple[str, ...]:
     return node.name, shown_ranks(node.ranks), node.device, "; ".join(node.remarks) or "nothing"
-
-
-def _speaker(who: str) -> str:
-    return "" if who == "all" else f"rank {who}, "
-
-
-def _who(ranks: Sequence[int], world_size: int) -> str:
-    return "all" if tuple(ranks) == (JOB,) or len(ranks) == world_size else shown_ranks(ranks)
