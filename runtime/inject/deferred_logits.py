@@ -105,7 +105,7 @@ def defer_logits(head: nn.Module, vocab_size: int) -> None:
             "key to false",
             everywhere=True,
         )
-    head.__class__ = with_mixin(_DeferringHead, type(head))
+    head.__class__ = with_mixin(_DeferringHead, cast(Any, type(head)))
     head.vocab_size = vocab_size  # type: ignore[assignment]
 
 

@@ -74,7 +74,7 @@ def tile_mlps(placed: Placed) -> None:
         if spec.shards_weights:
             # DeepSpeed gathers all weights of a leaf around its call, and reduces their gradients behind it.
             one._z3_leaf = True
-            one.__class__ = with_mixin(_Leaf, type(one))
+            one.__class__ = with_mixin(_Leaf, cast(Any, type(one)))
 
 
 class _Leaf:
