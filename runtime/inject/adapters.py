@@ -7,7 +7,6 @@ injection and put back around what became of their linears.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,33 +39,25 @@ INJECTED_FIRST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    """A LoRA layer and where it stands."""
-
-    name: str
-    layer: Any
-
-
 class Adapters:
     """The LoRA layers of a model, taken off it until `put_back`."""
 
     def __init__(self, model: nn.Module, slices: Slices) -> None:
         self._model = model
         kinds = _kinds(model)
-        found = [_Adapted(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+        found: list[tuple[str, Any]] = [(name, one) for name, one in model.named_modules() if isinstance(one, kinds)]
         # A wrapper of experts has those inside it, which it reaches itself.
-        found = [one for one in found if not one.name.endswith(".base_layer")]
-        for one in found:
-            _check(one, slices)
-        self._found = [one for one in found if not _is_of_experts(one.layer)]
-        self._experts = [ExpertAdapters(one.name, one.layer) for one in found if _is_of_experts(one.layer)]
+        found = [(name, layer) for name, layer in found if not name.endswith(".base_layer")]
+        for name, layer in found:
+            _check(name, layer, slices)
+        self._found = [(name, layer) for name, layer in found if not _is_of_experts(layer)]
+        self._experts = [ExpertAdapters(name, layer) for name, layer in found if _is_of_experts(layer)]
         for experts in self._experts:
             parent, child = self._place(experts.name)
             setattr(parent, child, experts.experts)
-        for one in self._found:
-            parent, child = self._place(one.name)
-            setattr(parent, child, one.layer.base_layer)
+        for name, layer in self._found:
+            parent, child = self._place(name)
+            setattr(parent, child, layer.base_layer)
             # The linear alone must not gather the hidden states: A reads them too.
             setattr(parent, BLOCK_TAKES_INPUT, True)
 
@@ -78,15 +69,15 @@ class Adapters:
         """Around the injected linears and beside the experts that this rank holds, cut."""
         for experts in self._experts:
             experts.put_back(slices, mesh)
-        for one in self._found:
-            if not slices.holds(f"{one.name}.weight"):
+        for name, layer in self._found:
+            if not slices.holds(f"{name}.weight"):
                 continue
-            parent, child = self._place(one.name)
-            one.layer.base_layer = parent.get_submodule(child)
-            setattr(parent, child, one.layer)
-            for adapter in one.layer.lora_A:
+            parent, child = self._place(name)
+            layer.base_layer = parent.get_submodule(child)
+            setattr(parent, child, layer)
+            for adapter in layer.lora_A:
                 if region is not None:
-                    _cut(one.layer, adapter, slices.of(f"{one.name}.weight"), region)
+                    _cut(layer, adapter, slices.of(f"{name}.weight"), region)
 
 
 def _kinds(model: nn.Module) -> tuple[type, ...]:
@@ -104,22 +95,22 @@ def _is_of_experts(layer: Any) -> bool:
     return isinstance(layer, ParamWrapper)
 
 
-def _check(one: _Adapted, slices: Slices) -> None:
+def _check(name: str, layer: Any, slices: Slices) -> None:
     from peft.tuners.lora import Linear
 
-    layer, why = one.layer, ""
+    why = ""
     if _is_of_experts(layer):
-        why = why_not(one.name, layer, slices)
+        why = why_not(name, layer, slices)
     elif not isinstance(layer, Linear) or type(layer.base_layer) is not nn.Linear:
         why = f"is a {type(layer).__name__} of peft: only LoRA on nn.Linear and on stacks of experts is injected"
     elif len(layer.lora_magnitude_vector) or getattr(layer, "lora_variant", None):
         why = _variant(layer)
     elif any(matrix.bias is not None for matrix in layer.lora_B.values()):
         why = "has lora_bias, which is not injected"
-    elif untrained := why_untrained(one.name, slices.model_type):
+    elif untrained := why_untrained(name, slices.model_type):
         why = untrained
     else:
-        split = slices.of(f"{one.name}.weight").parameter.split
+        split = slices.of(f"{name}.weight").parameter.split
         if split is not None and split.pads_vocabulary:
             why = "is the head: leave it out of target_modules"
     if isinstance(layer, Linear) and layer.merged_adapters:
@@ -127,7 +118,7 @@ def _check(one: _Adapted, slices: Slices) -> None:
     if isinstance(layer, Linear) and len(layer.lora_A) > 1:
         why = f"has {len(layer.lora_A)} adapters ({', '.join(layer.lora_A)}): leave one"
     if why:
-        raise RunError(f"{one.name} {why}", everywhere=True)
+        raise RunError(f"{name} {why}", everywhere=True)
 
 
 def _variant(layer: Any) -> str:

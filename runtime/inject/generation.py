@@ -12,6 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,14 +73,9 @@ class _Decoding:
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave)
 
-    @contextlib.contextmanager
-    def all_calls(self) -> Iterator[None]:
+    def all_calls(self) -> contextlib.AbstractContextManager[Any]:
         """Within it every call is a step of decoding."""
-        self._every = True
-        try:
-            yield
-        finally:
-            self._every = False
+        return mock.patch.object(self, "_every", True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         past = any(kwargs.get(name) is not None for name in PAST)

@@ -181,7 +181,6 @@ def _bloom(
     model: Any, module: Any, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     heads = module._reshape(module.query_key_value(hidden_states))
-    two, count = torch.ones(1, 2, dtype=torch.int64), model.config.n_head
     out = _attend(
         model,
         module,
@@ -189,14 +188,18 @@ def _bloom(
         scaling=module.inv_norm_factor,
         dropout=module.attention_dropout.p,
         cache=layer_past,
-        slopes=lambda: _slopes(model.transformer.build_alibi_tensor(two, count, torch.float32)),
+        slopes=lambda: _slopes(model.transformer.build_alibi_tensor, model.config.n_head),
     )
     out = module.dense(out.flatten(-2))
     return residual + nn.functional.dropout(out, module.hidden_dropout, module.training), None
 
 
-def _slopes(biases: Tensor) -> Tensor:
-    """From biases [H, 1, positions]."""
+def _slopes(build: Callable[..., Tensor], heads: int) -> Tensor:
+    """[H], by a function that makes biases of two positions."""
+    return _difference(build(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32))
+
+
+def _difference(biases: Tensor) -> Tensor:
     return biases[:, 0, 1] - biases[:, 0, 0]
 
 
@@ -212,7 +215,7 @@ def _mpt(model: Any, module: Any, hidden_states: Tensor, past_key_values: Any = 
         scaling=module.softmax_scale,
         dropout=module.attn_dropout_p,
         cache=past_key_values,
-        slopes=lambda: _slopes(model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)),
+        slopes=lambda: _difference(model.transformer.build_mpt_alibi_tensor(model.config.n_heads, 2)),
     )
     return module.out_proj(out.flatten(-2)), None
 
@@ -233,9 +236,8 @@ def _falcon(
         query, key = function_of(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
     else:
         # Unlike others, it scales the biases as it scales the scores; only with them it drops any.
-        build, two = function_of(module, "build_alibi_tensor"), torch.ones(1, 2, dtype=torch.int64)
-        heads, scaled = model.config.num_attention_heads, module.inv_norm_factor
-        options["slopes"] = lambda: _slopes(build(two, heads, torch.float32)) * scaled
+        build, heads = function_of(module, "build_alibi_tensor"), model.config.num_attention_heads
+        options["slopes"] = lambda: _slopes(build, heads) * module.inv_norm_factor
         options["dropout"] = module.attention_dropout.p
     out = _attend(model, module, query, key, value, scaling=module.inv_norm_factor, cache=layer_past, **options)
     return module.dense(out.flatten(-2)), None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -213,14 +215,9 @@ class PipelinedLoop:
             step.run(schedule.forward_passes())
         return step.losses
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[Any]:
         """Within it the engine's methods may be called."""
-        self._running = True
-        try:
-            yield
-        finally:
-            self._running = False
+        return mock.patch.object(self, "_running", True)
 
     def _ready(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Stages have to know how long a micro-batch is before the model is called with it."""

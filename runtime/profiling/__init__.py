@@ -1,6 +1,6 @@
 """Measures the machine that it runs on, for `parcompile profile`: compute, memory, links.
 
-The machine as a whole: what all ranks measured, as one accelerator preset.
+What all ranks measured becomes one accelerator preset.
 """
 
 from __future__ import annotations

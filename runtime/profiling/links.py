@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parcompile.runtime.transport import start_all_gather, start_all_reduce, start_reduce_scatter
 
@@ -120,12 +121,7 @@ def pair_rates(device: torch.device, nodes: Sequence[str], seconds: float) -> li
 
                 def exchange(peer: int | None = peer, mine: dist.ProcessGroup = mine) -> None:
                     if peer is not None:
-                        sends = [
-                            dist.P2POp(dist.isend, message, peer, mine),
-                            dist.P2POp(dist.irecv, received, peer, mine),
-                        ]
-                        for work in dist.batch_isend_irecv(sends):
-                            work.wait()
+                        _send_and_receive(message, peer, received, peer, mine)
 
                 once = _seconds(exchange, device, seconds / 3 / len(classes))
                 if peer is not None and (rank, peer) in pairs:
@@ -165,20 +161,20 @@ def _collectives(
     part, received = whole[: whole.numel() // ranks].clone(), torch.empty_like(whole)
     around = (ranks - 1) / ranks
 
-    def ring() -> None:
-        sends = [
-            dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
-        ]
-        for work in dist.batch_isend_irecv(sends):
-            work.wait()
-
+    members = dist.get_process_group_ranks(group)
+    behind, ahead = members[(rank - 1) % ranks], members[(rank + 1) % ranks]
     return {
         "all-reduce": (lambda: start_all_reduce(whole, group).wait(), 2 * around),
         "all-gather": (lambda: start_all_gather(part, group).wait(0), around),
         "reduce-scatter": (lambda: start_reduce_scatter(whole, 0, group).wait(), around),
-        "ring exchange": (ring, 1.0),
+        "ring exchange": (lambda: _send_and_receive(whole, ahead, received, behind, group), 1.0),
     }
+
+
+def _send_and_receive(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    sends = [dist.P2POp(dist.isend, sent, to, group), dist.P2POp(dist.irecv, received, source, group)]
+    for work in dist.batch_isend_irecv(sends):
+        work.wait()
 
 
 def _seconds(call: Callable[[], object], device: torch.device, share: float) -> float:
