@@ -171,9 +171,6 @@ def slice_table(plan: Plan) -> str:
     return "\n".join(["a..b: from a up to, not including, b", *columns(rows)])
 
 
-# -- on a rank ---------------------------------------------------------------------------------------------------------
-
-
 def _step_of_rank(rank: int, plan: Plan) -> dict[str, Any]:  # noqa: ARG001 -- the world's signature
     from deepspeed.utils import logger
 
@@ -206,9 +203,6 @@ def _samples(plan: Plan) -> Iterator[Tensor]:
 def _digest(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return tuple(tensor.shape), str(tensor.dtype), hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-# -- in one process ----------------------------------------------------------------------------------------------------
 
 
 def _step_of_one_process(plan: Plan, model: Any) -> StepResult:
@@ -264,9 +258,6 @@ def _refuse(plan: Plan) -> None:
             f"this machine has {format_bytes(memory_bytes)}: a rank may hold all weights; use a smaller model",
             everywhere=True,
         )
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def _ranks_text(plan: Plan) -> str:

@@ -2,8 +2,6 @@
 
 Each kind of layer, the heads of a rank, how kv heads are repeated, routing, rotary embeddings, scales and norms stay.
 Windows, and the lengths at which rotary embeddings change, become so short that a short sequence crosses them.
-
-One layer of each kind, with as few heads, groups and experts as show how a rank holds them.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ transformers' modules call functions of their own files for the convolution and 
 the functions get another in front, once: called from an injected module it works on the pieces of the micro-batch,
 otherwise it is transformers'.
 
-Lightning attention of Hugging Face models over pieces of a sequence, with this rank's heads.
-
-Source: `MiniMaxLightningAttention` of transformers 5.23, whose results this gives in fp32. In 16 bits transformers
-keeps the state in 16 bits, and this in fp32.
+Source of lightning attention: `MiniMaxLightningAttention` of transformers 5.23, whose results this gives in fp32. In 16
+bits transformers keeps the state in 16 bits, and this in fp32.
 """
 
 from __future__ import annotations
