@@ -185,14 +185,9 @@ def _of_plug_ins(entries: Sequence[Rule], resolution: Resolution, targets: Colle
     works = [functools.partial(_judged, entry, resolution) for entry in entries]
     for entry, outcome in zip(entries, entry_points.apart(works, entry_points.SECONDS), strict=True):
         if isinstance(outcome, entry_points.Failure):
-            outcome = [
-                Finding(
-                    f"the {entry.title_of_origin} failed: {outcome.why}",
-                    (),
-                    help=f"report it to its authors, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
-                    severity=Severity.ERROR,
-                )
-            ]
+            message = f"the {entry.title_of_origin} failed: {outcome.why}"
+            hint = f"report it to its authors, or run with {entry_points.VARIABLE}=0 and without all plug-ins"
+            outcome = [Finding(message, (), hint, severity=Severity.ERROR)]
         yield from (_diagnostic(entry, finding, targets) for finding in outcome)
 
 
@@ -242,17 +237,8 @@ def check(resolution: Resolution, targets: Collection[str] = DEFAULT_TARGETS) ->
             found.extend(_diagnostic(entry, finding, targets) for finding in entry.check(resolution))
     found.extend(_of_plug_ins([entry for entry in concerned if entry.origin], resolution, targets))
     problems = [*_added().problems, *(one for one in (family_problem(_model_type(resolution)),) if one)]
-    found.extend(
-        Diagnostic(
-            code=BROKEN_PLUGIN,
-            severity=Severity.ERROR,
-            message=f"the {problem}",
-            path=(),
-            help=f"fix or uninstall it, or run with {entry_points.VARIABLE}=0 and without all plug-ins",
-        )
-        for problem in problems
-    )
-    return found
+    hint = f"fix or uninstall it, or run with {entry_points.VARIABLE}=0 and without all plug-ins"
+    return found + [Diagnostic(BROKEN_PLUGIN, Severity.ERROR, f"the {problem}", help=hint) for problem in problems]
 
 
 def _model_type(resolution: Resolution) -> object:
@@ -265,14 +251,10 @@ def _model_type(resolution: Resolution) -> object:
 def _diagnostic(entry: Rule, finding: Finding, targets: Collection[str]) -> Diagnostic:
     nobody_runs_it = LAUNCHED in targets and entry.run_by and not set(entry.run_by) & set(targets)
     elsewhere = f"; or ask for the files of {' or '.join(entry.run_by)} with --target" if nobody_runs_it else ""
+    severity = Severity.ERROR if nobody_runs_it else finding.severity or entry.severity
+    hint = finding.help and finding.help + elsewhere
     return Diagnostic(
-        code=entry.code,
-        severity=Severity.ERROR if nobody_runs_it else finding.severity or entry.severity,
-        message=finding.message,
-        path=finding.path,
-        help=finding.help and finding.help + elsewhere,
-        fixes=finding.fixes,
-        related=finding.related,
+        entry.code, severity, finding.message, finding.path, help=hint, fixes=finding.fixes, related=finding.related
     )
 
 

@@ -1,12 +1,14 @@
-"""What rules have in common: numbers that they suggest, and second places of a conflict."""
+"""What rules have in common: numbers that they suggest, second places of a conflict, and findings with one remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parcompile.diagnostics import Related, Safety
+from parcompile.diagnostics import Fix, Path, Related, Safety
 from parcompile.layout.groups import Axis, divisors
 from parcompile.spec.resolve import Resolution
+
+from . import Finding
 
 # Numbers that rules suggest.
 
@@ -63,3 +65,25 @@ def layout_change(spec: Resolution) -> Safety:
     if spec.given("training", "global_batch_size"):
         return Safety.CHANGES_COST
     return Safety.CHANGES_NUMERICS
+
+
+# Findings with one remedy.
+
+
+def removable(
+    path: Path, message: str, hint: str | None = None, related: tuple[Related, ...] = (), safety: Safety = Safety.SAFE
+) -> Finding:
+    """A finding that goes away without the key at `path`."""
+    return Finding(message, path, hint, (Fix.removing(path, safety),), related)
+
+
+def settable(
+    path: Path,
+    values: Iterable[object],
+    message: str,
+    hint: str | None = None,
+    related: tuple[Related, ...] = (),
+    safety: Safety = Safety.CHANGES_COST,
+) -> Finding:
+    """A finding that goes away with any of these values at `path`."""
+    return Finding(message, path, hint, tuple(Fix.setting(path, value, safety) for value in values), related)

@@ -11,13 +11,14 @@ from parcompile.spec.rampup import MOST_INCREMENTS
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
-from .arithmetic import also, listed, nearest_multiples
+from .arithmetic import also, listed, nearest_multiples, removable
 
 # The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding.
 
 _TOTAL = ("training", "global_batch_size")
 _MICRO = ("training", "micro_batch_size")
 _STEPS = ("training", "gradient_accumulation_steps")
+_PP = ("parallelism", "pp")
 
 
 @rule("B001")
@@ -82,7 +83,7 @@ def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
         bubble, equation = _bubble(spec)
         yield Finding(
             f"{steps} micro-batches < pp {pp}: the bubble {equation} is {bubble:.0%} of the ideal",
-            ("parallelism", "pp"),
+            _PP,
             help=f"use {pp} micro-batches or more: a larger global batch, a smaller micro-batch, or less pp",
             related=also(spec, _TOTAL, _MICRO, _STEPS),
         )
@@ -94,10 +95,7 @@ def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
     pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if 1 < pp <= steps:
         bubble, equation = _bubble(spec)
-        yield Finding(
-            f"pipeline bubble {equation} micro-batches = {bubble:.1%} of the ideal time",
-            ("parallelism", "pp"),
-        )
+        yield Finding(f"pipeline bubble {equation} micro-batches = {bubble:.1%} of the ideal time", _PP)
 
 
 def _bubble(spec: Resolution) -> tuple[float, str]:
@@ -126,7 +124,6 @@ def inferred_batch_is_shown(spec: Resolution) -> Iterator[Finding]:
 
 _GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
 _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
-_PP = ("parallelism", "pp")
 
 
 @rule("B006")
@@ -141,13 +138,14 @@ def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
     near = sorted((size for size in divisors(steps) if size >= pp), key=lambda size: (abs(size - group), size))[:2]
     fixes = [Fix.setting(_GROUP, size, Safety.CHANGES_COST) for size in near]
     fixes += _other_batches(spec)
-    fixes.append(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, _without(spec)))
+    without = tuple(Edit(path, remove=True) for path in (_VIRTUAL, _GROUP) if spec.given(*path))
+    fixes.append(Fix(f"remove {_VIRTUAL[-1]}", Safety.CHANGES_COST, without))
     yield Finding(
         message + (f"; nearest: {listed(near)}" if near else ""),
         _GROUP if spec.given(*_GROUP) else _VIRTUAL,
         help=f"use a number of micro-batches that is a multiple of pp {pp}, or another group",
         fixes=tuple(fixes),
-        related=also(spec, _PP, _TOTAL, ("training", "gradient_accumulation_steps")),
+        related=also(spec, _PP, _TOTAL, _STEPS),
     )
 
 
@@ -162,28 +160,19 @@ def _wrong_groups(group: int, pp: int, steps: int) -> str | None:
 
 
 def _other_batches(spec: Resolution) -> list[Fix]:
-    if not spec.given(*_TOTAL) or spec.given("training", "gradient_accumulation_steps"):
+    if not spec.given(*_TOTAL) or spec.given(*_STEPS):
         return []
     whole = spec.axis(Axis.PP) * spec.micro_batch_size * spec.axis(Axis.DP)
     near = [value for value in nearest_multiples(spec.global_batch_size, whole) if value != spec.global_batch_size]
     return [Fix.setting(_TOTAL, value, Safety.CHANGES_NUMERICS) for value in near]
 
 
-def _without(spec: Resolution) -> tuple[Edit, ...]:
-    return tuple(Edit(path, remove=True) for path in (_VIRTUAL, _GROUP) if spec.given(*path))
-
-
 @rule("B007", severity=Severity.WARNING)
 def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for the key without virtual stages."""
     if spec.given(*_GROUP) and spec.virtual_stages == 1:
-        yield Finding(
-            f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1",
-            _GROUP,
-            help=f"remove it, or set {_VIRTUAL[-1]}",
-            fixes=(Fix.removing(_GROUP, Safety.SAFE),),
-            related=also(spec, _VIRTUAL),
-        )
+        message = f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1"
+        yield removable(_GROUP, message, f"remove it, or set {_VIRTUAL[-1]}", also(spec, _VIRTUAL))
 
 
 # Batches of evaluation.
@@ -237,7 +226,6 @@ def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
     if (ramp := spec.rampup_batch_size) is None:
         return
     full, near = spec.global_batch_size, also(spec, _TOTAL, _MICRO, ("parallelism", "dp"))
-    removal = Fix.removing(_RAMP, Safety.CHANGES_NUMERICS)
     way = full - ramp.start
     if not ramp.fits(full):
         equation = f"(global_batch_size {full} − start {ramp.start}) / increment {ramp.increment}"
@@ -251,6 +239,7 @@ def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
         else:
             message = f"{equation} = {way // ramp.increment:,} increments are more than {MOST_INCREMENTS:,}"
             path, instead = "increment", f"use an increment of {-(-way // MOST_INCREMENTS):,} or more"
+        removal = Fix.removing(_RAMP, Safety.CHANGES_NUMERICS)
         yield Finding(message, (*_RAMP, path), help=instead, fixes=(removal,), related=near)
         return
     micro, dp, pp = spec.micro_batch_size, spec.axis(Axis.DP), spec.axis(Axis.PP)
@@ -265,7 +254,7 @@ def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
             instead = f"use a start and an increment that are multiples of {micro * dp * group}"
         else:
             continue
-        yield Finding(message, _RAMP, help=instead, fixes=(removal,), related=near)
+        yield removable(_RAMP, message, instead, near, Safety.CHANGES_NUMERICS)
         return
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from parcompile.cost.context_exchanges import Heads, heads_of_rank
 from parcompile.cost.context_time import context_fault, exchange_fault
-from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
-from parcompile.layout.groups import AXES, Axis, divisors
+from parcompile.diagnostics import Fix, Related, Safety, Severity
+from parcompile.layout.groups import DENSE_AXES, Axis, divisors
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, level_sizes
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
 
 from . import Finding, rule
-from .arithmetic import also, listed, nearest_multiples
+from .arithmetic import also, listed, nearest_multiples, removable, settable
 
 _LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")
@@ -33,13 +33,8 @@ def length_finding(spec: Resolution, message: str, related: tuple[Related, ...])
     """A length that does not divide, with the lengths next to it that do."""
     divisor = _divisor(spec)
     near = nearest_multiples(spec.sequence_length, divisor)
-    return Finding(
-        f"{message}; nearest: {listed(near)}",
-        _LENGTH,
-        help=f"write a multiple of {divisor}",
-        fixes=tuple(Fix.setting(_LENGTH, value, Safety.CHANGES_NUMERICS) for value in near),
-        related=related,
-    )
+    message = f"{message}; nearest: {listed(near)}"
+    return settable(_LENGTH, near, message, f"write a multiple of {divisor}", related, Safety.CHANGES_NUMERICS)
 
 
 @rule("C001")
@@ -61,11 +56,7 @@ def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
 def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
     """Fires when cp_layout is given at cp 1."""
     if spec.given(*_LAYOUT) and spec.axis(Axis.CP) == 1:
-        yield Finding(
-            f"cp_layout {spec.cp_layout.value} has no effect with cp 1",
-            _LAYOUT,
-            fixes=(Fix.removing(_LAYOUT, Safety.SAFE),),
-        )
+        yield removable(_LAYOUT, f"cp_layout {spec.cp_layout.value} has no effect with cp 1")
 
 
 @rule("C010")
@@ -73,18 +64,12 @@ def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
     """Fires for the striped layout with layers that carry a state, or with keys that stand for windows of tokens."""
     if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
         return
-    found = []
-    found += [f"{len(one.layers)} {one.states}" for one in spec.shape.parts if one.states]
+    found = [f"{len(one.layers)} {one.states}" for one in spec.shape.parts if one.states]
     if rates := spec.shape.window_rates:
         found.append(f"compressed KV of {listed(rates)} tokens")
     for what in found:
-        yield Finding(
-            f"cp_layout striped with {what}",
-            _LAYOUT,
-            help="zigzag and contiguous deal pieces of the sequence",
-            fixes=tuple(Fix.setting(_LAYOUT, name, Safety.CHANGES_COST) for name in ("zigzag", "contiguous")),
-            related=also(spec, _CP),
-        )
+        message, hint = f"cp_layout striped with {what}", "zigzag and contiguous deal pieces of the sequence"
+        yield settable(_LAYOUT, ("zigzag", "contiguous"), message, hint, also(spec, _CP))
 
 
 @rule("C011")
@@ -99,13 +84,14 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
     if length // pieces >= longest.tokens:
         return
     least = pieces * longest.tokens
-    yield Finding(
+    yield settable(
+        _LENGTH,
+        [least],
         f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {longest.told}: the "
         f"convolution of the next piece sees {longest.tokens} tokens of it",
-        _LENGTH,
-        help=f"write {least} or more, or a smaller cp",
-        fixes=(Fix.setting(_LENGTH, least, Safety.CHANGES_NUMERICS),),
-        related=also(spec, _CP, _LAYOUT),
+        f"write {least} or more, or a smaller cp",
+        also(spec, _CP, _LAYOUT),
+        Safety.CHANGES_NUMERICS,
     )
 
 
@@ -117,13 +103,10 @@ def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
         return  # every token of a state costs the same
     if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
         share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
-        yield Finding(
-            f"cp_layout contiguous with cp {cp}: on average a rank does {share:.0%} of the busiest rank's attention",
-            _LAYOUT,
-            help="zigzag gives all ranks equal work",
-            fixes=(Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST),),
-            related=also(spec, _CP),
+        message = (
+            f"cp_layout contiguous with cp {cp}: on average a rank does {share:.0%} of the busiest rank's attention"
         )
+        yield settable(_LAYOUT, ["zigzag"], message, "zigzag gives all ranks equal work", also(spec, _CP))
 
 
 _NAME = ("parallelism", "cp_implementation")
@@ -149,14 +132,12 @@ def _heads(spec: Resolution) -> Heads:
 
 
 def _use(name: CpImplementation) -> Fix:
-    edits = [Edit(_NAME, name.value)]
-    return Fix(f"set cp_implementation to {name.value}", Safety.CHANGES_COST, tuple(edits))
+    return Fix.setting(_NAME, name.value, Safety.CHANGES_COST)
 
 
 def resize(sizes: tuple[int, int]) -> Fix:
     """Other sizes of the two levels."""
-    title = f"set hierarchical_cp_sizes to [{sizes[0]}, {sizes[1]}]"
-    return Fix(title, Safety.CHANGES_COST, (Edit(_SIZES, list(sizes)),))
+    return Fix.setting(_SIZES, list(sizes), Safety.CHANGES_COST)
 
 
 def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
@@ -215,10 +196,7 @@ def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
             "cp_implementation usp with cp_layout striped: usp cannot run striped chunks",
             _NAME,
             help="write cp_layout zigzag, or another implementation",
-            fixes=(
-                Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST),
-                _use(CpImplementation.RING),
-            ),
+            fixes=(Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST), _use(CpImplementation.RING)),
             related=also(spec, _LAYOUT),
         )
 
@@ -252,22 +230,17 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
 @rule("C008", severity=Severity.INFO)
 def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
     """Fires for either key where nothing reads it."""
-
-    def unused(path: Path, message: str) -> Finding:
-        fix = Fix.removing(path, Safety.SAFE)
-        return Finding(message, path, fixes=(fix,))
-
     cp = spec.axis(Axis.CP)
     if cp == 1 and spec.given(*_NAME):
-        yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
+        yield removable(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
     elif spec.given(*_NAME) and not spec.shape.attends:
-        yield unused(_NAME, f"cp_implementation {spec.named_implementation} has no effect: no layer attends")
+        yield removable(_NAME, f"cp_implementation {spec.named_implementation} has no effect: no layer attends")
     sizes = spec.given_sizes
     if sizes is None or (cp > 1 and spec.named_implementation == AUTO and sizes[0] * sizes[1] != cp):
         return  # W012 speaks of another product
     if cp == 1 or not spec.context_parallel.implementation.has_levels:
         name = f"cp_implementation {spec.context_parallel.implementation.value}" if cp > 1 else "cp 1"
-        yield unused(_SIZES, f"hierarchical_cp_sizes have no effect with {name}")
+        yield removable(_SIZES, f"hierarchical_cp_sizes have no effect with {name}")
 
 
 @rule("C009", severity=Severity.WARNING)
@@ -277,10 +250,8 @@ def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
     if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
         return
     order = spec.order
-    inside = [axis for axis in AXES if axis is not Axis.EP and order.index(axis) < order.index(Axis.CP)]
-    stride = 1
-    for axis in inside:
-        stride *= spec.axis(axis)
+    inside = [axis for axis in DENSE_AXES if order.index(axis) < order.index(Axis.CP)]
+    stride = math.prod(map(spec.axis, inside))
     if stride * sizes[0] > per_node:
         yield Finding(
             f"inner level {sizes[0]} · {stride} ranks from one to the next = {stride * sizes[0]} ranks > gpus_per_node "

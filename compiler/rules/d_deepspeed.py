@@ -14,13 +14,13 @@ from parcompile.backends.deepspeed import (
     refused_scaling,
     wrong_scale,
 )
-from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 
 from . import Finding, rule
-from .arithmetic import also
+from .arithmetic import also, removable
 
 # The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 
@@ -36,9 +36,9 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
         if key in DECIDED_BY:
             place = tuple(DECIDED_BY[key].split("."))
             message = f"{key} is decided by {DECIDED_BY[key]}"
-            yield _refused(path, message, f"set {DECIDED_BY[key]} instead", also(spec, place))
+            yield removable(path, message, f"set {DECIDED_BY[key]} instead", also(spec, place), Safety.CHANGES_COST)
         elif key in FORBIDDEN:
-            yield _refused(path, f"{key}: {FORBIDDEN[key]}", "remove it")
+            yield removable(path, f"{key}: {FORBIDDEN[key]}", "remove it", (), Safety.CHANGES_COST)
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         if (
@@ -47,12 +47,10 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
             and not (first_stage(key) == 3 and spec.zero_stage < 3)  # it only has no effect there: Z003
         ):
             path = ("deepspeed", "zero_optimization", key)
-            place = ("zero", "stage")
-            related = also(spec, place) if key == "stage" else ()
+            related = also(spec, ("zero", "stage")) if key == "stage" else ()
             setter, says, _ = FORBIDDEN_ZERO[key].partition(" sets it")
-            yield _refused(
-                path, f"{key}: {FORBIDDEN_ZERO[key]}", f"set {setter} instead" if says else "remove it", related
-            )
+            hint = f"set {setter} instead" if says else "remove it"
+            yield removable(path, f"{key}: {FORBIDDEN_ZERO[key]}", hint, related, Safety.CHANGES_COST)
 
 
 @rule("D004", targets=("deepspeed",))
@@ -61,12 +59,8 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
 
     def search(node: object, path: Path) -> Iterator[Finding]:
         if node == "auto":
-            yield Finding(
-                '"auto" would be passed to DeepSpeed unchanged',
-                path,
-                help="write a value, or remove the key",
-                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
-            )
+            message, hint = '"auto" would be passed to DeepSpeed unchanged', "write a value, or remove the key"
+            yield removable(path, message, hint, (), Safety.CHANGES_COST)
         elif isinstance(node, Mapping):
             for key, value in node.items():
                 if refusal((*path[1:], key)) is None:
@@ -76,11 +70,6 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
                 yield from search(value, (*path, index))
 
     yield from search(spec.get("deepspeed"), ("deepspeed",))
-
-
-def _refused(path: Path, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:
-    fixes = (Fix.removing(path, Safety.CHANGES_COST),)
-    return Finding(message, path, help=hint, fixes=fixes, related=related)
 
 
 # Further DeepSpeed keys that change the numbers of a run, wrongly or merely differently.
@@ -95,12 +84,9 @@ _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
     """Fires when gradients are predivided, and when they are not averaged."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
-        yield Finding(
-            f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large",
-            _REDUCTION,
-            help="remove it: the mean over dp is what the plan's loss needs",
-            fixes=(_removal(_REDUCTION),),
-        )
+        message = f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large"
+        hint = "remove it: the mean over dp is what the plan's loss needs"
+        yield removable(_REDUCTION, message, hint, (), Safety.CHANGES_NUMERICS)
     factor = spec.get(*_PREDIVIDE) if spec.given(*_PREDIVIDE) else 1
     prescale = spec.given(*_PRESCALE) and spec.get(*_PRESCALE) is True
     if factor == 1 and not prescale:
@@ -110,23 +96,17 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
     path = _PREDIVIDE if factor != 1 else _PRESCALE
     refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor)
     if refused is not None:
-        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=(_removal(path),))
+        yield removable(path, refused, "remove it, or switch reduce_scatter off", (), Safety.CHANGES_NUMERICS)
         return
     cp = spec.axis(Axis.CP)
-    wrong = wrong_scale(
-        stage,
-        reduce_scatter=scatter,
-        prescale=prescale,
-        predivide=factor,
-        ranks=spec.axis(Axis.DP) * cp,
-        cp=cp,
-    )
+    ranks = spec.axis(Axis.DP) * cp
+    wrong = wrong_scale(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor, ranks=ranks, cp=cp)
     if wrong is not None:
         yield Finding(
             f"gradient_predivide_factor {factor:g} with reduce_scatter false: gradients come out {wrong}",
             _PREDIVIDE,
             help="write another factor, or remove one of the two",
-            fixes=(_removal(_PREDIVIDE), _removal(_SCATTER)),
+            fixes=tuple(Fix.removing(one, Safety.CHANGES_NUMERICS) for one in (_PREDIVIDE, _SCATTER)),
             related=also(spec, _SCATTER),
         )
 
@@ -165,7 +145,3 @@ def _overlaps(spec: Resolution) -> bool:
         return replace(workload_of(spec.spec()), overlap_comm=None).overlaps_gradients
     except ValueError:
         return False  # other rules say what is wrong
-
-
-def _removal(path: tuple[str, ...]) -> Fix:
-    return Fix.removing(path, Safety.CHANGES_NUMERICS)

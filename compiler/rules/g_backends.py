@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Fix, Safety, Severity
+from parcompile.diagnostics import Safety, Severity
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
+from .arithmetic import removable
 
 _MEGATRON = ("backends", "megatron")
 
@@ -24,9 +25,8 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
     for name, value in spec.get(*_MEGATRON).items():
         why = refusal(name, value, has_schedule=has_schedule, balances=balances)
         if why is not None:
-            place = (*_MEGATRON, name)
-            fix = Fix.removing(place, Safety.CHANGES_NUMERICS)
-            yield Finding(why, place, help="remove it, or write it as the message says", fixes=(fix,))
+            hint = "remove it, or write it as the message says"
+            yield removable((*_MEGATRON, name), why, hint, (), Safety.CHANGES_NUMERICS)
 
 
 @rule("G002", severity=Severity.INFO)

@@ -17,11 +17,12 @@ from parcompile.layout.shards import SplitError
 from parcompile.machines import PresetError, accelerators, is_preset_file
 from parcompile.model.derived_rows import dense_mlps, shared_inputs
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
 from . import ESTIMATE, PEAK_RULE, Finding, rule
-from .arithmetic import also, model_path
+from .arithmetic import also, model_path, settable
 from .z_zero import the_host_can_hold_the_optimizer
 
 if TYPE_CHECKING:
@@ -33,22 +34,6 @@ if TYPE_CHECKING:
 _ACCELERATOR = ("cluster", "accelerator")
 _DP = ("parallelism", "dp")
 _STEPS = ("training", "gradient_accumulation_steps")
-_PLACES: dict[str, tuple[str, str]] = {
-    "activation_checkpointing": ("training", "activation_checkpointing"),
-    "activation_offloading": ("training", "activation_offloading"),
-    "linear_cross_entropy": ("training", "linear_cross_entropy"),
-    "gather_inputs_again": ("training", "gather_inputs_again"),
-    "tiled_mlp": ("training", "tiled_mlp"),
-    "micro_batch_size": ("training", "micro_batch_size"),
-    "sequence_parallel": ("parallelism", "sequence_parallel"),
-    "tp": ("parallelism", "tp"),
-    "ep": ("parallelism", "ep"),
-    "pp": ("parallelism", "pp"),
-    "cp": ("parallelism", "cp"),
-    "stage": ("zero", "stage"),
-    "nodes": ("cluster", "nodes"),
-    "offload_optimizer": ("zero", "offload_optimizer"),
-}
 _NO_SMALL_CHANGE = (
     "none of the changes of one to three values that were tried fits: `parcompile search` looks at every layout of a "
     "spec whose axes are left out, and says what would fit if none does"
@@ -73,7 +58,7 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
         _ACCELERATOR,
         help=None if found or not has_whole_batch(spec) else _NO_SMALL_CHANGE,
         fixes=tuple(as_fix(spec, one) for one in found),
-        related=also(spec, *(_PLACES[name] for name in ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
+        related=also(spec, *map(place_of, ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
         severity=Severity.ERROR if chance < HOPELESS else Severity.WARNING,
     )
 
@@ -101,14 +86,13 @@ def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
     words = [replace(work, recompute=word) for word in work.recompute_words]
     parts = shared_inputs(work.shape)
     if work.gathers_inputs and parts and not any(one.gathers_again(part) for one in words for part in parts):
-        place = ("training", "gather_inputs_again")
         split = "with" if work.sequence_parallel else "without"
-        yield Finding(
+        yield settable(
+            place_of("gather_inputs_again"),
+            [False],
             f"gather_inputs_again has no effect with tp {work.tp} {split} sequence parallelism at zero.stage "
             f"{work.zero_stage}, activation_checkpointing {work.recompute_text}",
-            place,
-            help="leave it out: it is for sequence parallelism up to stage 2, where no parts are recomputed",
-            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
+            "leave it out: it is for sequence parallelism up to stage 2, where no parts are recomputed",
         )
 
 
@@ -116,14 +100,9 @@ def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool =
     """Fires where a switch of `training` makes the peak of a rank higher than it is without, or is `useless`."""
     taken, without = (_footprint(one).peak.total_bytes for one in (work, other))
     if without < taken or useless:
-        place = ("training", name)
-        yield Finding(
-            f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of "
-            f"{format_bytes(taken)} with it and of {format_bytes(without)} without",
-            place,
-            help="leave it out: it saves memory for longer sequences",
-            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
-        )
+        message = f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of {format_bytes(taken)} "
+        message += f"with it and of {format_bytes(without)} without"
+        yield settable(place_of(name), [False], message, "leave it out: it saves memory for longer sequences")
 
 
 @rule("H005", severity=Severity.INFO, targets=(ESTIMATE,))
@@ -243,20 +222,17 @@ def changes(spec: Resolution, work: Workload) -> list[Change]:
 
 def as_fix(spec: Resolution, change: Change) -> Fix:
     """The edits of a change, with those that keep the world whole and the global batch as it is."""
-    edits = [Edit(_PLACES.get(name, ("parallelism", name)), value) for name, value in change.settings.items()]
+    edits = [Edit(place_of(name), value) for name, value in change.settings.items()]
     if spec.given(*_DP) and spec.get(*_DP) != "auto" and spec.get(*_DP) != change.work.dp:
         edits.append(Edit(_DP, change.work.dp))
     if spec.given(*_STEPS) or not spec.given("training", "global_batch_size"):
         edits.append(Edit(_STEPS, change.work.micro_batches))
-    said = [f"{_name(edit.path)} to {_written(edit, change)}" for edit in edits]
+    names: dict[Path, str] = {place_of("stage"): "zero.stage"}
+    said = [f"{names.get(edit.path, str(edit.path[-1]))} to {_written(edit, change)}" for edit in edits]
     title = f"set {', '.join(said[:-1])}{' and ' if len(said) > 1 else ''}{said[-1]}"
     cost = "as long" if abs(change.cost) < 0.0005 else f"{change.cost:+.1%}".replace("%", " %").replace("-", "−")
     size, seconds = format_bytes(change.memory.peak.total_bytes), format_seconds(change.seconds)
     return Fix(f"{title}: peak {size}, step {seconds} ({cost})", Safety.CHANGES_COST, tuple(edits))
-
-
-def _name(path: Path) -> str:
-    return "zero.stage" if path == _PLACES["stage"] else str(path[-1])
 
 
 def _written(edit: Edit, change: Change) -> str:
@@ -334,7 +310,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     parts = [{"optimizer": "the optimizer", "param": "weights"}[part] for part in moved] + ["activations"] * kept
     one = parts == ["the optimizer"]
     said = f"{' and '.join(parts)} of {ranks} take{'s' * one} {format_bytes(needed)} of each node's memory"
-    places = [("zero", f"offload_{part}") for part in moved] + [_PLACES["activation_offloading"]] * kept
+    places = [("zero", f"offload_{part}") for part in moved] + [place_of("activation_offloading")] * kept
     place, is_given, source = places[0], spec.given(*_HOST_MEMORY), ""
     room = float(spec.get(*_HOST_MEMORY)) * GIB if is_given else usual_host_bytes(work)
     if not is_given:

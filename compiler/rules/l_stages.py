@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from . import Finding, rule
-from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, nearest_multiples
+from .arithmetic import (
+    also,
+    layout_change,
+    listed,
+    model_path,
+    nearest_divisors,
+    nearest_multiples,
+    removable,
+    settable,
+)
 
 _PP = ("parallelism", "pp")
 _FIRST = ("parallelism", "num_layers_in_first_pipeline_stage")
@@ -127,13 +136,8 @@ def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     path = next(iter(ends))
     near = _nearest_end(path, ends, layers, middle)
     fixes = [Fix.setting(path, value, Safety.CHANGES_COST) for value in near]
-    fixes.append(
-        Fix(
-            f"remove {' and '.join(one[-1] for one in ends)}",
-            Safety.CHANGES_COST,
-            tuple(Edit(one, remove=True) for one in ends),
-        )
-    )
+    removal = f"remove {' and '.join(one[-1] for one in ends)}"
+    fixes.append(Fix(removal, Safety.CHANGES_COST, tuple(Edit(one, remove=True) for one in ends)))
     yield Finding(
         f"{equation}: {why}" + (f"; nearest {path[-1]}: {listed(near)}" if near else ""),
         path,
@@ -143,13 +147,12 @@ def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-def _nearest_end(path: Path, ends: dict[tuple[str, str], int], layers: int, middle: int) -> tuple[int, ...]:
+def _nearest_end(path: tuple[str, str], ends: dict[tuple[str, str], int], layers: int, middle: int) -> tuple[int, ...]:
     """The numbers of layers next to the given one with which the rest divides."""
     room = layers - sum(value for other, value in ends.items() if other != path)
-    value = next(value for other, value in ends.items() if other == path)
     if middle < 1:
         return (room,) if room > 0 and middle == 0 else ()
-    lefts = nearest_multiples(max(room - value, 1), middle)
+    lefts = nearest_multiples(max(room - ends[path], 1), middle)
     return tuple(room - left for left in lefts if room - left > 0)
 
 
@@ -166,14 +169,10 @@ def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
     total, _ = _counted(spec)
     share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
     near = nearest_divisors(virtual, *set(counts), count=3)
-    yield Finding(
-        f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; nearest: "
-        f"{listed(near[:2])}",
-        _VIRTUAL,
-        help=f"use a divisor of {listed(set(counts))}",
-        fixes=tuple(Fix.setting(_VIRTUAL, size, Safety.CHANGES_COST) for size in near),
-        related=also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS),
-    )
+    message = f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; "
+    message += f"nearest: {listed(near[:2])}"
+    related = also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS)
+    yield settable(_VIRTUAL, near, message, f"use a divisor of {listed(set(counts))}", related)
 
 
 def _per_rank(spec: Resolution) -> tuple[int, ...]:
@@ -193,13 +192,8 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
 def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages at pp 1."""
     if spec.virtual_stages > 1 and spec.axis(Axis.PP) == 1:
-        yield Finding(
-            f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave",
-            _VIRTUAL,
-            help=f"remove {_VIRTUAL[-1]}, or use pp 2 or more",
-            fixes=(Fix.removing(_VIRTUAL, Safety.SAFE),),
-            related=also(spec, _PP),
-        )
+        message = f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave"
+        yield removable(_VIRTUAL, message, f"remove {_VIRTUAL[-1]}, or use pp 2 or more", also(spec, _PP))
 
 
 @rule("L008")
@@ -213,13 +207,8 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     elif spec.shape.moe is not None and spec.shape.moe.layers is not None:
         kinds = f"{len(spec.shape.moe.layers)} of {layers} layers that have experts"
     if spec.virtual_stages > 1 and kinds:
-        yield Finding(
-            f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}",
-            _VIRTUAL,
-            help=f"remove {_VIRTUAL[-1]}",
-            fixes=(Fix.removing(_VIRTUAL, Safety.CHANGES_COST),),
-            related=also(spec, _PP),
-        )
+        message, hint = f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}", f"remove {_VIRTUAL[-1]}"
+        yield removable(_VIRTUAL, message, hint, also(spec, _PP), Safety.CHANGES_COST)
 
 
 def _stages(spec: Resolution) -> tuple[Stage, ...]:
@@ -264,13 +253,8 @@ def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     split = spec.pipeline_split
     for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)):
         if value:
-            yield Finding(
-                f"{path[-1]} has no effect with pp 1: one stage holds all layers",
-                path,
-                help=f"remove {path[-1]}",
-                fixes=(Fix.removing(path, Safety.SAFE),),
-                related=also(spec, _PP),
-            )
+            message = f"{path[-1]} has no effect with pp 1: one stage holds all layers"
+            yield removable(path, message, f"remove {path[-1]}", also(spec, _PP))
 
 
 # Layers that are one module stay on one stage.
@@ -285,10 +269,7 @@ def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
     cut = [stage.layers.start for stage in _stages(spec) if stage.layers.start % together]
     if cut:
         sizes = [pp for pp in divisors(layers // together) if pp <= spec.axis(Axis.PP)]
-        yield Finding(
-            f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(cut)} of {layers}, of which {together} are one "
-            "module",
-            _PP,
-            help=f"give each stage a multiple of {together} layers; pp can be {listed(sizes)}",
-            fixes=tuple(Fix.setting(_PP, pp, layout_change(spec)) for pp in sizes),
-        )
+        message = f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(cut)} of {layers}, of which {together} "
+        message += "are one module"
+        hint = f"give each stage a multiple of {together} layers; pp can be {listed(sizes)}"
+        yield settable(_PP, sizes, message, hint, (), layout_change(spec))

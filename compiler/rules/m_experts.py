@@ -12,7 +12,7 @@ from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
 
 from . import Finding, rule
-from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
+from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, removable, settable
 
 _EP = ("parallelism", "ep")
 _ROUTER = ("training", "router")
@@ -28,20 +28,14 @@ def experts_divide(spec: Resolution) -> Iterator[Finding]:
     ep, moe = spec.axis(Axis.EP), spec.shape.moe
     related = also(spec, model_path(spec, *_EXPERTS, "model_type"))
     if ep > 1 and moe is None:
-        removal = Fix.removing(_EP, Safety.CHANGES_COST)
         message = f"ep {ep}, but {spec.shape.model_type} has no experts"
-        yield Finding(message, _EP, help="remove ep", fixes=(removal,), related=related)
+        yield removable(_EP, message, "remove ep", related, Safety.CHANGES_COST)
     elif moe is not None and (moe.num_experts % ep or moe.num_identities % ep):
         # What the experts that give back what they take have in memory is dealt too.
         count, kind = (moe.num_experts, "experts") if moe.num_experts % ep else (moe.num_identities, "zero experts")
         near = nearest_divisors(ep, moe.num_experts, *filter(None, [moe.num_identities]), count=4)
-        yield Finding(
-            f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}",
-            _EP,
-            help="choose an ep that divides the experts",
-            fixes=tuple(Fix.setting(_EP, size, layout_change(spec)) for size in near),
-            related=related,
-        )
+        message = f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}"
+        yield settable(_EP, near, message, "choose an ep that divides the experts", related, layout_change(spec))
 
 
 @rule("M005")
@@ -50,24 +44,19 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
     expert_tp, tp, moe = spec.expert_tp, spec.axis(Axis.TP), spec.shape.moe
     if expert_tp is None:
         return
-    removal = Fix.removing(_EXPERT_TP, Safety.CHANGES_COST)
     if moe is None:
         message = f"expert_tp {expert_tp}, but {spec.shape.model_type} has no experts"
         related = also(spec, model_path(spec, "model_type"))
-        yield Finding(message, _EXPERT_TP, help="remove expert_tp", fixes=(removal,), related=related)
+        yield removable(_EXPERT_TP, message, "remove expert_tp", related, Safety.CHANGES_COST)
         return
     sizes = {"tp": tp, "the width of an expert": moe.intermediate_size}
     wrong = {name: size for name, size in sizes.items() if size % expert_tp}
     if wrong:
         names = " and ".join(f"{name} {size}" for name, size in wrong.items())
         why = ", ".join(f"{size} / {expert_tp}" for size in wrong.values())
-        yield Finding(
-            f"expert_tp {expert_tp} does not divide {names}: {why} {'are' if len(wrong) > 1 else 'is'} not whole",
-            _EXPERT_TP,
-            help="write 1, or leave expert_tp out",
-            fixes=(removal,),
-            related=also(spec, ("parallelism", "tp")),
-        )
+        message = f"expert_tp {expert_tp} does not divide {names}: {why} {'are' if len(wrong) > 1 else 'is'} not whole"
+        related, hint = also(spec, ("parallelism", "tp")), "write 1, or leave expert_tp out"
+        yield removable(_EXPERT_TP, message, hint, related, Safety.CHANGES_COST)
 
 
 @rule("M002")
@@ -77,18 +66,10 @@ def enough_experts(spec: Resolution) -> Iterator[Finding]:
     if moe is None or moe.num_experts_per_token <= moe.num_choices:
         return
     path = model_path(spec, "num_experts_per_tok", *_EXPERTS)
-    fixes: tuple[Fix, ...] = ()
-    if path[-1] == "num_experts_per_tok":
-        edit = Edit(path, moe.num_choices)
-        title = f"set num_experts_per_tok to {moe.num_choices}"
-        fixes = (Fix(title, Safety.CHANGES_NUMERICS, (edit,)),)
-    yield Finding(
-        f"num_experts_per_tok {moe.num_experts_per_token} > {moe.num_choices} experts",
-        path,
-        help=f"write {moe.num_choices} or less",
-        fixes=fixes,
-        related=also(spec, *(("model", name) for name in _EXPERTS if name != path[-1])),
-    )
+    message = f"num_experts_per_tok {moe.num_experts_per_token} > {moe.num_choices} experts"
+    values = [moe.num_choices] if path[-1] == "num_experts_per_tok" else []
+    related = also(spec, *(("model", name) for name in _EXPERTS if name != path[-1]))
+    yield settable(path, values, message, f"write {moe.num_choices} or less", related, Safety.CHANGES_NUMERICS)
 
 
 @rule("M004")
@@ -96,15 +77,12 @@ def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
     """Fires where a rate is given and the model has no such bias."""
     if not spec.given(*_RATE) or spec.shape.model_type in CORRECTED:
         return
-    yield Finding(
-        f"bias_update_rate {spec.get(*_RATE)}, but the routers of {spec.shape.model_type} have no correction bias"
-        if spec.shape.has_moe
-        else f"bias_update_rate {spec.get(*_RATE)}, but {spec.shape.model_type} has no experts",
-        _RATE,
-        help="remove it" + (", or set aux_loss beside it" if spec.shape.has_moe else ""),
-        fixes=(Fix.removing(_RATE, Safety.SAFE),),
-        related=also(spec, model_path(spec, "model_type")),
-    )
+    why, hint = f"{spec.shape.model_type} has no experts", "remove it"
+    if spec.shape.has_moe:
+        why = f"the routers of {spec.shape.model_type} have no correction bias"
+        hint += ", or set aux_loss beside it"
+    message = f"bias_update_rate {spec.get(*_RATE)}, but {why}"
+    yield removable(_RATE, message, hint, also(spec, model_path(spec, "model_type")))
 
 
 @rule("M006")
@@ -112,12 +90,8 @@ def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
     """Fires for a model without routers, two balancing losses, and a scope of none."""
     weights = {path: spec.get(*path) for path in (_AUX, _Z) if spec.given(*path) and spec.get(*path)}
     if spec.given(*_SCOPE) and not spec.get(*_AUX):
-        yield Finding(
-            f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0",
-            _SCOPE,
-            help="set aux_loss, or remove aux_loss_scope",
-            fixes=(Fix.removing(_SCOPE, Safety.SAFE),),
-        )
+        message = f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0"
+        yield removable(_SCOPE, message, "set aux_loss, or remove aux_loss_scope")
     kind, related = spec.shape.model_type, also(spec, model_path(spec, "model_type"))
     scope = (Edit(_SCOPE, remove=True),) if spec.given(*_SCOPE) else ()
     without_aux = Fix("remove aux_loss", Safety.CHANGES_NUMERICS, (Edit(_AUX, remove=True), *scope))
@@ -129,13 +103,8 @@ def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
             why = f"the class of {kind} does not give the logits of its routers with the function that scores them"
         else:
             continue
-        yield Finding(
-            f"{path[-1]} {weight}, but {why}",
-            path,
-            help=f"remove {path[-1]}",
-            related=related,
-            fixes=(without_aux if path == _AUX else without_z,),
-        )
+        fix = without_aux if path == _AUX else without_z
+        yield Finding(f"{path[-1]} {weight}, but {why}", path, f"remove {path[-1]}", (fix,), related)
     if _AUX in weights and spec.shape.has_moe and (found := _own_loss(spec)) is not None:
         yield Finding(
             f"aux_loss {weights[_AUX]} beside output_router_logits of the model: two losses would balance experts",
@@ -187,13 +156,9 @@ def experts_can_have_a_capacity(spec: Resolution) -> Iterator[Finding]:
         why = f"the {moe.num_identities} zero experts of {kind} compute nothing: what they take needs no limit"
     else:
         return
-    yield Finding(
-        f"expert_capacity {spec.get(*_CAPACITY)}, but {why}",
-        _CAPACITY,
-        help="remove expert_capacity",
-        fixes=(Fix.removing(_CAPACITY, Safety.SAFE if moe is None else Safety.CHANGES_NUMERICS),),
-        related=also(spec, model_path(spec, "model_type")),
-    )
+    message, related = f"expert_capacity {spec.get(*_CAPACITY)}, but {why}", also(spec, model_path(spec, "model_type"))
+    safety = Safety.SAFE if moe is None else Safety.CHANGES_NUMERICS
+    yield removable(_CAPACITY, message, "remove expert_capacity", related, safety)
 
 
 @rule("M009", severity=Severity.INFO)
@@ -227,9 +192,7 @@ def latent_attention_is_not_grouped(spec: Resolution) -> Iterator[Finding]:
     if shape.attention.projections is None or shape.num_key_value_heads == shape.num_attention_heads:
         return
     heads, path = shape.num_attention_heads, model_path(spec, "num_key_value_heads")
-    fixes: tuple[Fix, ...] = ()
-    if path[-1] == "num_key_value_heads":
-        fixes = (Fix.removing(path, Safety.SAFE),)
+    fixes = (Fix.removing(path, Safety.SAFE),) if path[-1] == "num_key_value_heads" else ()
     yield Finding(
         f"num_key_value_heads {shape.num_key_value_heads} ≠ num_attention_heads {heads} with latent attention",
         path,

@@ -10,7 +10,7 @@ from parcompile.spec import OPTIMIZER_KEYS, Precision
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
-from .arithmetic import also
+from .arithmetic import also, removable
 
 _PRECISION = ("training", "precision")
 _SUMS = ("training", "gradient_accumulation_dtype")
@@ -43,10 +43,7 @@ def loss_scale_needs_fp16(spec: Resolution) -> Iterator[Finding]:
             f"loss_scale {spec.get(*path)} with precision {spec.precision.value}: only fp16 is scaled",
             path,
             help="remove loss_scale, or set precision to fp16",
-            fixes=(
-                Fix.removing(path, Safety.SAFE),
-                Fix.setting(_PRECISION, "fp16", Safety.CHANGES_NUMERICS),
-            ),
+            fixes=(Fix.removing(path, Safety.SAFE), Fix.setting(_PRECISION, "fp16", Safety.CHANGES_NUMERICS)),
             related=also(spec, _PRECISION),
         )
 
@@ -87,20 +84,13 @@ _LEFT_OUT = (*_OPTIMIZER, "no_weight_decay")
 def decay_is_left_out_of_some(spec: Resolution) -> Iterator[Finding]:
     """Fires where weight_decay is 0."""
     if spec.given(*_LEFT_OUT) and not spec.get(*_DECAY):
-        yield Finding(
-            f'weight_decay 0 with no_weight_decay "{spec.get(*_LEFT_OUT)}": nothing is decayed anyway',
-            _LEFT_OUT,
-            help="set a weight_decay, such as 0.1, or remove no_weight_decay",
-            related=also(spec, _DECAY),
-            fixes=(Fix.removing(_LEFT_OUT, Safety.CHANGES_COST),),
-        )
+        message = f'weight_decay 0 with no_weight_decay "{spec.get(*_LEFT_OUT)}": nothing is decayed anyway'
+        hint = "set a weight_decay, such as 0.1, or remove no_weight_decay"
+        yield removable(_LEFT_OUT, message, hint, also(spec, _DECAY), Safety.CHANGES_COST)
 
 
-_STARTS, _STYLE, _STEPS = (
-    (*_OPTIMIZER, "start_weight_decay"),
-    (*_OPTIMIZER, "weight_decay_style"),
-    ("training", "train_steps"),
-)
+_STARTS, _STYLE = ((*_OPTIMIZER, name) for name in ("start_weight_decay", "weight_decay_style"))
+_STEPS = ("training", "train_steps")
 
 
 @rule("P010")
@@ -108,23 +98,15 @@ def changing_decay_has_both_ends(spec: Resolution) -> Iterator[Finding]:
     """Fires where train_steps is missing, the start is above the end, or a style has no start."""
     if not spec.given(*_STARTS):
         if spec.given(*_STYLE):
-            yield Finding(
-                f"weight_decay_style {spec.get(*_STYLE)} without start_weight_decay: weight decay stays "
-                f"{spec.get(*_DECAY):g}",
-                _STYLE,
-                help="set start_weight_decay, such as 0.01, or remove it",
-                fixes=(Fix.removing(_STYLE, Safety.SAFE),),
-            )
+            message = f"weight_decay_style {spec.get(*_STYLE)} without start_weight_decay: "
+            message += f"weight decay stays {spec.get(*_DECAY):g}"
+            yield removable(_STYLE, message, "set start_weight_decay, such as 0.01, or remove it")
         return
     start, end = float(spec.get(*_STARTS)), float(spec.get(*_DECAY))
     if start > end:
-        yield Finding(
-            f"start_weight_decay {start:g} > weight_decay {end:g}: weight decay may rise, and not fall",
-            _STARTS,
-            help=f"write a start_weight_decay of {end:g} or less, or remove it",
-            fixes=(Fix.removing(_STARTS, Safety.CHANGES_NUMERICS),),
-            related=also(spec, _DECAY),
-        )
+        message = f"start_weight_decay {start:g} > weight_decay {end:g}: weight decay may rise, and not fall"
+        hint = f"write a start_weight_decay of {end:g} or less, or remove it"
+        yield removable(_STARTS, message, hint, also(spec, _DECAY), Safety.CHANGES_NUMERICS)
     if spec.get(*_STEPS) is None:
         yield Finding(
             f"weight decay goes from {start:g} to {end:g} until the last training step, but train_steps is not given",
@@ -142,12 +124,8 @@ def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
         path = (*_OPTIMIZER, key)
         if key not in known and spec.given(*path):
             owners = ", ".join(name for name, keys in OPTIMIZER_KEYS.items() if key in keys)
-            yield Finding(
-                f"optimizer {kind} has no {key}: it is of {owners}",
-                path,
-                help=f"remove it, or choose one of {owners}",
-                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
-            )
+            message, hint = f"optimizer {kind} has no {key}: it is of {owners}", f"remove it, or choose one of {owners}"
+            yield removable(path, message, hint, (), Safety.CHANGES_COST)
     if kind == "sgd" and spec.optimizer.nesterov and not spec.optimizer.momentum:
         path = (*_OPTIMIZER, "nesterov")
         yield Finding("nesterov with momentum 0: torch's SGD refuses it", path, help='set "momentum", such as 0.9')

@@ -10,7 +10,7 @@ from parcompile.model.layer_parts import parts_of, why_whole
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
-from .arithmetic import also
+from .arithmetic import also, removable, settable
 
 _PATH = ("training", "activation_checkpointing")
 _OFFLOADING = ("training", "activation_offloading")
@@ -36,12 +36,8 @@ def deepspeed_checkpointing_is_unused(spec: Resolution) -> Iterator[Finding]:
     further = spec.get("deepspeed")
     path = ("deepspeed", "activation_checkpointing")
     if isinstance(further, Mapping) and spec.given(*path):
-        yield Finding(
-            "deepspeed.activation_checkpointing has no effect: training.activation_checkpointing decides",
-            path,
-            help='remove it, and set "activation_checkpointing": "full" under training',
-            fixes=(Fix.removing(path, Safety.SAFE),),
-        )
+        message = "deepspeed.activation_checkpointing has no effect: training.activation_checkpointing decides"
+        yield removable(path, message, 'remove it, and set "activation_checkpointing": "full" under training')
 
 
 @rule("R003")
@@ -86,9 +82,8 @@ def recomputed_layers_are_offloaded(spec: Resolution) -> Iterator[Finding]:
             "goes to the host, and no stage recomputes its layers",
             _OFFLOADING,
             help='set activation_checkpointing to "full", or activation_offloading to false',
-            fixes=(
-                Fix.setting(_PATH, "full", Safety.CHANGES_COST),
-                Fix.setting(_OFFLOADING, False, Safety.CHANGES_COST),
+            fixes=tuple(
+                Fix.setting(path, value, Safety.CHANGES_COST) for path, value in ((_PATH, "full"), (_OFFLOADING, False))
             ),
             related=also(spec, _PATH),
         )
@@ -102,9 +97,6 @@ def parts_of_layers_are_told_apart(spec: Resolution) -> Iterator[Finding]:
     parts = frozenset(part for word in words for part in parts_of(word))
     why = why_whole(spec.shape, parts) if parts else None
     if why is not None:
-        yield Finding(
-            f"activation_checkpointing {', '.join(words)} of {spec.shape.model_type or 'this model'}: {why}",
-            _PATH,
-            help="full recomputes its layers whole, and saves more memory",
-            fixes=(Fix.setting(_PATH, "full", Safety.CHANGES_COST), Fix.setting(_PATH, "none", Safety.CHANGES_COST)),
-        )
+        message = f"activation_checkpointing {', '.join(words)} of {spec.shape.model_type or 'this model'}: {why}"
+        hint = "full recomputes its layers whole, and saves more memory"
+        yield settable(_PATH, ("full", "none"), message, hint)

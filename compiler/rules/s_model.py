@@ -14,7 +14,7 @@ from parcompile.spec import LrScheduler
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from . import Finding, rule
-from .arithmetic import also, model_path
+from .arithmetic import also, listed, model_path, removable, settable
 
 # The model can be read, and its positions reach as far as the sequence.
 
@@ -65,12 +65,10 @@ def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
     """Fires for learned positions; S004 warns for rotary ones."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
     if not spec.shape.positions.rotary and length > limit:
-        yield Finding(
-            f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows",
-            _LENGTH,
-            help=f"write {limit} or less",
-            fixes=(Fix.setting(_LENGTH, limit, Safety.CHANGES_NUMERICS),),
+        message = (
+            f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows"
         )
+        yield settable(_LENGTH, [limit], message, f"write {limit} or less", (), Safety.CHANGES_NUMERICS)
 
 
 @rule("S004", severity=Severity.WARNING)
@@ -101,13 +99,9 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
         fitting = divisors(heads)
         near = min(fitting, key=lambda one: abs(one - kv_heads))
         path = model_path(spec, "num_key_value_heads")
-        fix = Fix.setting(path, near, Safety.CHANGES_NUMERICS)
-        yield Finding(
-            f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole",
-            path,
-            help=f"num_key_value_heads can be {', '.join(map(str, fitting))}",
-            fixes=(fix,) if path[-1] == "num_key_value_heads" else (),
-        )
+        message = f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole"
+        hint, values = f"num_key_value_heads can be {listed(fitting)}", [near] * (path[-1] == "num_key_value_heads")
+        yield settable(path, values, message, hint, (), Safety.CHANGES_NUMERICS)
     turned = turned_width(spec.model_config, None if shape.attention.projections else shape.head_dim)
     if turned is not None and turned[1] % 2:
         key, width = turned
@@ -136,12 +130,8 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
         return
     for key in given:
         if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
-            yield Finding(
-                f"{key} has no effect: a {family} model does not read it",
-                ("model", key),
-                help="remove it, or choose the model_type that has it",
-                fixes=(Fix.removing(("model", key), Safety.SAFE),),
-            )
+            message = f"{key} has no effect: a {family} model does not read it"
+            yield removable(("model", key), message, "remove it, or choose the model_type that has it")
 
 
 # A user module: its rules fit its parameters, and tp divides what they cut.
@@ -187,14 +177,12 @@ def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
         if rate <= lr or not spec.given(*path):
             continue
         name = path[-1]
+        lowered = Fix(f"set {name} to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(path, lr),))
         yield Finding(
             f"{name} {rate:g} > optimizer.lr {lr:g}",
             path,
             help=f"write a {name} of {lr:g} or less, for example {lr / 10:g}",
-            fixes=(
-                Fix.removing(path, Safety.CHANGES_NUMERICS),
-                Fix(f"set {name} to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(path, lr),)),
-            ),
+            fixes=(Fix.removing(path, Safety.CHANGES_NUMERICS), lowered),
             related=also(spec, _LR),
         )
 
@@ -249,12 +237,8 @@ def _decay(
     unread += [] if falls else [(_TOTAL, "that of linear, cosine and wsd", "one of them")]
     for path, owner, instead in unread:
         if spec.given(*path):
-            yield Finding(
-                f"{path[-1]} has no effect on the schedule {schedule.type}: it is {owner}",
-                path,
-                help=f"remove it, or set type to {instead}",
-                fixes=(Fix.removing(path, Safety.SAFE),),
-            )
+            message = f"{path[-1]} has no effect on the schedule {schedule.type}: it is {owner}"
+            yield removable(path, message, f"remove it, or set type to {instead}")
     if schedule.type != "wsd":
         return
     if schedule.decay_steps is None:
@@ -265,13 +249,9 @@ def _decay(
         )
     elif steps is not None and schedule.warmup_steps < steps < schedule.warmup_steps + schedule.decay_steps:
         most = steps - schedule.warmup_steps
-        yield Finding(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {said}",
-            _DECAY,
-            help=f"use a decay_steps of {most} or less",
-            fixes=(Fix.setting(_DECAY, most, Safety.CHANGES_NUMERICS),),
-            related=also(spec, end),
-        )
+        message = f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {said}"
+        hint = f"use a decay_steps of {most} or less"
+        yield settable(_DECAY, [most], message, hint, also(spec, end), Safety.CHANGES_NUMERICS)
 
 
 @rule("S007", targets=("deepspeed", "runtime"))

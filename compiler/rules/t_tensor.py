@@ -16,7 +16,7 @@ from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
 from . import Finding, rule
-from .arithmetic import also, layout_change, listed, model_path, nearest_divisors
+from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, removable
 from .c_context import length_finding
 
 _TP = ("parallelism", "tp")
@@ -183,13 +183,10 @@ def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Fin
     """Fires for experts with tp > 1 and no sequence parallelism."""
     path, tp = ("parallelism", "sequence_parallel"), spec.axis(Axis.TP)
     if spec.shape.has_moe and tp > 1 and not spec.sequence_parallel:
-        yield Finding(
-            f"a mixture of experts with tp {tp} and sequence_parallel false",
-            path if spec.given(*path) else _TP,
-            help='set "sequence_parallel": true',
-            fixes=(Fix.setting(path, True, Safety.CHANGES_COST),),
-            related=also(spec, _TP),
-        )
+        fix = Fix.setting(path, True, Safety.CHANGES_COST)
+        message = f"a mixture of experts with tp {tp} and sequence_parallel false"
+        place = path if spec.given(*path) else _TP
+        yield Finding(message, place, 'set "sequence_parallel": true', (fix,), also(spec, _TP))
 
 
 # What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
@@ -226,13 +223,8 @@ def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
     """Fires when sequence_parallel is on at tp 1."""
     path = ("parallelism", "sequence_parallel")
     if spec.sequence_parallel and spec.axis(Axis.TP) == 1:
-        yield Finding(
-            "sequence_parallel has no effect with tp 1: the plan switches it off",
-            path,
-            help="remove it, or set tp to 2 or more",
-            fixes=(Fix.removing(path, Safety.SAFE),),
-            related=also(spec, _TP),
-        )
+        message = "sequence_parallel has no effect with tp 1: the plan switches it off"
+        yield removable(path, message, "remove it, or set tp to 2 or more", also(spec, _TP))
 
 
 @rule("T010", severity=Severity.INFO, targets=("megatron",))

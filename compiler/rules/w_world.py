@@ -20,12 +20,11 @@ from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from . import EXPERTS_RULE, Finding, rule
-from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors
+from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors, settable
 from .c_context import possible_sizes, resize
 
 if TYPE_CHECKING:
     from parcompile.cost.executions import Execution
-
 
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
@@ -111,13 +110,10 @@ def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
     if room % ep:
         near = nearest_divisors(ep, room)
         equation = f"dp {dp} · cp {cp}" if expert_tp is None else f"tp {tp} / expert_tp {expert_tp} · dp {dp} · cp {cp}"
-        yield Finding(
-            f"ep {ep} does not divide {equation} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}",
-            ("parallelism", "ep"),
-            help="choose an ep that divides dp · cp" + ("" if expert_tp is None else " · tp / expert_tp"),
-            fixes=tuple(_resize(spec, Axis.EP, size) for size in near),
-            related=also(spec, ("parallelism", "dp"), ("parallelism", "cp")),
-        )
+        message = f"ep {ep} does not divide {equation} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}"
+        hint = "choose an ep that divides dp · cp" + ("" if expert_tp is None else " · tp / expert_tp")
+        related = also(spec, axis_path(Axis.DP), axis_path(Axis.CP))
+        yield settable(axis_path(Axis.EP), near, message, hint, related, layout_change(spec))
 
 
 @rule("W005", severity=Severity.INFO)
@@ -159,23 +155,15 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
     twice = [axis for axis in AXES if named.count(axis) > 1]
     if twice:
         once = "-".join(dict.fromkeys(named))
-        yield Finding(
-            f"{', '.join(twice)} stands twice in the order {'-'.join(named)}",
-            _ORDER,
-            help=f"name each axis once: {once}",
-            fixes=(_reorder(once, Safety.CHANGES_COST),),
-        )
+        message = f"{', '.join(twice)} stands twice in the order {'-'.join(named)}"
+        yield settable(_ORDER, [once], message, f"name each axis once: {once}")
     missing = [axis for axis in AXES if axis not in named and spec.axis(axis) > 1]
     if missing:
         sizes = ", ".join(f"{axis} {spec.axis(axis)}" for axis in missing)
         full = "-".join(chain(dict.fromkeys(named), missing))
-        yield Finding(
-            f"the order {'-'.join(named)} leaves out {sizes}",
-            _ORDER,
-            help=f"name every axis that is larger than 1, for example {full}",
-            fixes=(_reorder(full, Safety.CHANGES_COST),),
-            related=also(spec, *(axis_path(axis) for axis in missing)),
-        )
+        hint = f"name every axis that is larger than 1, for example {full}"
+        related = also(spec, *map(axis_path, missing))
+        yield settable(_ORDER, [full], f"the order {'-'.join(named)} leaves out {sizes}", hint, related)
 
 
 @rule("W006", targets=("megatron",))
@@ -185,13 +173,9 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
     outside = [axis for axis in order[order.index(Axis.PP) + 1 :] if spec.axis(axis) > 1]
     if pp > 1 and outside and cp != ep:
         dp, inner = spec.axis(Axis.DP), (axis for axis in order if axis is not Axis.PP)
-        yield Finding(
-            f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}",
-            _ORDER,
-            help="move pp to the end of the order",
-            fixes=(_reorder("-".join((*inner, Axis.PP)), Safety.CHANGES_COST),),
-            related=also(spec, ("parallelism", "pp")),
-        )
+        message = f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}"
+        hint, related = "move pp to the end of the order", also(spec, axis_path(Axis.PP))
+        yield settable(_ORDER, ["-".join((*inner, Axis.PP))], message, hint, related)
 
 
 @rule("W007", targets=("megatron",))
@@ -201,17 +185,8 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
     known = [tuple(axis for axis in order if axis in larger) for order in _MEGATRON_ORDERS]
     if larger not in known:
         right = "-".join(_MEGATRON_ORDERS[0])
-        yield Finding(
-            f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}",
-            _ORDER,
-            help=f"write {right}",
-            fixes=(_reorder(right, Safety.CHANGES_COST),),
-        )
-
-
-def _reorder(order: str, safety: Safety) -> Fix:
-    path: Path = _ORDER
-    return Fix.setting(path, order, safety)
+        message = f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}"
+        yield settable(_ORDER, [right], message, f"write {right}")
 
 
 # The two levels of a context-parallel implementation.

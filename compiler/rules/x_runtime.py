@@ -18,7 +18,7 @@ from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
 from . import OTHER_TOOL, Finding, rule
-from .arithmetic import also, model_path
+from .arithmetic import also, model_path, settable
 
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
@@ -146,21 +146,17 @@ def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[F
 @rule("X011")
 def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
     """Fires for linear_cross_entropy with a user module or a classifier."""
-    place, labels = ("training", "linear_cross_entropy"), spec.shape.head.labels
+    labels = spec.shape.head.labels
     if spec.linear_cross_entropy and (labels or spec.shape.user_module is not None):
         whose = f"a classifier (num_labels {labels})" if labels else "a user module"
-        yield Finding(
-            f"linear_cross_entropy with {whose}: parcompile.runtime leaves out the logits of language models only",
-            place,
-            help="set it to false",
-            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
-        )
+        message = f"linear_cross_entropy with {whose}: parcompile.runtime leaves out the logits of language models only"
+        yield settable(("training", "linear_cross_entropy"), [False], message, "set it to false")
 
 
 @rule("X012")
 def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
     """Fires for tiled_mlp where no layer has a dense MLP in a module of its own."""
-    place, shape = ("training", "tiled_mlp"), spec.shape
+    shape = spec.shape
     if not spec.tiled_mlp or dense_mlps(shape):
         return
     if shape.user_module is not None:
@@ -169,27 +165,18 @@ def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
         why = f"{shape.model_type}: each of its {shape.num_hidden_layers} layers has experts, which are not tiled"
     else:
         why = f"{shape.model_type}: its layers have no dense MLP in a module of its own"
-    yield Finding(
-        f"tiled_mlp with {why}",
-        place,
-        help="set it to false",
-        fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
-    )
+    yield settable(("training", "tiled_mlp"), [False], f"tiled_mlp with {why}", "set it to false")
 
 
 @rule("X013")
 def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
     """Fires for gather_inputs_again where every block needs its input whole."""
-    place, shape = ("training", "gather_inputs_again"), spec.shape
+    shape = spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
         whose = shape.model_type if shape.user_module is None else "a user module"
-        yield Finding(
-            f"gather_inputs_again with {whose}: " + (why or "its attention and its MLPs need their input whole"),
-            place,
-            help="set it to false",
-            fixes=(Fix.setting(place, False, Safety.CHANGES_COST),),
-        )
+        message = f"gather_inputs_again with {whose}: {why or 'its attention and its MLPs need their input whole'}"
+        yield settable(("training", "gather_inputs_again"), [False], message, "set it to false")
 
 
 @rule("X010")

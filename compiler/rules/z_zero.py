@@ -12,7 +12,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, rule
-from .arithmetic import also
+from .arithmetic import also, removable
 
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")
@@ -24,13 +24,14 @@ def zero_2_excludes_pipelines(spec: Resolution) -> Iterator[Finding]:
     """Fires for stage ≥ 2 and pp > 1."""
     stage, pp = spec.zero_stage, spec.axis(Axis.PP)
     if stage >= 2 and pp > 1:
+        hint = "use stage 1, or pp 1"
+        if stage > 2:
+            ranks = spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp
+            hint += f": stage 3 then shards the weights over the {ranks} ranks of dp · cp"
         yield Finding(
             f"zero.stage {stage} with pp {pp}: DeepSpeed runs pipelines up to stage 1",
             _STAGE,
-            help=f"use stage 1, or pp 1: stage 3 then shards the weights over the "
-            f"{spec.axis(Axis.DP) * spec.axis(Axis.CP) * pp} ranks of dp · cp"
-            if stage > 2
-            else "use stage 1, or pp 1",
+            help=hint,
             fixes=(_at(1),),
             related=also(spec, ("parallelism", "pp")),
         )
@@ -47,10 +48,7 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
                 "parameter, which this stage shards",
                 _STAGE,
                 help="use stage 2, or remove bias_update_rate",
-                fixes=(
-                    _at(2),
-                    Fix.removing(_RATE, Safety.CHANGES_NUMERICS),
-                ),
+                fixes=(_at(2), Fix.removing(_RATE, Safety.CHANGES_NUMERICS)),
                 related=also(spec, _RATE),
             )
     if not spec.shape.has_moe or ep == 1 or stage not in (1, 2):
@@ -59,13 +57,8 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
     for key in needed:
         path = (*_ZERO, key)
         if spec.given(*path) and spec.get(*path) is False:
-            yield Finding(
-                f"{key} false with ep {ep} at zero.stage {stage}: DeepSpeed stops with an assertion",
-                path,
-                help="remove it",
-                fixes=(Fix.removing(path, Safety.CHANGES_COST),),
-                related=also(spec, ("parallelism", "ep")),
-            )
+            message = f"{key} false with ep {ep} at zero.stage {stage}: DeepSpeed stops with an assertion"
+            yield removable(path, message, "remove it", also(spec, ("parallelism", "ep")), Safety.CHANGES_COST)
 
 
 @rule("Z003", severity=Severity.WARNING, targets=("deepspeed",))
@@ -80,13 +73,8 @@ def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
         by_runtime = stage == 3 and key in OWN_CHECKPOINTS
         if by_runtime or not has_effect(key, stage):
             reason = OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"
-            yield Finding(
-                f"{key} has no effect at zero.stage {stage}: {reason}",
-                path,
-                help="remove it",
-                fixes=(Fix.removing(path, Safety.SAFE),),
-                related=also(spec, _STAGE),
-            )
+            message = f"{key} has no effect at zero.stage {stage}: {reason}"
+            yield removable(path, message, "remove it", also(spec, _STAGE))
 
 
 @rule("Z004", severity=Severity.INFO)
@@ -140,22 +128,16 @@ def _part_on_host(spec: Resolution, part: str, first: int) -> Iterator[Finding]:
             related=also(spec, _STAGE),
         )
     elif part == "optimizer" and offload is not None and spec.optimizer.is_muon:
-        yield Finding(
-            f"device {offload.device} with optimizer muon: whole matrices are put together on the accelerators",
-            place,
-            help=f'remove {key}, or write "type": "adamw"',
-            fixes=(removal,),
-            related=also(spec, ("training", "optimizer", "type")),
-        )
+        message = f"device {offload.device} with optimizer muon: whole matrices are put together on the accelerators"
+        related = also(spec, ("training", "optimizer", "type"))
+        yield Finding(message, place, f'remove {key}, or write "type": "adamw"', (removal,), related)
     elif part == "optimizer" and offload is not None and offload.implementation != "torch":
         kind, place = spec.optimizer.type, (*place[:2], "implementation")
         if kind not in ("adam", "adamw"):
-            yield Finding(
-                f"implementation {offload.implementation} with optimizer {kind}: its kernel is for adamw and adam",
-                place,
-                help='write "torch", whose kernel steps the others',
-                fixes=(Fix.removing(place, Safety.CHANGES_COST),),
-                related=also(spec, ("training", "optimizer", "type")),
+            message = f"implementation {offload.implementation} with optimizer {kind}: its kernel is for adamw and adam"
+            related = also(spec, ("training", "optimizer", "type"))
+            yield removable(
+                place, message, 'write "torch", whose kernel steps the others', related, Safety.CHANGES_COST
             )
 
 

@@ -25,9 +25,10 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.schema import default
 from parcompile.spec import RampupBatchSize
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve.reader import CUT_KEYS
 from parcompile.units import format_bytes, format_seconds
 
-from .variant import CUT_KEYS, Variants, variant
+from .variant import Variants, variant
 
 # How the layers of a model are cut into stages where a spec leaves it open: evenly if they divide, else nearly so.
 

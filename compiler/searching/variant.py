@@ -10,43 +10,13 @@ from typing import Any
 
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity, format_path
-from parcompile.layout.groups import AXES, Axis
+from parcompile.layout.groups import Axis
 from parcompile.plan import REFUSAL_PREFIX
 from parcompile.rules import DEFAULT_TARGETS, MEMORY_RULES, Rule, all_rules
 from parcompile.spec import Provenance
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.resolve.reader import SECTIONS
 from parcompile.spec.values import workload_of
-
-CUT_KEYS = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""What says how the layers are cut into stages."""
-_CP = ("cp_implementation", "hierarchical_cp_sizes")
-
-SECTIONS: Mapping[str, str] = {
-    **dict.fromkeys((*AXES, "expert_tp", "sequence_parallel", "order", "cp_layout", *_CP, *CUT_KEYS), "parallelism"),
-    "micro_batch_size": "training",
-    "global_batch_size": "training",
-    "sequence_length": "training",
-    "activation_checkpointing": "training",
-    "activation_offloading": "training",
-    "linear_cross_entropy": "training",
-    "gather_inputs_again": "training",
-    "tiled_mlp": "training",
-    "gradient_accumulation_dtype": "training",
-    "gradient_accumulation_steps": "training",
-    "nodes": "cluster",
-    "gpus_per_node": "cluster",
-    "accelerator": "cluster",
-    "stage": "zero",
-    "offload_optimizer": "zero",
-    "offload_param": "zero",
-}
-"""What may be replaced, and the section of the spec in which it stands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Any
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan.diff import TITLES, difference
-from parcompile.searching.variant import CUT_KEYS
 from parcompile.show.page import page_data, remarks
 from parcompile.show.page import section as search_section
 from parcompile.show.page.sections import (
@@ -30,6 +29,7 @@ from parcompile.show.page.sections import (
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject, front
 from parcompile.show.pictures.front import picture
 from parcompile.show.pictures.svg import DARK, LIGHT, inline, rules
+from parcompile.spec.resolve.reader import CUT_KEYS
 from parcompile.units import format_bytes, format_seconds
 from parcompile.version import __version__
 

@@ -7,8 +7,37 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from parcompile.diagnostics import Path, format_path
+from parcompile.layout.groups import AXES
 from parcompile.schema import NoDefaultError, default
 from parcompile.spec import Origin, Provenance
+
+CUT_KEYS = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""What says how the layers are cut into stages."""
+_PARALLELISM = ("expert_tp", "sequence_parallel", "order", "cp_layout", "cp_implementation", "hierarchical_cp_sizes")
+_TRAINING = (
+    *("micro_batch_size", "global_batch_size", "sequence_length", "activation_checkpointing", "activation_offloading"),
+    *("linear_cross_entropy", "gather_inputs_again", "tiled_mlp", "gradient_accumulation_dtype"),
+    "gradient_accumulation_steps",
+)
+SECTIONS: Mapping[str, str] = {
+    **dict.fromkeys((*AXES, *_PARALLELISM, *CUT_KEYS), "parallelism"),
+    **dict.fromkeys(_TRAINING, "training"),
+    **dict.fromkeys(("nodes", "gpus_per_node", "accelerator"), "cluster"),
+    **dict.fromkeys(("stage", "offload_optimizer", "offload_param"), "zero"),
+}
+"""What a search or a fix may replace, and the section of the spec in which it stands."""
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """Where one of `SECTIONS` stands; all others are of parallelism."""
+    return SECTIONS.get(name, "parallelism"), name
+
 
 MISSING = object()
 """What `lookup` finds where the spec says nothing."""
