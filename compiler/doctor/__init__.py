@@ -25,7 +25,6 @@ from .slow import slow, steps_of
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
-    from parcompile.cost.step import Timing
     from parcompile.plan import Plan
 
 Preflight = Callable[[Mapping[str, Any]], bool]
@@ -199,7 +198,7 @@ def _out_of_memory(found: Evidence, plan: Plan | None, preflight: Preflight | No
     place = dict(found.ranks[rank].place) if rank in found.ranks else {}
     if not place and numbers.get("phase", -1) >= 0:
         place["phase"] = f"in the {PHASES[int(numbers['phase'])]}"
-    who = "the run" if rank is None else f"rank {rank}"
+    who, blamed = ("the run", ()) if rank is None else (f"rank {rank}", (rank,))
     said = f"{who} ran out of memory{' ' + place['phase'] if place.get('phase') else ''}"
     evidence = [*map(str, facts[:3]), *_quoted(found, told)]
     advice = ["name the plan with --plan: then the largest part and the changes that fit are listed"]
@@ -209,12 +208,9 @@ def _out_of_memory(found: Evidence, plan: Plan | None, preflight: Preflight | No
         advice = ["let fewer workers of the data loader run, offload less, or ask the scheduler for more (--mem)"]
     elif plan is not None:
         said, advice = _beside_plan(plan, preflight, numbers, said)
-    evidence += [
-        f"the fullest GPU: {one}" for one in sorted(_of(found, "gpu"), key=lambda one: -one.numbers["used"])[:1]
-    ]
-    return Verdict(
-        "memory", cause, said, () if rank is None else (rank,), **_place(place), evidence=evidence, advice=advice
-    )
+    if gpus := _of(found, "gpu"):
+        evidence.append(f"the fullest GPU: {max(gpus, key=lambda one: one.numbers['used'])}")
+    return Verdict("memory", cause, said, blamed, **_place(place), evidence=evidence, advice=advice)
 
 
 def _beside_plan(
@@ -223,10 +219,8 @@ def _beside_plan(
     """How far the run is from its plan, and the changes that fit."""
     memory = plan.estimate().memory
     peak, (low, high) = memory.peak, memory.interval_bytes
-    said += (
-        f"; the plan expects {format_bytes(peak.total_bytes)} ({format_bytes(low)} to {format_bytes(high)}), most of "
-    )
-    said += f"it {peak.largest}"
+    said += f"; the plan expects {format_bytes(peak.total_bytes)} ({format_bytes(low)} to {format_bytes(high)}), "
+    said += f"most of it {peak.largest}"
     if "total" in numbers:
         held = numbers["total"] - numbers.get("free", 0.0)
         said += f"; the device held {format_bytes(held)}, {held / peak.total_bytes - 1:+.0%}"
@@ -293,10 +287,8 @@ def _network(found: Evidence, lost: Mapping[int, str]) -> Verdict | None:
     said = f"the connections of {some(blamed)} broke, and all ranks were alive"
     advice = ["look at the links between the hosts of these ranks"]
     where = first.where() if first else {}
-    evidence = [
-        f"rank {rank}: {row['left']:.0f} of {row['of']:.0f} connections are left" for rank, row in links.items()
-    ]
-    evidence = [*evidence[:8], *_quoted(found, broken)]
+    left = [f"rank {rank}: {row['left']:.0f} of {row['of']:.0f} connections are left" for rank, row in links.items()]
+    evidence = [*left[:8], *_quoted(found, broken)]
     return Verdict("hang", "network", said, tuple(blamed), **where, evidence=evidence, advice=advice)
 
 
@@ -351,9 +343,8 @@ def _error(found: Evidence) -> Verdict | None:
     advice = [hang.ADVICE["dead"] if cause == "dead" else _RECORD[0]]
     if fact.kind == "killed":
         said = f"a rank was ended by signal {fact.text.rpartition('-')[2]}"
-        advice.append(
-            "DeepSpeed's line names the rank that it started last, whichever died: --enable_each_rank_log DIR"
-        )
+        started = "DeepSpeed's line names the rank that it started last, whichever died"
+        advice.append(f"{started}: --enable_each_rank_log DIR")
     elif fact.rank is not None:
         said = f"rank {fact.rank} failed: {said}"
     blamed = () if fact.rank is None else (fact.rank,)
@@ -433,9 +424,8 @@ def _nothing(found: Evidence) -> Verdict:
         said = "nothing is wrong in what was read"
         if open_ranks := [rank for rank, one in sorted(found.ranks.items()) if not one.events]:
             said += f"; {some(open_ranks)} left no word of an end"
-            advice.append(
-                "if they run no more, they were killed together: look at the launcher, the scheduler, the machine"
-            )
+            together = "they were killed together: look at the launcher, the scheduler, the machine"
+            advice.append(f"if they run no more, {together}")
         return Verdict("nothing", "none", said, advice=advice)
     if found.metrics and not found.ranks:
         return Verdict("nothing", "none", "the metrics show nothing wrong", advice=_RECORD)

@@ -145,7 +145,8 @@ class Messages:
         """The first message of each rank that has not come to its end though all was quiet."""
         found = []
         for rank, one in self.ranks.items():
-            quiet = QUIET_SECONDS + 3 * typical_seconds(one)
+            typical = statistics.median([float(step.get("seconds") or 0.0) for step in one.steps] or [0.0])
+            quiet = QUIET_SECONDS + 3 * typical
             limit = float("inf") if one.seconds is None or one.error else one.seconds - quiet
             mine = [] if one.has_ended or one.is_cut else [m for m in one.messages if m.seconds <= limit]
             every = [Wait(rank, m, tuple(sorted(self._missing(rank, m)))) for m in mine]
@@ -186,11 +187,6 @@ def _differs(posted: Mapping[int, Message]) -> bool:
     # Stages of a pipeline are at other layers and micro-batches when they meet.
     mixes = any("pp" in m.item.axis or m.item.axis in ("world", "embedding") for m in posted.values())
     return len({(m.step, *(() if mixes else m.item[3:6])) for m in posted.values()}) > 1
-
-
-def typical_seconds(rank: Rank) -> float:
-    """Of its steps; 0 where none is known."""
-    return statistics.median([float(one.get("seconds") or 0.0) for one in rank.steps] or [0.0])
 
 
 def deviations(ranks: Mapping[int, Rank]) -> list[Deviation]:
@@ -274,17 +270,14 @@ def judge(ranks: Mapping[int, Rank], lost: Mapping[int, str], world_size: int) -
     missing = {rank for one in waits for rank in one.missing}
     if not waits and not lost:
         return None
-    roots = sorted(lost) or sorted(
-        missing - {one.rank for one in waits}, key=lambda rank: (_is_busy(ranks, rank), rank)
-    )
+    # Those that have left records and have not ended are blamed last.
+    busy = {rank for rank, one in ranks.items() if not one.has_ended}
+    roots = sorted(lost) or sorted(missing - {one.rank for one in waits}, key=lambda rank: (rank in busy, rank))
     if roots:
         # Where a rank has gone on, it is not known that it waits for one that left nothing.
         for_them = [one for one in waits if set(roots) & set(one.missing)] or waits
-        wait = min(
-            for_them,
-            key=lambda one: (one.message is not ranks[one.rank].messages[-1], one.message.seconds),
-            default=None,
-        )
+        last = {rank: one.messages[-1] for rank, one in ranks.items() if one.messages}
+        wait = min(for_them, key=lambda one: (one.message is not last[one.rank], one.message.seconds), default=None)
         return _absent(roots, wait, ranks, lost, evidence, world_size)
     stuck = [one for one in waits if not one.missing]
     one = min(stuck or waits, key=lambda wait: wait.message.seconds)
@@ -300,11 +293,6 @@ def strayed(ranks: Mapping[int, Rank]) -> Verdict | None:
     """The first rank whose order of messages is its own, whether or not anybody waits."""
     found = deviations(ranks)
     return _strayed(found[0], ranks, []) if found else None
-
-
-def _is_busy(ranks: Mapping[int, Rank], rank: int) -> bool:
-    """Whether a rank has left records and has not ended: those that have are blamed before it."""
-    return rank in ranks and not ranks[rank].has_ended
 
 
 def _hang(
@@ -393,11 +381,8 @@ def _absent(
         shown = f"{one.source}: {last} is what it posted last; {describe(item)} was due"
         where = {**last.where(item), "step": step}
         found = replace(found, **where, evidence=[evidence[0], shown, *evidence[1:]] if told else [shown, *evidence])
-    if said.endswith("SIGTERM"):
-        return replace(
-            found, advice=["look who sends it: a scheduler at its limit, a launcher whose other rank failed"]
-        )
-    return found
+    sender = ["look who sends it: a scheduler at its limit, a launcher whose other rank failed"]
+    return replace(found, advice=sender) if said.endswith("SIGTERM") else found
 
 
 _COLLECTIVES = ("distributed_c10d.py", "torch/distributed/_functional_collectives.py", "deepspeed/comm/")

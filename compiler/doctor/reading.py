@@ -29,8 +29,11 @@ KINDS = {
 
 def some(ranks: Sequence[int]) -> str:
     """Such as "rank 3", or "ranks 0, 1, 2" with the number of those that are left out."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,8 @@ class Verdict:
 
     def places(self) -> dict[str, str]:
         """Which rank, and where in its step; what is not known is left out."""
-        where = {
-            "rank": ", ".join(map(str, self.ranks[:8]))
-            + (f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""),
-            **{
-                name.replace("_", "-"): getattr(self, name)
-                for name in ("axis", "step", "micro_batch", "layer", "phase")
-            },
-            "collective": self.collective,
-            "cause": self.cause,
-        }
+        names = ("axis", "step", "micro_batch", "layer", "phase", "collective", "cause")
+        where = {"rank": _numbers(self.ranks), **{name.replace("_", "-"): getattr(self, name) for name in names}}
         return {name: str(value) for name, value in where.items() if value not in (None, "")}
 
     def text(self) -> str:
@@ -77,10 +72,8 @@ class Verdict:
         for title, said in (("evidence", self.evidence), ("what to do", self.advice)):
             lines += ["", title, *(f"  - {one}" for one in said)] if said else []
         unread = self.read.get("unreadable", {})
-        lines += [
-            "",
-            f"read {(files := self.read.get('files', 0))} file{'s' * (files != 1)}: {self.read.get('said', '')}",
-        ]
+        files = self.read.get("files", 0)
+        lines += ["", f"read {files} file{'s' * (files != 1)}: {self.read.get('said', '')}"]
         lines += [f"  not read: {name}: {why}" for name, why in unread.items()]
         return "\n".join(lines)
 

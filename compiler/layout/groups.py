@@ -162,16 +162,9 @@ Steps = tuple[tuple[int, int], ...]
 
 def divisors(total: int) -> tuple[int, ...]:
     """The divisors of `total`, ascending; in the time of its square root."""
-    low: list[int] = []
-    high: list[int] = []
-    number = 1
-    while number * number <= total and number < 1_000_000:
-        if total % number == 0:
-            low.append(number)
-            if number * number != total:
-                high.append(total // number)
-        number += 1
-    return (*low, *reversed(high))
+    root = min(math.isqrt(max(total, 0)), 999_999)
+    low = [number for number in range(1, root + 1) if total % number == 0]
+    return (*low, *(total // number for number in reversed(low) if number * number != total))
 
 
 @dataclass(frozen=True, slots=True)

@@ -454,9 +454,9 @@ def pieces(
         only: these shards; None: all of them.
     """
     found, offset, wanted = [], 0, range(shards) if only is None else only
-    padded = -(-sum(numels) // (2 * shards)) * 2 * shards
+    together = padded_numel(sum(numels), shards) // shards
     for numel in numels:
-        size = -(-numel // shards) if of_each else padded // shards
+        size = -(-numel // shards) if of_each else together
         start = 0 if of_each else offset
         stretches = ((rank * size - start, (rank + 1) * size - start) for rank in wanted)
         held = [(min(max(first, 0), numel), min(max(last, 0), numel)) for first, last in stretches]

@@ -43,24 +43,12 @@ class Fused:
     """The least version of cuDNN, as torch.backends.cudnn.version() gives it."""
 
 
+_HALF = ("bf16", "fp16")
 FUSED = (
-    Fused(
-        CUDA_CUDNN,
-        "cuDNN's, called by torch",
-        (9, 0),
-        ("bf16", "fp16"),
-        256,
-        softcap=False,
-        bands=False,
-        packs=False,
-        unequal=True,
-        cudnn=91900,
-    ),
-    Fused(
-        FLASH_ATTN_3, "package `flash_attn_interface`", (9, 0), ("bf16", "fp16"), 256, True, True, True, package=True
-    ),
-    Fused(FLASH_ATTN, "package `flash_attn`", (8, 0), ("bf16", "fp16"), 256, True, True, True, package=True),
-    Fused(CUDA_FLASH, "torch's FlashAttention-2", (8, 0), ("bf16", "fp16"), 256, False, True, True),
+    Fused(CUDA_CUDNN, "cuDNN's, called by torch", (9, 0), _HALF, 256, False, False, False, unequal=True, cudnn=91900),
+    Fused(FLASH_ATTN_3, "package `flash_attn_interface`", (9, 0), _HALF, 256, True, True, True, package=True),
+    Fused(FLASH_ATTN, "package `flash_attn`", (8, 0), _HALF, 256, True, True, True, package=True),
+    Fused(CUDA_FLASH, "torch's FlashAttention-2", (8, 0), _HALF, 256, False, True, True),
     Fused(CUDA_EFFICIENT, "torch's memory-efficient", (5, 0), ("fp32",), None, False, False, False),
 )
 """From the fastest to the slowest."""

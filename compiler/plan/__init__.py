@@ -104,13 +104,17 @@ def plan_from_tree(tree: Mapping[str, Any]) -> Plan:
 
 def _body(plan: Plan) -> dict[str, Any]:
     """Everything of a plan but its own hash."""
-    spec = plan.spec
+    spec, cluster = plan.spec, plan.spec.cluster
     body = {
         "plan_version": PLAN_VERSION,
         "compiler_version": plan.compiler_version,
         "spec_hash": plan.spec_hash,
         "name": spec.name,
-        "cluster": _cluster(spec.cluster),
+        "cluster": {
+            **asdict(replace(cluster, preset=None)),
+            "preset": None if cluster.preset is None else preset_tree(cluster.preset),
+            "world_size": cluster.world_size,
+        },
         "parallelism": {
             **asdict(spec.parallelism),
             "order": "-".join(spec.parallelism.order),
@@ -121,8 +125,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "training": _training(spec),
         "zero": {
             "stage": spec.zero_stage,
-            **({"offload_optimizer": _offload(spec.offload_optimizer)} if spec.offload_optimizer else {}),
-            **({"offload_param": _offload(spec.offload_param)} if spec.offload_param else {}),
+            **{name: _offload(part) for name in _OFFLOADS if (part := getattr(spec, name)) is not None},
         },
         "deepspeed": dict(spec.deepspeed),
         **({"backends": {"megatron": dict(spec.megatron)}} if spec.megatron else {}),
@@ -174,7 +177,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     if not isinstance(training["activation_checkpointing"], str):
         training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
     config = tree["model"]["hf_config"]
-    offload, weights = (tree["zero"].get(f"offload_{part}") for part in ("optimizer", "param"))
+    offloads = {name: _typed(Offload(**part)) for name in _OFFLOADS if (part := tree["zero"].get(name)) is not None}
     refuse_huge(config, "model.hf_config")
     spec = Spec(
         name=tree["name"],
@@ -191,8 +194,7 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
             )
         ),
         zero_stage=tree["zero"]["stage"],
-        offload_optimizer=None if offload is None else _typed(Offload(**offload)),
-        offload_param=None if weights is None else _typed(Offload(**weights)),
+        **offloads,
         deepspeed=tree["deepspeed"],
         megatron=tree.get("backends", {}).get("megatron", {}),
         provenance={
@@ -220,14 +222,7 @@ def _typed(values: Values) -> Values:
     return values
 
 
-def _cluster(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "nodes": cluster.nodes,
-        "gpus_per_node": cluster.gpus_per_node,
-        "accelerator": cluster.accelerator,
-        "preset": None if cluster.preset is None else preset_tree(cluster.preset),
-        "world_size": cluster.world_size,
-    }
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def _offload(offload: Offload) -> dict[str, Any]:
@@ -345,14 +340,3 @@ def compile_plan(spec: Spec, tree: object, diagnostics: Iterable[Diagnostic]) ->
     if spec.cluster.preset is not None:
         identity["preset"] = preset_tree(spec.cluster.preset)
     return identified(Plan(spec, digest(identity), "", refusals))
-
-
-__all__ = [
-    "Plan",
-    "PlanError",
-    "Refusal",
-    "compile_plan",
-    "load_plan",
-    "plan_from_tree",
-    "plan_tree",
-]

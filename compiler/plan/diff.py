@@ -283,14 +283,19 @@ class Difference:
 
 def difference(before: Plan, after: Plan) -> Difference:
     """What changes from one plan to another."""
-    changes = (*_numerics(before, after), *_rounding(before, after), *_layout(before, after), *_cost(before, after))
+    changes = (*_changed(before, after), *_cost(before, after))
     return Difference(changes, _moved(before, after), by_runtime(before, after), by_deepspeed(before, after))
 
 
-def _changed(kind: ChangeKind, before: dict[str, Any], after: dict[str, Any], note: str = "") -> Iterator[Change]:
-    for what in dict.fromkeys((*before, *after)):
-        if before.get(what) != after.get(what):
-            yield Change(kind, what, before.get(what), after.get(what), note)
+def _changed(before: Plan, after: Plan) -> Iterator[Change]:
+    """What differs of all kinds but the cost."""
+    notes = {ChangeKind.ROUNDING: "the same sums in another order"}
+    values = {ChangeKind.NUMERICS: _numerics, ChangeKind.ROUNDING: _rounding, ChangeKind.LAYOUT: _layout}
+    for kind, of in values.items():
+        old, new = of(before), of(after)
+        for what in dict.fromkeys((*old, *new)):
+            if old.get(what) != new.get(what):
+                yield Change(kind, what, old.get(what), new.get(what), notes.get(kind, ""))
 
 
 def _group(plan: Plan) -> str:
@@ -299,84 +304,75 @@ def _group(plan: Plan) -> str:
     return f"{training.micro_batch_size} · {training.sequence_length} tokens / cp {axes.cp} / tp {axes.tp}"
 
 
-def _numerics(before: Plan, after: Plan) -> Iterator[Change]:
-    def values(plan: Plan) -> dict[str, Any]:
-        training, router = plan.spec.training, plan.spec.training.router
-        model = {f"model.{key}": value for key, value in plan.spec.model.architecture.items()}
-        optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
-        schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
-        return {
-            **model,
-            "sequence_length": training.sequence_length,
-            "global_batch_size": training.global_batch_size,
-            "precision": training.precision.value,
-            "gradient_accumulation_dtype": training.gradient_accumulation_dtype.value,
-            **optimizer,
-            **schedule,
-            "gradient_clipping": training.gradient_clipping,
-            "loss_scale": training.loss_scale,
-            **{f"router.{key}": value for key, value in _fields(router).items()},
-            **(
-                {"micro_batch_size": training.micro_batch_size}
-                if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
-                else {}
-            ),
-            **({"router.expert_capacity of": _group(plan)} if router and router.expert_capacity else {}),
-            **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},
-            "train_steps": training.train_steps,
-            "seed": training.seed,
-            **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
-            **{f"backends.megatron.{key}": value for key, value in plan.spec.megatron.items()},
-        }
-
-    yield from _changed(ChangeKind.NUMERICS, values(before), values(after))
+def _numerics(plan: Plan) -> dict[str, Any]:
+    training, router = plan.spec.training, plan.spec.training.router
+    model = {f"model.{key}": value for key, value in plan.spec.model.architecture.items()}
+    optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
+    schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
+    return {
+        **model,
+        "sequence_length": training.sequence_length,
+        "global_batch_size": training.global_batch_size,
+        "precision": training.precision.value,
+        "gradient_accumulation_dtype": training.gradient_accumulation_dtype.value,
+        **optimizer,
+        **schedule,
+        "gradient_clipping": training.gradient_clipping,
+        "loss_scale": training.loss_scale,
+        **{f"router.{key}": value for key, value in _fields(router).items()},
+        **(
+            {"micro_batch_size": training.micro_batch_size}
+            if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
+            else {}
+        ),
+        **({"router.expert_capacity of": _group(plan)} if router and router.expert_capacity else {}),
+        **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},
+        "train_steps": training.train_steps,
+        "seed": training.seed,
+        **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
+        **{f"backends.megatron.{key}": value for key, value in plan.spec.megatron.items()},
+    }
 
 
 def _fields(value: Any) -> dict[str, Any]:
     return {} if value is None else asdict(value)
 
 
-def _rounding(before: Plan, after: Plan) -> Iterator[Change]:
-    def values(plan: Plan) -> dict[str, Any]:
-        parallelism, training = plan.spec.parallelism, plan.spec.training
-        recomputed = training.activation_checkpointing
-        return {
-            "partial sums of a linear (tp)": parallelism.tp,
-            "parts of a softmax (cp)": f"{parallelism.context.ring_ranks} {parallelism.cp_layout.value}",
-            "gradients that are summed (dp · cp)": parallelism.zero_shards,
-            "micro_batch_size": training.micro_batch_size,
-            "gradient_accumulation_steps": training.gradient_accumulation_steps,
-            "sequence_parallel": parallelism.sequence_parallel,
-            "activation_checkpointing": recomputed if isinstance(recomputed, str) else ", ".join(recomputed),
-        }
-
-    yield from _changed(ChangeKind.ROUNDING, values(before), values(after), "the same sums in another order")
+def _rounding(plan: Plan) -> dict[str, Any]:
+    parallelism, training = plan.spec.parallelism, plan.spec.training
+    recomputed = training.activation_checkpointing
+    return {
+        "partial sums of a linear (tp)": parallelism.tp,
+        "parts of a softmax (cp)": f"{parallelism.context.ring_ranks} {parallelism.cp_layout.value}",
+        "gradients that are summed (dp · cp)": parallelism.zero_shards,
+        "micro_batch_size": training.micro_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "sequence_parallel": parallelism.sequence_parallel,
+        "activation_checkpointing": recomputed if isinstance(recomputed, str) else ", ".join(recomputed),
+    }
 
 
-def _layout(before: Plan, after: Plan) -> Iterator[Change]:
-    def values(plan: Plan) -> dict[str, Any]:
-        parallelism, cluster = plan.spec.parallelism, plan.spec.cluster
-        return {
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus_per_node,
-            "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
-            **{axis.value: parallelism.size(axis) for axis in _AXES},
-            "order": "-".join(parallelism.order),
-            "cp_layout": parallelism.cp_layout.value,
-            "cp_implementation": parallelism.context.name,
-            "layers of each stage": ", ".join(
-                f"{count} × {len(list(same))}" for count, same in groupby(len(one.layers) for one in plan.spec.stages)
-            ),
-            "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
-            "zero.stage": plan.spec.zero_stage,
-            "optimizer on the host": plan.spec.offload_optimizer is not None,
-            "weights on the host": plan.spec.offload_param is not None,
-            "activations on the host": plan.spec.training.activation_offloading,
-            "padded vocabulary": padded_vocabulary(plan),
-            "ranks that share a kv head": plan.kv_replicas,
-        }
-
-    yield from _changed(ChangeKind.LAYOUT, values(before), values(after))
+def _layout(plan: Plan) -> dict[str, Any]:
+    parallelism, cluster = plan.spec.parallelism, plan.spec.cluster
+    return {
+        "nodes": cluster.nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "accelerator": cluster.preset.name if cluster.preset else cluster.accelerator,
+        **{axis.value: parallelism.size(axis) for axis in _AXES},
+        "order": "-".join(parallelism.order),
+        "cp_layout": parallelism.cp_layout.value,
+        "cp_implementation": parallelism.context.name,
+        "layers of each stage": ", ".join(
+            f"{count} × {len(list(same))}" for count, same in groupby(len(one.layers) for one in plan.spec.stages)
+        ),
+        "virtual stages of a rank": parallelism.num_virtual_stages_per_pipeline_rank,
+        "zero.stage": plan.spec.zero_stage,
+        "optimizer on the host": plan.spec.offload_optimizer is not None,
+        "weights on the host": plan.spec.offload_param is not None,
+        "activations on the host": plan.spec.training.activation_offloading,
+        "padded vocabulary": padded_vocabulary(plan),
+        "ranks that share a kv head": plan.kv_replicas,
+    }
 
 
 def _cost(before: Plan, after: Plan) -> Iterator[Change]:

@@ -213,23 +213,26 @@ def example(name: str, path: tuple[str, ...]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def type_of(name: str, path: tuple[str, ...]) -> str | None:
     """The one type that a schema takes at a path, as "integer"; None where it takes several, or has no such key."""
-    root = node = load(name)
-    for step in path:
-        if step not in node.get("properties", {}):
-            return None
-        node = resolved(node["properties"][step], root)
-    found = node.get("type")
+    entry = _entry(name, path)
+    found = entry[0].get("type") if entry else None
     return found if isinstance(found, str) else None
 
 
 @functools.lru_cache(maxsize=4096)
 def _default(name: str, path: tuple[str, ...]) -> Any:
+    entry = _entry(name, path)
+    if entry is None or (entry[1] and "default" not in entry[0]):
+        raise NoDefaultError(".".join(path))
+    return entry[0].get("default")
+
+
+def _entry(name: str, path: tuple[str, ...]) -> tuple[dict[str, Any], bool] | None:
+    """What a schema says of a key, and whether it has to be given; None where it has no such key."""
     root = node = load(name)
+    is_required = False
     for step in path:
         if step not in node.get("properties", {}):
-            raise NoDefaultError(".".join(path))
+            return None
         is_required = step in node.get("required", ())
         node = resolved(node["properties"][step], root)
-    if is_required and "default" not in node:
-        raise NoDefaultError(".".join(path))
-    return node.get("default")
+    return node, is_required

@@ -47,28 +47,11 @@ def known_key(schema: str, key: str) -> str | None:
     return _names(schema).get(bare(key))
 
 
-def known_value(value: str) -> str | None:
-    """The value here that another tool calls `value`."""
-    return _names("values", "guesses").get(bare(value))
-
-
-def is_exact(value: str) -> bool:
-    """Whether another tool's `value` means one value here ("h100" may be an SXM or a PCIe card)."""
-    return bare(value) in _names("values")
-
-
 @functools.cache
 def _elsewhere(schema: str) -> Mapping[str, str]:
     """What to use in place of keys that no file of a schema has, by their bare names."""
     stored = shipped("parcompile.schema", "elsewhere.json").get(schema, {})
     return {bare(name): advice for advice, names in stored.items() for name in names}
-
-
-def near_key(schema: str, key: str) -> str | None:
-    """The dotted path under `schema` for a misspelt key of another tool."""
-    table = _names(schema)
-    near = closest(key, table)
-    return None if near is None else table[near]
 
 
 # What is wrong with a key.
@@ -93,17 +76,13 @@ FEW = 12
 def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key of an object that its schema does not know."""
     parts = view.parts(violation.schema) if violation.keyword == "unevaluatedProperties" else [violation.schema]
-    known = [key for part in parts for key in not_removed(part.get("properties", {}))]
-    named = {key for part in parts for key in part.get("properties", {})}
+    named = [pair for part in parts for pair in part.get("properties", {}).items()]
+    # A schema also names removed keys, to say what replaced them: they are not worth suggesting.
+    known = [key for key, entry in named if not (isinstance(entry, dict) and entry.get("not") == {})]
     patterns = [pattern for part in parts for pattern in part.get("patternProperties", {})]
     for key in violation.instance:
-        if key not in named and not any(re.search(pattern, key) for pattern in patterns):
+        if key not in dict(named) and not any(re.search(pattern, key) for pattern in patterns):
             unknown_key((*violation.path, key), known, violation.instance, findings, view)
-
-
-def not_removed(properties: Mapping[str, Any]) -> list[str]:
-    """The keys worth suggesting: a schema also names removed ones, to say what replaced them."""
-    return [key for key, entry in properties.items() if not (isinstance(entry, dict) and entry.get("not") == {})]
 
 
 def unknown_key(
@@ -169,8 +148,8 @@ def _target(key: str, parent: Path, known: Collection[str], instance: Mapping[st
     sibling = closest(key, [name for name in known if name not in instance]) or closest(key, known)
     if sibling is not None:
         return (*parent, sibling)
-    near = near_key(view.name, key)
-    return None if near is None else tuple(near.split("."))
+    near = closest(key, _names(view.name))
+    return None if near is None else tuple(_names(view.name)[near].split("."))
 
 
 def missing_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
@@ -316,9 +295,10 @@ def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:
     same = next((one for one in allowed if bare(one) == bare(value)), None)
     if same is not None:
         return same, Safety.SAFE
-    known = known_value(value)
+    known = _names("values", "guesses").get(bare(value))
     if known in allowed:
-        return known, Safety.SAFE if is_exact(value) else Safety.CHANGES_COST
+        # A guess: "h100" may be an SXM or a PCIe card.
+        return known, Safety.SAFE if bare(value) in _names("values") else Safety.CHANGES_COST
     return closest(value, allowed), Safety.CHANGES_NUMERICS
 
 

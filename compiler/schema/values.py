@@ -97,18 +97,8 @@ def fitting(value: object, schema: dict[str, Any]) -> bool:
     """Whether `value` passes the simple keywords of a schema: type, enum, const, bounds, pattern."""
     from jsonschema.validators import Draft202012Validator
 
-    simple = (
-        "type",
-        "enum",
-        "const",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
-        "pattern",
-        "multipleOf",
-    )
-    part = {key: schema[key] for key in simple if key in schema}
+    bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    part = {key: schema[key] for key in ("type", "enum", "const", "pattern", *bounds) if key in schema}
     return bool(part) and is_type(value, schema) and Draft202012Validator(part).is_valid(value)
 
 

@@ -15,24 +15,17 @@ from parcompile.rules import EXPERTS_RULE
 from parcompile.rules.h_memory import as_fix, workload
 from parcompile.schema import NoDefaultError, default
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.resolve.reader import SECTIONS
 from parcompile.units import format_bytes
 
 from .first import narrow_space, wider_space
 from .ranking import Ranked, SearchResult, search
 from .space import Space, open_space
-from .variant import SECTIONS
+from .variant import copied
 
 _OPENED = (
-    ("parallelism", "tp"),
-    ("parallelism", "cp"),
-    ("parallelism", "ep"),
-    ("parallelism", "pp"),
-    ("parallelism", "dp"),
-    ("parallelism", "sequence_parallel"),
-    ("training", "micro_batch_size"),
-    ("training", "gradient_accumulation_steps"),
-    ("training", "activation_checkpointing"),
-    ("zero", "stage"),
+    *(*AXES, "sequence_parallel", "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing"),
+    "stage",
 )
 """What another layout may set otherwise; everything else stays as the spec has it."""
 MOST_SETTINGS = 500
@@ -72,7 +65,7 @@ def _as_fix(spec: Resolution, one: Ranked) -> Fix:
     """What another layout sets otherwise than the spec has it."""
     work = workload(spec)
     before = timing(work).step.seconds
-    decided: dict[str, object] = {
+    decided = {
         **{axis.value: work.size(axis) for axis in AXES},
         "micro_batch_size": work.micro_batch,
         "activation_checkpointing": _word(work),
@@ -104,9 +97,9 @@ def _word(work: Workload) -> str | list[str]:
 
 def _all_layouts(spec: Resolution) -> tuple[SearchResult, bool]:
     """The layouts that the spec's GPUs may have, and whether these are all."""
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in spec.tree.items()}
-    for section, name in _OPENED:
-        tree.setdefault(section, {}).pop(name, None)
+    tree = copied(spec.tree)
+    for name in _OPENED:
+        tree.setdefault(SECTIONS[name], {}).pop(name, None)
     tree["training"]["global_batch_size"] = spec.spec().training.global_batch_size
     space = narrow_space(tree, spec.folder)
     few = _thinned(space)
@@ -132,7 +125,7 @@ def _of_experts(one: Diagnostic, spec: Resolution) -> Diagnostic:
     ep and expert_tp are open, everything else is as the spec has it.
     """
     work = workload(spec)
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in spec.tree.items()}
+    tree = copied(spec.tree)
     axes, training = tree.setdefault("parallelism", {}), tree.setdefault("training", {})
     axes |= {axis.value: work.size(axis) for axis in (Axis.TP, Axis.CP, Axis.PP)}
     axes["sequence_parallel"] = work.sequence_parallel

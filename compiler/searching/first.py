@@ -164,7 +164,7 @@ def first_spec(
     try:
         space = narrow_space(base, folder)
     except Unavailable as error:
-        Resolution(base, (), folder).require_shape()
+        Resolution(base, (), folder).described_shape  # noqa: B018 -- it says what is wrong
         return FirstSpec(reason=f"its {error} cannot be read")
     if not estimate:
         return _exact_only(space)

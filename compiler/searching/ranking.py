@@ -355,12 +355,9 @@ def _reordered(one: Ranked, shortest: float) -> Ranked:
 
 def _may_win(one: Ranked, shortest: float) -> bool:
     """Whether what no order changes takes no longer than layouts that are as good as the shortest step so far."""
-    return _fixed_seconds(one.execution.step) <= TIE * shortest
-
-
-def _fixed_seconds(step: StepTime) -> float:
-    """What is the same in every order: tp is the innermost axis of all."""
-    return step.compute + step.tensor + step.optimizer
+    step = one.execution.step
+    # tp is the innermost axis of all orders.
+    return step.compute + step.tensor + step.optimizer <= TIE * shortest
 
 
 def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> tuple[tuple[Execution, str], ...]:
@@ -377,9 +374,8 @@ def _other_executions(best: Ranked, choices: OpenChoices, time: Fit | None) -> t
 def outcome(ranked: Sequence[Ranked], refused: Sequence[Refused]) -> SearchResult:
     """Sorts what was predicted, and gives every loser its reason."""
     safe = [*_sorted((one for one in ranked if one.is_safe), lambda one: one.seconds, lambda one: one.candidate.name)]
-    tight = [
-        *_sorted((one for one in ranked if not one.is_safe), lambda one: one.peak_bytes, lambda one: one.base.name)
-    ]
+    unsafe = (one for one in ranked if not one.is_safe)
+    tight = [*_sorted(unsafe, lambda one: one.peak_bytes, lambda one: one.base.name)]
     if safe:
         least = min(one.expected_seconds for one in safe)
         close = [one for one in safe if one.expected_seconds <= TIE * least]

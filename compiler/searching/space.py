@@ -9,7 +9,7 @@ follows from the world unless it is given. What the spec gives stays.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
@@ -84,7 +84,7 @@ def _divides(layers: int, pp: int, virtual: int, plain: dict[str, object]) -> bo
 
 RECOMPUTE = ("none", "full")
 """Selective recomputation does what none does with fused attention."""
-LARGEST_MICRO_BATCH = 64
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ZERO_STAGES = (1, 0, 2)
 """Of ZeRO. No layout is faster at another stage than at the first: another one is tried where it holds less, and the
 layout does not fit at the first."""
@@ -203,7 +203,7 @@ class Space:
     @property
     def combinations(self) -> list[dict[str, object]]:
         """Every setting of the axes that makes the world: the micro-batch and recomputation come on top."""
-        found: list[dict[str, object]] = []
+        found = []
         for sizes in itertools.product(*self.axes.values()):
             named = dict(zip(self.axes, sizes, strict=True))
             dp, rest = divmod(self.world, named[Axis.TP] * named[Axis.CP] * named[Axis.PP])
@@ -246,7 +246,8 @@ class Space:
         *chunks, host, weights, kept, sums = ({} if one.keys() & given else one for one in OPTIONS.values())
         shape = Resolution(self.tree, (), self.variants.folder).shape
         few = [one for one in chunks if any(has_use_for(shape, name) for name in one)]
-        sets = [{name: value for one in each for name, value in one.items()} for each in _subsets(few)]
+        subsets = itertools.chain.from_iterable(itertools.combinations(few, size) for size in range(len(few) + 1))
+        sets = [{name: value for one in each for name, value in one.items()} for each in subsets]
         stages = tuple(stage for stage in self.zero_stages if stage)
         found = [[replace(self, switched_on=one) for one in sets if one]]
         if host and stages:
@@ -267,11 +268,6 @@ class Space:
             every = [[self], *found]
             found += [[replace(one, switched_on={**sums, **one.switched_on}) for one in each] for each in every]
         return [one for one in found if one]
-
-
-def _subsets(every: Sequence[Mapping[str, object]]) -> Iterator[tuple[Mapping[str, object], ...]]:
-    """Of all sizes, the smallest first."""
-    return itertools.chain.from_iterable(itertools.combinations(every, size) for size in range(len(every) + 1))
 
 
 def open_space(
@@ -315,7 +311,7 @@ def open_space(
         axes[Axis.EP] = (given,) if given else tuple(one for one in range(1, experts + 1) if experts % one == 0)
     split = parallelism.get("sequence_parallel")
     micro = training.get("micro_batch_size")
-    copies = parallelism.get(Axis.DP, "auto")
+    copies, levels = parallelism.get(Axis.DP, "auto"), parallelism.get("hierarchical_cp_sizes")
     space = Space(
         variants=Variants(named, folder, executable),
         assumes_accelerator="accelerator" not in cluster,
@@ -326,14 +322,14 @@ def open_space(
         accumulation_steps=training.get("gradient_accumulation_steps"),
         sequence_parallel=True if split is None else split,
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
-        micro_batches=(micro,) if micro else tuple(one for one in _powers() if batch % one == 0),
+        micro_batches=(micro,) if micro else tuple(one for one in MICRO_BATCHES if batch % one == 0),
         common_batch=_common_batch(training, batch),
         recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
         zero_stages=ZERO_STAGES if (stage := (tree.get("zero") or {}).get("stage")) is None else (stage,),
         choices=OpenChoices(
             orders=parallelism.get("order") is None,
             implementations=parallelism.get("cp_implementation", "auto") == "auto",
-            sizes=sizes_of_levels(parallelism.get("hierarchical_cp_sizes")),
+            sizes=None if levels is None else (levels[0], levels[1]),
         ),
         document_length=document_length,
     )
@@ -342,18 +338,6 @@ def open_space(
         equation = " · ".join(f"{axis} {size}" for axis, size in given.items())
         raise ValueError(f"{equation} does not divide the world {world} so that the open axes fill it: leave one open")
     return space
-
-
-def sizes_of_levels(given: list[int] | None) -> tuple[int, int] | None:
-    """The ranks of the inner and of the outer level of cp as a spec gives them."""
-    return None if given is None else (given[0], given[1])
-
-
-def _powers() -> Iterator[int]:
-    size = 1
-    while size <= LARGEST_MICRO_BATCH:
-        yield size
-        size *= 2
 
 
 def _common_batch(training: Mapping[str, Any], full: int) -> int:

@@ -29,16 +29,18 @@ class Variant:
     message: str = ""
 
 
+def copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec of its own to change: values are never changed in place, sections are enough."""
+    return {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
+
+
 def changed(tree: Mapping[str, Any], changes: Mapping[str, object]) -> dict[str, Any]:
     """The spec with these values. dp and the accumulation steps follow from the others unless they are among them.
 
     Raises:
         ValueError: a name that is not in `SECTIONS`.
     """
-    # Values are never changed in place: sections are enough.
-    found: dict[str, Any] = {
-        name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()
-    }
+    found = copied(tree)
     for name, value in changes.items():
         if name not in SECTIONS:
             raise ValueError(f"{name!r} cannot be varied; these can: {', '.join(SECTIONS)}")

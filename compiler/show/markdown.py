@@ -108,7 +108,8 @@ def _costs(before: Plan, after: Plan) -> str:
     row("peak memory of a rank, estimated", lambda one: one.memory.peak.total_bytes, format_bytes)
     sizes = (_interval(one.memory.interval_bytes, format_bytes) for one in (old, new))
     rows.append(("its 90 % interval", *sizes, ""))
-    rows.append(("fits with probability", *(_chance(one) for one in (old, new)), ""))
+    chances = (one.memory.probability for one in (old, new))
+    rows.append(("fits with probability", *("-" if one is None else f"{one:.0%}" for one in chances), ""))
     row("static memory of a rank, exact", lambda one: one.memory.static_bytes, format_bytes)
     first, second = (topology(plan)["bytes_leaving_node"] for plan in (before, after))
     share = f"{(second - first) / first:+.1%}" if first and first != second else ""
@@ -124,10 +125,6 @@ def _layout(plan: Plan) -> str:
 
 def _interval(pair: tuple[float, float], unit: Callable[[float], str]) -> str:
     return f"{unit(pair[0])} to {unit(pair[1])}"
-
-
-def _chance(found: Estimate) -> str:
-    return "-" if found.memory.probability is None else f"{found.memory.probability:.0%}"
 
 
 def _resumption(who: str, found: Resumption) -> str:

@@ -132,20 +132,10 @@ def figures(run: Run, subject: Subject | None) -> dict[str, Any]:
     found |= _slowest(rows) | _loads(rows)
     if refused := known_values(rows, "refused_choices"):
         found["refused_choices"] = {"median": statistics.median(refused), "last": refused[-1]}
-    held_out = [
-        {
-            name: value if math.isfinite(value) else None
-            for name, value in row.items()
-            if name == "step" or _is_held(name)
-        }
-        for row in run.rows
-        if "eval_loss" in row
-    ]
-    return found | {"evaluations": held_out}
-
-
-def _is_held(name: str) -> bool:
-    return name.startswith("eval_")
+    evaluated = [row for row in run.rows if "eval_loss" in row]
+    held_out = [{name: row[name] for name in row if name == "step" or name.startswith("eval_")} for row in evaluated]
+    shown = [{name: one[name] if math.isfinite(one[name]) else None for name in one} for one in held_out]
+    return found | {"evaluations": shown}
 
 
 def _known(row: Row, name: str) -> bool:
@@ -163,8 +153,7 @@ def _measured(name: str, values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {}
     ranked = sorted(values)
-    ends = (ranked[math.floor(share * (len(ranked) - 1))] for share in (0.05, 0.95))
-    low, high = ends
+    low, high = (ranked[math.floor(share * (len(ranked) - 1))] for share in (0.05, 0.95))
     return {name: {"median": statistics.median(ranked), "low": low, "high": high}}
 
 
@@ -219,6 +208,5 @@ def _loads(rows: Sequence[Row]) -> dict[str, Any]:
         return {}
     medians = {layer: statistics.median(values) for layer, values in layers.items()}
     fullest = max(medians, key=lambda one: medians[one])
-    return {
-        "router_load": {"layer": fullest, "largest": medians[fullest], "median": statistics.median(medians.values())}
-    }
+    median = statistics.median(medians.values())
+    return {"router_load": {"layer": fullest, "largest": medians[fullest], "median": median}}

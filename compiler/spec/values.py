@@ -464,7 +464,6 @@ def workload_of(spec: Spec) -> Workload:
         sequence_parallel=axes.sequence_parallel,
         recompute=training.activation_checkpointing,
         element_bytes=training.precision.bytes,
-        overlap_comm=_overlap_comm(spec),
         gradient_bytes=training.gradient_accumulation_dtype.bytes,
         zero_stage=spec.zero_stage,
         vocab_divisible_by=axes.make_vocab_size_divisible_by,
@@ -490,7 +489,7 @@ def workload_of(spec: Spec) -> Workload:
         pins_memory=spec.offload_optimizer is None or spec.offload_optimizer.pin_memory,
         weights_on_host=spec.offload_param is not None,
         pins_weights=spec.offload_param is not None and spec.offload_param.pin_memory,
-        **_sizes(spec),
+        **_of_deepspeed(spec),
     )
 
 
@@ -502,11 +501,12 @@ def router_scope(spec: Spec) -> str | None:
     return MICRO_BATCH if spec.model.shape.has_moe and spec.model.hf_config.get("output_router_logits") else None
 
 
-def _sizes(spec: Spec) -> dict[str, Any]:
-    """What the spec says of the reduce bucket, and of weights that stage 3 gathers, by either of DeepSpeed's names."""
+def _of_deepspeed(spec: Spec) -> dict[str, Any]:
+    """What the spec says of the reduce bucket and of overlap, and, by either of DeepSpeed's names, of stage 3."""
     given = spec.deepspeed.get("zero_optimization")
     section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    found: dict[str, Any] = {}
+    overlap = section.get("overlap_comm")
+    found: dict[str, Any] = {"overlap_comm": overlap if isinstance(overlap, bool) else None}
     gathering = {"small_numel": "param_persistence_threshold", "live_numel": "max_live_parameters"}
     keys = {"reduce_bucket": "reduce_bucket_size", **gathering}
     for name, key in keys.items():
@@ -514,10 +514,3 @@ def _sizes(spec: Spec) -> dict[str, Any]:
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
             found[name] = int(value)
     return found
-
-
-def _overlap_comm(spec: Spec) -> bool | None:
-    """See `Workload.overlap_comm`."""
-    section = spec.deepspeed.get("zero_optimization")
-    given = section.get("overlap_comm") if isinstance(section, Mapping) else None
-    return given if isinstance(given, bool) else None

@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, TextIO
 from urllib.parse import quote
@@ -50,7 +51,10 @@ def write_sarif(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Cont
                     {"location": {"uri": uri(file)}, "properties": {"kind": context.kinds.get(file)}}
                     for file in context.files
                 ],
-                "results": _results(diagnostics, codes),
+                "results": [
+                    _result(found, codes.index(found.code), f"{print_}:{number}")
+                    for found, print_, number in _told_apart(diagnostics)
+                ],
             }
         ],
     }
@@ -67,14 +71,13 @@ def _rule(code: str, title: str | None) -> dict[str, Any]:
     }
 
 
-def _results(diagnostics: Sequence[Diagnostic], codes: list[str]) -> list[dict[str, Any]]:
-    seen: dict[str, int] = {}
-    results = []
+def _told_apart(diagnostics: Sequence[Diagnostic]) -> Iterator[tuple[Diagnostic, str, int]]:
+    """Each with its fingerprint and, as several may have the same, with its number among them, from 1."""
+    seen: Counter[str] = Counter()
     for found in diagnostics:
         print_ = fingerprint(found)
-        seen[print_] = seen.get(print_, 0) + 1
-        results.append(_result(found, codes.index(found.code), f"{print_}:{seen[print_]}"))
-    return results
+        seen[print_] += 1
+        yield found, print_, seen[print_]
 
 
 def _result(found: Diagnostic, index: int, print_: str) -> dict[str, Any]:
@@ -204,20 +207,16 @@ def write_junit(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Cont
     suites += [("-", loose)] if loose else []
     failures = sum(found.severity is Severity.ERROR for found in diagnostics)
     tests = sum(max(1, len(found)) for _, found in suites)
-    ascii_only = _ascii(stream)
     lines = ['<?xml version="1.0" encoding="UTF-8"?>']
     lines.append(f'<testsuites name="parcompile" tests="{tests}" failures="{failures}" errors="0">')
     for file, found in suites:
         lines += _suite(file, found, context.kinds.get(file))
     lines.append("</testsuites>")
     text = "\n".join(lines) + "\n"
-    stream.write(text.encode("ascii", "xmlcharrefreplace").decode("ascii") if ascii_only else text)
-
-
-def _ascii(stream: TextIO) -> bool:
-    """Whether the stream cannot be trusted to write_junit the UTF-8 that the document promises."""
     encoding = str(getattr(stream, "encoding", None) or "utf-8")
-    return encoding.lower().replace("-", "") != "utf8"
+    if encoding.lower().replace("-", "") != "utf8":  # the document promises UTF-8
+        text = text.encode("ascii", "xmlcharrefreplace").decode("ascii")
+    stream.write(text)
 
 
 def _suite(file: str, found: Sequence[Diagnostic], kind: str | None) -> list[str]:
@@ -282,18 +281,15 @@ _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "minor", Severity.I
 
 def write_gitlab(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
     """The list; each entry's fingerprint is its own, as GitLab drops those that repeat."""
-    seen: dict[str, int] = {}
     entries = []
-    for found in diagnostics:
-        identity = fingerprint(found)
-        seen[identity] = seen.get(identity, 0) + 1
+    for found, print_, number in _told_apart(diagnostics):
         line = found.position.line if found.position else 1
         last = found.end.line if found.end else line
         entries.append(
             {
                 "description": found.message + (f" ({found.help})" if found.help else ""),
                 "check_name": found.code,
-                "fingerprint": f"{identity}{seen[identity]:04d}",
+                "fingerprint": f"{print_}{number:04d}",
                 "kind": context.kinds.get(found.file or ""),
                 "severity": _SEVERITIES[found.severity],
                 "location": {"path": PurePath(found.file or "-").as_posix(), "lines": {"begin": line, "end": last}},

@@ -32,11 +32,11 @@ def write_text(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Conte
     for group in _of_one_line(whole):
         drawn: set[tuple[Position, str]] = set()
         for diagnostic in group:
-            stream.write(writable(stream, "\n".join(_block(diagnostic, context, style, group, drawn))) + "\n\n")
+            stream.write(writable(stream, "\n".join(_block(diagnostic, context, group, drawn))) + "\n\n")
     if context.folded and remarks:
         stream.write("".join(writable(stream, _folded(one, style)) + "\n" for one in remarks) + "\n")
     if diagnostics:
-        stream.write(writable(stream, _summary(diagnostics, context, style)) + "\n")
+        stream.write(writable(stream, _summary(diagnostics, context)) + "\n")
 
 
 def _of_one_line(diagnostics: Sequence[Diagnostic]) -> Iterator[list[Diagnostic]]:
@@ -59,13 +59,13 @@ def _folded(diagnostic: Diagnostic, style: Style) -> str:
     return style.severity(diagnostic.severity, head) + text
 
 
-def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) -> str:
+def _summary(diagnostics: Sequence[Diagnostic], context: Context) -> str:
     counts = []
     for severity, word in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "remark")):
         count = sum(1 for diagnostic in diagnostics if diagnostic.severity is severity)
         if count:
             hint = " (-v shows where)" if severity is Severity.INFO and context.folded else ""
-            counts.append(style.severity(severity, f"{count} {word}{'' if count == 1 else 's'}") + hint)
+            counts.append(context.style.severity(severity, f"{count} {word}{'' if count == 1 else 's'}") + hint)
     fixable = sum(1 for d in diagnostics if any(fix.safety is Safety.SAFE for fix in d.fixes))
     text = ", ".join(counts)
     if len(context.files) > 1:
@@ -76,14 +76,10 @@ def _summary(diagnostics: Sequence[Diagnostic], context: Context, style: Style) 
 
 
 def _block(
-    diagnostic: Diagnostic,
-    context: Context,
-    style: Style,
-    group: Sequence[Diagnostic],
-    drawn: set[tuple[Position, str]],
+    diagnostic: Diagnostic, context: Context, group: Sequence[Diagnostic], drawn: set[tuple[Position, str]]
 ) -> list[str]:
     """A finding. Its `group` shares one excerpt, in which it underlines all places; `drawn` are those seen already."""
-    severity = diagnostic.severity
+    severity, style = diagnostic.severity, context.style
     mark = " [*]" if context.fix_hint and any(fix.safety is Safety.SAFE for fix in diagnostic.fixes) else ""
     head = style.severity(severity, f"{severity.value}[{diagnostic.code}]") + style.strong(f"{mark}: ")
     indent = len(severity.value) + len(diagnostic.code) + len(mark) + 4
@@ -95,12 +91,12 @@ def _block(
     if places:
         margin = max(3, *(len(str(place.line)) + 1 for place in places))
     others = [one.position for one in group if one.position is not None]
-    block += _place(diagnostic.file, position, context, style, margin, severity, "", others, drawn)
+    block += _place(diagnostic.file, position, context, margin, severity, "", others, drawn)
     if position is None and diagnostic.path:
         block.append(f"{' ' * margin}{style.quiet('at')} {printable(format_path(diagnostic.path))}")
     for related in diagnostic.related:
         if related.position is not None:
-            block += _place(diagnostic.file, related.position, context, style, margin, None, related.message, (), drawn)
+            block += _place(diagnostic.file, related.position, context, margin, None, related.message, (), drawn)
     if diagnostic.help:
         block += _note("help", printable(diagnostic.help), style, margin)
     for fix in diagnostic.fixes:
@@ -113,7 +109,6 @@ def _place(
     file: str | None,
     position: Position | None,
     context: Context,
-    style: Style,
     margin: int,
     severity: Severity | None,
     label: str,
@@ -122,6 +117,7 @@ def _place(
 ) -> list[str]:
     if file is None and position is None:
         return []
+    style = context.style
     bar = style.quiet("│" if style.unicode else "|")
     arrow = style.quiet(("──▶" if style.unicode else "-->") if not label else ("───" if style.unicode else "---"))
     where = printable(file or "?")

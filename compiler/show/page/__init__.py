@@ -23,14 +23,14 @@ from parcompile.rules import MEMORY_RULES, check
 from parcompile.schema import validate
 from parcompile.show.pictures import NARROW, WIDE
 from parcompile.show.pictures.front import draw
-from parcompile.show.pictures.svg import SHADES, colour, inline
+from parcompile.show.pictures.svg import SHADES, colour
 from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_text
 
-from .sections import Html, folded, joined, table, tag
+from .sections import Html, both_widths, folded, joined, table, tag
 
 USES = {
     Axis.TP: "layers",
@@ -215,20 +215,13 @@ def section(tree: Mapping[str, Any], plan: Mapping[str, object]) -> Html:
 def _front(tree: Mapping[str, Any]) -> list[Html]:
     """Time against memory, wide and narrow."""
     if not tree["fitting"]:
-        remedies = "".join(f" It would with {_settings(one)}." for one in tree.get("remedies", ()))
+        settings = (one["settings"].items() for one in tree.get("remedies", ()))
+        remedies = "".join(f" It would with {', '.join(f'{name} {value}' for name, value in one)}." for one in settings)
         return [tag("p", f"Nothing fits.{remedies}")]
     if "pareto_front" not in tree:
         return []  # written by a version that did not say
-    wide, narrow = (draw(tree, width) for width in (WIDE, NARROW))
-    return [
-        tag("div", Html(inline(wide)), class_="picture wide"),
-        tag("div", Html(inline(narrow)), class_="picture narrow"),
-        tag("p", wide.description, class_="note"),
-    ]
-
-
-def _settings(remedy: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in remedy["settings"].items())
+    pair = [draw(tree, width) for width in (WIDE, NARROW)]
+    return [*both_widths(pair), tag("p", pair[0].description, class_="note")]
 
 
 def _layouts(title: str, found: list[dict[str, Any]], plan: Mapping[str, object]) -> Html:

@@ -21,9 +21,9 @@ def doctor_page(verdict: Verdict, found: Evidence) -> str:
     rows = [("rank", "last message", "step", "state", "its end")]
     for one in ranks:
         last = one.messages[-1] if one.messages else None
-        place = (
-            ("none", "", "") if last is None else (str(last), "" if last.step is None else str(last.step), last.state)
-        )
+        place = ("none", "", "")
+        if last is not None:
+            place = (str(last), "" if last.step is None else str(last.step), last.state)
         rows.append((str(one.rank), *place, "; ".join(one.events)[:300]))
     parts.append(section("ranks", "Ranks", table(rows, caption="What each rank did last", class_="stacked")))
     unread = verdict.read.get("unreadable", {})

@@ -10,22 +10,9 @@ from typing import Any
 from parcompile.diagnostics import Diagnostic
 from parcompile.layout.groups import DENSE_AXES, Axis
 from parcompile.plan.diff import TITLES, difference
-from parcompile.show.page import page_data, remarks
+from parcompile.show.page import page_data, remarks, sections
 from parcompile.show.page import section as search_section
-from parcompile.show.page.sections import (
-    Html,
-    diagnostics,
-    figures,
-    joined,
-    launching,
-    script_json,
-    section,
-    summary_line,
-    table,
-    tag,
-    tiles,
-    values,
-)
+from parcompile.show.page.sections import Html, joined, script_json, section, table, tag
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject, front
 from parcompile.show.pictures.front import picture
 from parcompile.show.pictures.svg import DARK, LIGHT, inline, rules
@@ -52,9 +39,9 @@ def page(
         other: a plan to show beside it.
     """
     plan = subject.plan
-    pictures, drawn = figures(subject)
+    pictures, drawn = sections.figures(subject)
     said = remarks(plan) if found is None else found
-    more = [section("diagnostics", "Diagnostics", diagnostics(said, subject))]
+    more = [section("diagnostics", "Diagnostics", sections.diagnostics(said, subject))]
     if search is not None:
         more.append(section("search", "Search", search_section(search, _layout(subject))))
         drawn += [front.draw(search, WIDE)] if search["fitting"] and "pareto_front" in search else []
@@ -62,20 +49,18 @@ def page(
         compared, shown = comparison(subject, other)
         more.append(section("beside", "Beside another plan", compared))
         drawn += shown
-    more.append(section("launch", "Launch", launching(subject)))
-    more.append(section("values", "Values", values(subject)))
+    more.append(section("launch", "Launch", sections.launching(subject)))
+    more.append(section("values", "Values", sections.values(subject)))
     links = [("ranks", "Ranks"), ("splits", "Shards"), ("memory", "Memory"), ("traffic", "Traffic")]
     links += [("ring", "Ring")] if plan.spec.parallelism.cp > 1 else []
     links += [("step", "Step"), ("diagnostics", "Diagnostics")]
-    links += [
-        *([("search", "Search")] if search is not None else []),
-        *([("beside", "Beside")] if other is not None else []),
-    ]
+    links += [("search", "Search")] if search is not None else []
+    links += [("beside", "Beside")] if other is not None else []
     links += [("launch", "Launch"), ("values", "Values")]
     axes = [axis for axis in (*DENSE_AXES, Axis.EP) if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
     choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
     main = Template(_read("page.html")).substitute(
-        tiles=tiles(subject),
+        tiles=sections.tiles(subject),
         axes=choices,
         last_rank=str(plan.world_size - 1),
         pictures=pictures,
@@ -86,7 +71,7 @@ def page(
     return framed(
         title=_title(subject),
         kind="plan",
-        summary=summary_line(subject),
+        summary=sections.summary_line(subject),
         links=links,
         main=Html(main),
         drawn=drawn,
@@ -176,8 +161,10 @@ _PICTURES = ("memory", "timeline")
 
 def comparison(subject: Subject, other: Subject) -> tuple[Html, list[Picture]]:
     """The comparison, and its pictures, for their colours."""
-    names = _names(subject, other)
-    figures = [("", *names), *((row[0], *row[1:]) for row in _figures(subject, other))]
+    first, second = subject.plan.spec.name, other.plan.spec.name
+    names = (first, second) if first != second else (f"{first} (this)", f"{second} (other)")
+    mine, theirs = _figures(subject), _figures(other)
+    figures = [("", *names), *((name, value, theirs[name]) for name, value in mine.items())]
     found = difference(subject.plan, other.plan)
     changes = [("what", *names, "which means")]
     for kind, title in TITLES.items():
@@ -197,18 +184,8 @@ def comparison(subject: Subject, other: Subject) -> tuple[Html, list[Picture]]:
     return joined([*parts, *rows]), pictures
 
 
-def _names(subject: Subject, other: Subject) -> tuple[str, str]:
-    first, second = subject.plan.spec.name, other.plan.spec.name
-    return (first, second) if first != second else (f"{first} (this)", f"{second} (other)")
-
-
-def _figures(*subjects: Subject) -> list[tuple[str, ...]]:
-    """The figures that a reader looks for first, of each plan."""
-    columns = [_column(one) for one in subjects]
-    return [(name, *(column[name] for column in columns)) for name in columns[0]]
-
-
-def _column(subject: Subject) -> dict[str, str]:
+def _figures(subject: Subject) -> dict[str, str]:
+    """The figures of a plan that a reader looks for first."""
     plan, found = subject.plan, subject.estimate
     axes = (*DENSE_AXES, *((Axis.EP,) if plan.groups.ep > 1 else ()))
     training = plan.spec.training

@@ -9,10 +9,9 @@ from typing import Any
 
 from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.show.page.render import framed
-from parcompile.show.page.sections import Html, joined, section, table, tag
+from parcompile.show.page.sections import both_widths, joined, section, table, tag
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.curves import Points, draw, spark
-from parcompile.show.pictures.svg import inline
 from parcompile.show.run import Run, figures, known_values
 from parcompile.units import format_bytes, format_seconds
 
@@ -55,12 +54,9 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
     rows += [("plan", note)] if note else []
     rows += [("machine", tree["other_machine"])] if tree.get("other_machine") else []
     rows.append(("step", _beside(tree.get("step_seconds"), format_seconds)))
-    for name, unit in (
-        ("tokens_per_second_per_gpu", "tokens/s per GPU"),
-        ("tokens_per_second", "tokens/s of all GPUs"),
-    ):
+    for name, whose in (("tokens_per_second_per_gpu", "per GPU"), ("tokens_per_second", "of all GPUs")):
         if name in tree:
-            rows.append(("throughput", f"{unit}: {_beside(tree[name], '{:,.0f}'.format)}"))
+            rows.append(("throughput", f"tokens/s {whose}: {_beside(tree[name], '{:,.0f}'.format)}"))
     rows.append(("MFU", _beside(tree.get("mfu"), "{:.1%}".format)))
     if (peak := tree.get("memory_peak_bytes")) is not None:
         rank = "" if peak["rank"] is None else f" on rank {peak['rank']}"
@@ -68,12 +64,10 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
     if (loss := tree.get("loss")) is not None:
         lowest = f"lowest {loss['lowest']:.4f} at step {loss['lowest_step']:,}"
         rows.append(("loss", f"{loss['first']:.4f} at first, {loss['last']:.4f} at last, {lowest}"))
-    if (norm := tree.get("gradient_norm")) is not None:
-        largest = f"largest {norm['highest']:.3g} at step {norm['highest_step']:,}"
-        rows.append(("norm", f"{norm['first']:.3g} at first, {norm['last']:.3g} at last, {largest}"))
-    if (rate := tree.get("lr")) is not None:
-        highest = f"highest {rate['highest']:.3g} at step {rate['highest_step']:,}"
-        rows.append(("learning rate", f"{rate['first']:.3g} at first, {rate['last']:.3g} at last, {highest}"))
+    for name, said, most in (("gradient_norm", "norm", "largest"), ("lr", "learning rate", "highest")):
+        if (one := tree.get(name)) is not None:
+            top = f"{most} {one['highest']:.3g} at step {one['highest_step']:,}"
+            rows.append((said, f"{one['first']:.3g} at first, {one['last']:.3g} at last, {top}"))
     rows.append(("spikes", _spikes_in_words(tree["spikes"])))
     wrong = tree["nonfinite_steps"]
     said = f"{tree['skipped_steps']:,} by the loss scale of fp16" if tree["skipped_steps"] else "none"
@@ -167,13 +161,10 @@ def run_page(run: Run, subject: Subject | None, note: str) -> str:
         band = None
         if isinstance(known, dict) and "predicted_low" in known:
             band = ("predicted, 90 % interval", float(known["predicted_low"]), float(known["predicted_high"]))
-        wide, narrow = (draw(title, lines, width, band=band, unit=unit) for width in (WIDE, NARROW))
-        drawn += [wide, narrow]
-        shown = (
-            tag("div", Html(inline(wide)), class_="picture wide"),
-            tag("div", Html(inline(narrow)), class_="picture narrow"),
-        )
-        parts.append(section(anchor, title, tag("p", f"{wide.description}.", class_="note"), *shown))
+        pair = [draw(title, lines, width, band=band, unit=unit) for width in (WIDE, NARROW)]
+        drawn += pair
+        note_of = tag("p", f"{pair[0].description}.", class_="note")
+        parts.append(section(anchor, title, note_of, *both_widths(pair)))
         links.append((anchor, title.partition(",")[0]))
     return framed(
         title=_title(run, subject),

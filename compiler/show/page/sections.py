@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from parcompile.cost.footprint import HOPELESS, Footprint, is_safe
+from parcompile.cost.footprint import HOPELESS, is_safe
 from parcompile.cost.table import error_text, fit_text, imbalance_text
 from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.groups import DENSE_AXES
@@ -83,23 +83,15 @@ _PEAK = "Peak memory"
 def tiles(subject: Subject) -> Html:
     """The figures that a reader looks for first."""
     plan, found = subject.plan, subject.estimate
-    low, high = found.time.interval_seconds
-    memory = found.memory
+    low, high = map(format_seconds, found.time.interval_seconds)
+    memory, parameters = found.memory, max(found.parameters.by_stage)
     chance = fit_text(found.work, memory)
     mesh = " × ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in DENSE_AXES)
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),
         (_PEAK, format_bytes(memory.peak.total_bytes), chance),
-        (
-            "Static memory, exact",
-            format_bytes(memory.static_bytes),
-            f"{max(found.parameters.by_stage):,} parameters on a rank",
-        ),
-        (
-            "Step",
-            format_seconds(found.time.step.seconds),
-            f"90 % interval {format_seconds(low)} to {format_seconds(high)}",
-        ),
+        ("Static memory, exact", format_bytes(memory.static_bytes), f"{parameters:,} parameters on a rank"),
+        ("Step", format_seconds(found.time.step.seconds), f"90 % interval {low} to {high}"),
         ("Throughput", f"{found.time.tokens_per_second_per_gpu:,.0f}", "tokens/s per GPU"),
         ("MFU", f"{found.time.utilisation:.1%}", "of peak FLOP/s"),
     ]
@@ -107,56 +99,45 @@ def tiles(subject: Subject) -> Html:
         says = found.work.imbalance != 1 or found.work.expert_capacity is not None
         balance = imbalance_text(found.work) if says else "assumes balanced experts"
         entries.append(("Experts", f"ep {found.work.ep}", balance))
-    return tag(
-        "dl",
-        *(
-            tag(
-                "div",
-                tag("dt", name),
-                tag("dd", tag("b", value), tag("span", note)),
-                class_=_verdict(memory) if name == _PEAK else None,
-            )
-            for name, value, note in entries
-        ),
-        class_="tiles",
-    )
+    # The tile of memory is as severe as the rule that speaks of it.
+    hopeless = "bad" if (memory.probability or 0.0) < HOPELESS else "warn"
+    severities = {} if is_safe(memory) else {_PEAK: hopeless}
+    shown = []
+    for name, value, note in entries:
+        said = tag("dd", tag("b", value), tag("span", note))
+        shown.append(tag("div", tag("dt", name), said, class_=severities.get(name)))
+    return tag("dl", *shown, class_="tiles")
 
 
-def _verdict(memory: Footprint) -> str | None:
-    """The class of the tile of memory, as severe as the rule that speaks of it."""
-    if is_safe(memory):
-        return None
-    return "bad" if (memory.probability or 0.0) < HOPELESS else "warn"
+_ANCHORS = {"schedule": "ring", "timeline": "step"}
+"""Of pictures whose sections are not called as they are."""
 
 
 def figures(subject: Subject) -> tuple[Html, list[Picture]]:
     """The pictures as sections, each wide and narrow, with its table; and the pictures, for their colours."""
     drawn, parts = [], []
-    for name, anchor in (
-        ("splits", "splits"),
-        ("memory", "memory"),
-        ("traffic", "traffic"),
-        ("schedule", "ring"),
-        ("timeline", "step"),
-        ("rates", "rates"),
-    ):
+    for name in ("splits", "memory", "traffic", "schedule", "timeline", "rates"):
         if name == "schedule" and subject.plan.spec.parallelism.cp == 1:
             continue
         if name == "rates" and subject.plan.spec.training.lr_scheduler is None:
             continue
-        wide, narrow = (picture(name, subject, width=width) for width in (WIDE, NARROW))
-        drawn += [wide, narrow]
+        pair = [picture(name, subject, width=width) for width in (WIDE, NARROW)]
+        drawn += pair
+        wide = pair[0]
         body = [tag("p", wide.subtitle, class_="note")]
         if name == "timeline" and subject.estimate.work.names_machine:
             body.append(tag("p", *with_code(f"Error {error_text(subject.estimate)}."), class_="note"))
-        body += [
-            tag("div", Html(inline(wide)), class_="picture wide"),
-            tag("div", Html(inline(narrow)), class_="picture narrow"),
-        ]
+        body += both_widths(pair)
         if name in TABLES:
             body.append(folded("As a table", table(TABLES[name](subject), caption=wide.title)))
-        parts.append(section(anchor, wide.title, *body))
+        parts.append(section(_ANCHORS.get(name, name), wide.title, *body))
     return joined(parts), drawn
+
+
+def both_widths(pair: Sequence[Picture]) -> list[Html]:
+    """A picture for a page, and the same for a phone: each is shown where it fits."""
+    widths = zip(("wide", "narrow"), pair, strict=True)
+    return [tag("div", Html(inline(one)), class_=f"picture {width}") for width, one in widths]
 
 
 def section(anchor: str, title: str, *content: Html) -> Html:
@@ -170,9 +151,9 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
     if not found:
         return tag("p", "The rules have nothing to say.")
     pages = {rule.code: rule for rule in all_rules()}
-    order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
+    found = sorted(found, key=lambda one: list(Severity).index(one.severity))
     entries = []
-    for one in sorted(found, key=lambda one: order.index(one.severity)):
+    for one in found:
         place = format_path(one.path)
         if one.position is not None:
             place = f"{one.file}:{one.position.line}:{one.position.column} {place}"
@@ -181,61 +162,40 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
         body.append(tag("p", *with_code(one.message)))
         if one.help:
             body.append(tag("p", *with_code(f"Help: {one.help}"), class_="note"))
-        body += [tag("p", *with_code(f"Fix: {fix.title}{_changes(fix)}"), class_="note") for fix in one.fixes]
+        body += [tag("p", *with_code(f"Fix: {_with_safety(fix)}"), class_="note") for fix in one.fixes]
         if one.code in pages:
             rule = pages[one.code]
             body.append(folded(rule.title, tag("p", *with_code(rule.explanation))))
         entries.append(tag("li", *body))
-    counts = Counter(one.severity.value for one in sorted(found, key=lambda one: order.index(one.severity)))
+    counts = Counter(one.severity.value for one in found)
     runs = "The runtime executes this plan." if not subject.plan.refusals else "The runtime refuses this plan."
     names = {"info": "remark"}
     words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
     return joined([tag("p", f"{words}. {runs}"), tag("ul", *entries, class_="findings")])
 
 
-def _changes(fix: Fix) -> str:
-    return "" if fix.safety is Safety.SAFE else f" ({fix.safety.value})"
+def _with_safety(fix: Fix) -> str:
+    return fix.title if fix.safety is Safety.SAFE else f"{fix.title} ({fix.safety.value})"
 
 
 def launching(subject: Subject) -> Html:
     """The commands that start the plan, from the folder that holds train.py and the plan as `plan`."""
     cluster = subject.plan.spec.cluster
-    several = cluster.nodes > 1
-    script = "train.py --plan plan"
-    rows: list[tuple[Content, ...]] = [
-        ("with", "command", "where"),
-        (
-            "DeepSpeed",
-            tag("code", f"plan/launch/deepspeed.sh {script}"),
-            "on the first node; write your host names into plan/launch/hostfile" if several else "on the node",
-        ),
-        (
-            "torchrun",
-            tag(
-                "code",
-                (f"NODE_RANK=… MASTER_ADDR=… plan/launch/torchrun.sh {script}")
-                if several
-                else f"plan/launch/torchrun.sh {script}",
-            ),
-            f"on each of the {cluster.nodes:,} nodes: NODE_RANK counts them, MASTER_ADDR is the address of node 0"
-            if several
-            else "on the node",
-        ),
-        ("Slurm", tag("code", f"sbatch plan/launch/slurm.sbatch {script}"), "on a login node"),
-        (
-            "a check first",
-            tag("code", "plan/launch/torchrun.sh -m parcompile preflight plan --live"),
-            "as the job itself: it compares the ranks, measures the links and runs two steps",
-        ),
+    script, first, each, named = "train.py --plan plan", "on the node", "on the node", ""
+    if cluster.nodes > 1:
+        first = "on the first node; write your host names into plan/launch/hostfile"
+        each = f"on each of the {cluster.nodes:,} nodes: NODE_RANK counts them, MASTER_ADDR is the address of node 0"
+        named = "NODE_RANK=… MASTER_ADDR=… "
+    check = "as the job itself: it compares the ranks, measures the links and runs two steps"
+    commands = [
+        ("DeepSpeed", f"plan/launch/deepspeed.sh {script}", first),
+        ("torchrun", f"{named}plan/launch/torchrun.sh {script}", each),
+        ("Slurm", f"sbatch plan/launch/slurm.sbatch {script}", "on a login node"),
+        ("a check first", "plan/launch/torchrun.sh -m parcompile preflight plan --live", check),
     ]
-    note = tag(
-        "p",
-        tag("code", "parcompile SPEC -o plan"),
-        " writes these files; ",
-        tag("code", "--target"),
-        " adds those of Kubernetes and SkyPilot.",
-        class_="note",
-    )
+    rows = [("with", "command", "where"), *((name, tag("code", command), where) for name, command, where in commands)]
+    written = "`parcompile SPEC -o plan` writes these files; `--target` adds those of Kubernetes and SkyPilot."
+    note = tag("p", *with_code(written), class_="note")
     return joined([note, table(rows, caption="Commands that start the plan", class_="stacked")])
 
 
@@ -261,9 +221,9 @@ def summary_line(subject: Subject) -> str:
     """The plan in a sentence, for the headline."""
     spec = subject.plan.spec
     machine = subject.estimate.work.machine.title
-    source = (
-        spec.model.hf_config.get("model_type", "A model") if spec.model.source == "dimensions" else spec.model.source
-    )
+    source = spec.model.source
+    if source == "dimensions":
+        source = spec.model.hf_config.get("model_type", "A model")
     model = "" if source == spec.name else f"{source} on "
     return (
         f"{model}{spec.cluster.nodes:,} × {spec.cluster.gpus_per_node} {machine}, "

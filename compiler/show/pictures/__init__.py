@@ -181,6 +181,11 @@ def ticks(longest: float, most: int = 6) -> tuple[float, ...]:
     return tuple(step * index for index in range(int(longest / step + 1e-9) + 1))
 
 
+def reached(leaves_node: bool) -> str:
+    """Where messages go."""
+    return "between nodes" if leaves_node else "in a node"
+
+
 AXIS_OF_GROUP: Mapping[str, Axis] = {
     KV_REPLICA: Axis.TP,
     EMBEDDING: Axis.PP,

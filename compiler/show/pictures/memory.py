@@ -62,9 +62,8 @@ def draw(subject: Subject, width: float) -> Picture:
     sketch.y = bottom + 20
     names = [name for name in ROLES if any(stage.components.get(name) for stage in stages)]
     sketch.legend([(ROLES[name], name) for name in names])
-    sketch.caption(
-        "Blue is exact, byte for byte; the rest is estimated. The whisker is the 90 % interval.", size=SMALL + 1
-    )
+    blue = "Blue is exact, byte for byte; the rest is estimated. The whisker is the 90 % interval."
+    sketch.caption(blue, size=SMALL + 1)
     return sketch.picture("Memory of a rank, by pipeline stage", verdict(subject), _words(memory.peak))
 
 

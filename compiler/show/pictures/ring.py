@@ -69,6 +69,7 @@ class _Ring:
     def words(self) -> str:
         """How the ranks work together, and how evenly."""
         context, places = self.context, self.context.ring_ranks
+        balance = float(context.balance(self.layout))
         if context.cp == 1:
             return "cp 1: each rank holds whole sequences, there is no ring"
         how = {
@@ -76,7 +77,7 @@ class _Ring:
             CpImplementation.ULYSSES: "heads are exchanged for tokens, so that each rank sees the whole sequence",
             CpImplementation.USP: f"{context.head_ranks} ranks exchange heads and share one of {places} places",
         }.get(context.implementation, f"{places} steps, {places - 1} exchange{'s' * (places > 2)}")
-        return f"cp {context.cp}, {context.name}, {self.layout.value}: {how}; balance {_balance(self):.0%}"
+        return f"cp {context.cp}, {context.name}, {self.layout.value}: {how}; balance {balance:.0%}"
 
 
 def draw(subject: Subject, width: float) -> Picture:
@@ -111,7 +112,8 @@ def _cells(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, f
             kind = KeySource.of(place, source)
             x, y = corner[0] + column * cell, corner[1] + row * cell
             if cell < GLYPHS:
-                corners.setdefault(_role(ring.shares[kind]), []).append((x, y))
+                role = {Fraction(1): "full", Fraction(0): "track"}.get(ring.shares[kind], "half")
+                corners.setdefault(role, []).append((x, y))
                 continue
             when = "" if ring.gathers else f", step {step}"
             title = f"{ring.row} {place}{when}: keys of {ring.row} {source}, {words(ring.shares[kind])}"
@@ -137,10 +139,6 @@ def _axes(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, fl
             if cell * label >= 22:
                 x = left + (row + 0.5) * cell - 1
                 sketch.add(Text(x, top + cell * len(shown) + 13, str(place), SMALL, "soft", "middle"))
-
-
-def _balance(ring: _Ring) -> float:
-    return float(ring.context.balance(ring.layout))
 
 
 def _each(ring: _Ring) -> str:
@@ -169,10 +167,6 @@ def share(blocks: tuple[Block, ...], chunks: int) -> Fraction:
 def words(part: Fraction) -> str:
     """`full`, `half` or `none`."""
     return {Fraction(1): "full", Fraction(1, 2): "half", Fraction(0): "none"}.get(part, f"{float(part):.0%}")
-
-
-def _role(part: Fraction) -> str:
-    return {Fraction(1): "full", Fraction(0): "track"}.get(part, "half")
 
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:

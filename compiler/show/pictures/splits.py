@@ -13,7 +13,7 @@ from parcompile.model import Parameter
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes
 
-from . import SMALL, Box, Picture, Shape, Sketch, Subject, Text, fitted, text_width
+from . import SMALL, Box, Picture, Sketch, Subject, Text, fitted, reached, text_width
 from .svg import shade
 
 MOST_PARTS = 256
@@ -54,11 +54,8 @@ def _split(subject: Subject) -> list[str]:
 def _weights(sketch: Sketch, subject: Subject) -> str:
     """The matrices of a layer side by side, each in the shades of the ranks that hold its pieces."""
     tp = subject.plan.spec.parallelism.tp
-    said = (
-        f"tp {tp} splits the weights: each rank holds 1/{tp} of each matrix that is split."
-        if tp > 1
-        else "tp 1: weights are not split."
-    )
+    how = f"tp {tp} splits the weights: each rank holds 1/{tp} of each matrix that is split."
+    said = how if tp > 1 else "tp 1: weights are not split."
     sketch.caption(said, strong=True)
     found = [pair for pair in subject.plan.tensors().values() if pair[0].layers is not None and len(pair[0].shape) > 1]
     found = [pair for pair in found if pair[0].expert_dim is None][:7]
@@ -124,17 +121,8 @@ def _tokens(sketch: Sketch, subject: Subject) -> str:
                 rounds = min(6, length // cp)
                 unit = sketch.width / (rounds * cp)
                 for index in range(rounds):
-                    x = (index * cp + rank) * unit
-                    sketch.add(
-                        Box(
-                            x,
-                            top,
-                            unit * step - 0.4,
-                            BAR,
-                            shade(Axis.CP, rank, cp),
-                            f"cp {rank}: tokens {rank} + i · {cp}",
-                        )
-                    )
+                    x, title = (index * cp + rank) * unit, f"cp {rank}: tokens {rank} + i · {cp}"
+                    sketch.add(Box(x, top, unit * step - 0.4, BAR, shade(Axis.CP, rank, cp), title))
                 continue
             x, wide = sketch.width * piece.start / length, sketch.width * len(piece) / length * step
             title = f"cp {rank}: tokens [{piece.start}, {piece.stop})"
@@ -168,9 +156,8 @@ def _batch(sketch: Sketch, subject: Subject) -> str:
             sketch.add(Box(x, y, max(cell - 1.5, 0.5), 16, shade(Axis.DP, rank, dp), title, radius=2))
     sketch.y = top + shown_dp * 20
     if shown_dp < dp or shown < micro * steps:
-        sketch.caption(
-            f"{shown_dp} of {dp} copies and {shown} of their {micro * steps:,} sequences are drawn.", size=SMALL + 1
-        )
+        drawn = f"{shown_dp} of {dp} copies and {shown} of their {micro * steps:,} sequences are drawn."
+        sketch.caption(drawn, size=SMALL + 1)
     return said
 
 
@@ -221,10 +208,8 @@ def _optimizer(sketch: Sketch, subject: Subject) -> str:
     what = "of what is not a routed expert" if dealt else "one shard each"
     _shards(sketch, f"fp32 master weights and Adam's two moments, {what}: dp · cp = {shards} shards", shards)
     if dealt:
-        held = (
-            f"of the routed experts of a rank: expert-dp = {work.expert_shards} shard{'s' * (work.expert_shards > 1)}"
-        )
-        _shards(sketch, held, work.expert_shards)
+        count = work.expert_shards
+        _shards(sketch, f"of the routed experts of a rank: expert-dp = {count} shard{'s' * (count > 1)}", count)
     return said
 
 
@@ -273,20 +258,17 @@ def _experts(sketch: Sketch, subject: Subject) -> str:
     sketch.caption(f"The colours are those of the ep group of rank 0{more}; other groups hold copies.", size=SMALL + 1)
     for one in subject.estimate.traffic:
         if one.group == Axis.EP:
-            place = "between nodes" if one.leaves_node else "in a node"
-            sent = (
-                f"All-to-all: a rank sends {format_bytes(one.wire_bytes)} in a step, {one.messages:,} messages {place}."
-            )
+            sent = f"All-to-all: a rank sends {format_bytes(one.wire_bytes)} in a step, "
+            sent += f"{one.messages:,} messages {reached(one.leaves_node)}."
             sketch.caption(sent, size=SMALL + 1)
             said += f" {sent}"
     return said
 
 
 def _part(sketch: Sketch, x: float, y: float, width: float, role: str, label: str, title: str) -> None:
-    shapes: list[Shape] = [Box(x, y, max(width - 0.8, 0.4), BAR, role, title)]
+    sketch.add(Box(x, y, max(width - 0.8, 0.4), BAR, role, title))
     if width > text_width(label, SMALL) + 6:
-        shapes.append(Text(x + width / 2, y + 19, label, SMALL, f"on:{role}", "middle"))
-    sketch.add(*shapes)
+        sketch.add(Text(x + width / 2, y + 19, label, SMALL, f"on:{role}", "middle"))
 
 
 def _ends(sketch: Sketch, y: float, first: str, last: str) -> None:

@@ -74,10 +74,8 @@ def _channels(text: str) -> tuple[int, int, int]:
 
 
 def _luminance(text: str) -> float:
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (channel / 255 for channel in _channels(text))
-    ]
+    shares = (channel / 255 for channel in _channels(text))
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in shares]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -95,9 +93,9 @@ def svg(*pictures: Picture) -> str:
         head, top = headline(one)
         body += [
             f'<g transform="translate(0 {_n(height)})">',
-            *(_shape(shape) for shape in head),
+            *map(_shape, head),
             f'<g transform="translate({MARGIN} {_n(top)})">',
-            *(_shape(shape) for shape in one.shapes),
+            *map(_shape, one.shapes),
             "</g></g>",
         ]
         height += top + one.height + MARGIN
@@ -119,13 +117,7 @@ def svg(*pictures: Picture) -> str:
 def inline(picture: Picture) -> str:
     """A part of a page, which has the headline and the colours (`colours.rules`) itself."""
     box = f'viewBox="0 0 {_n(picture.width)} {_n(picture.height)}"'
-    return "".join(
-        [
-            f'<svg {box} role="img" aria-label="{_label(picture)}">',
-            *(_shape(shape) for shape in picture.shapes),
-            "</svg>",
-        ]
-    )
+    return f'<svg {box} role="img" aria-label="{_label(picture)}">{"".join(map(_shape, picture.shapes))}</svg>'
 
 
 def headline(picture: Picture) -> tuple[list[Shape], float]:
@@ -217,10 +209,8 @@ def _paint(axes: Any, shape: Shape, dx: float, dy: float, *, dark: bool) -> None
 
     if isinstance(shape, Box):
         edge = colour(shape.stroke, dark=dark) if shape.stroke else "none"
-        place = (shape.x + dx, shape.y + dy)
-        axes.add_patch(
-            Rectangle(place, shape.width, shape.height, facecolor=colour(shape.fill, dark=dark), edgecolor=edge)
-        )
+        place, fill = (shape.x + dx, shape.y + dy), colour(shape.fill, dark=dark)
+        axes.add_patch(Rectangle(place, shape.width, shape.height, facecolor=fill, edgecolor=edge))
     elif isinstance(shape, Cells):
         cells = [Rectangle((x + dx, y + dy), shape.width, shape.height) for x, y in shape.corners]
         axes.add_collection(PatchCollection(cells, facecolor=colour(shape.fill, dark=dark), edgecolor="none"))

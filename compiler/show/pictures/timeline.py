@@ -10,18 +10,9 @@ from parcompile.cost.table import time_bars, time_rows
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Pass, Schedule
-from parcompile.show.pictures import (
-    AXIS_OF_GROUP,
-    SMALL,
-    Box,
-    Picture,
-    Sketch,
-    Subject,
-    Text,
-    fitted,
-    text_width,
-)
 from parcompile.units import format_seconds
+
+from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text, fitted, text_width
 
 ROLES = {
     "computation": "computation",
@@ -45,8 +36,7 @@ def draw(subject: Subject, width: float) -> Picture:
     sketch = Sketch(width)
     _parts(sketch, subject)
     _overlap(sketch, subject)
-    laid = _timetable(subject)
-    _lanes(sketch, subject, laid)
+    _lanes(sketch, subject, timetable(work, step))
     low, high = map(format_seconds, found.time.interval_seconds)
     subtitle = (
         f"{format_seconds(step.seconds)}, 90 % interval {low} to {high}; {work.tokens_per_step:,} tokens, "
@@ -54,11 +44,6 @@ def draw(subject: Subject, width: float) -> Picture:
     )
     parts = ", ".join(f"{name} {format_seconds(time)}" for name, time in step.parts.items() if time)
     return sketch.picture("One step", subtitle, f"A step takes {format_seconds(step.seconds)}: {parts}")
-
-
-def _timetable(subject: Subject) -> Timetable:
-    """The passes of the step."""
-    return timetable(subject.estimate.work, subject.estimate.time.step)
 
 
 def _parts(sketch: Sketch, subject: Subject) -> None:
@@ -70,11 +55,9 @@ def _parts(sketch: Sketch, subject: Subject) -> None:
             length = sketch.width * time / step.seconds
             text = f"{name}: {format_seconds(time)}, {time / step.seconds:.1%}"
             sketch.add(Box(x, top, length, 26, ROLES[name], text))
-            share = f"{time / step.seconds:.0%}"
+            share, ink = f"{time / step.seconds:.0%}", f"on:{ROLES[name]}"
             if length > text_width(share) + 10:
-                sketch.add(
-                    Text(x + length / 2, top + 17.5, share, SMALL + 1, f"on:{ROLES[name]}", "middle", strong=True)
-                )
+                sketch.add(Text(x + length / 2, top + 17.5, share, SMALL + 1, ink, "middle", strong=True))
             x += length
     sketch.y = top + 30
     sketch.legend([(ROLES[name], f"{name} {format_seconds(time)}") for name, time in step.parts.items() if time])
@@ -146,15 +129,8 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         for _, _, x, _ in windows[1:]:
             sketch.add(Text(x - 15, (top + bottom) / 2 + 4, "…", 18, "soft", "middle"))
     sketch.y = bottom + 18
-    sketch.legend(
-        [
-            ("forward", "forward"),
-            ("backward", "backward"),
-            ("bubble", "idle"),
-            (Axis.DP, "gradients"),
-            ("optimizer", "optimizer"),
-        ]
-    )
+    names = {"forward": "forward", "backward": "backward", "bubble": "idle", Axis.DP: "gradients"}
+    sketch.legend([*names.items(), ("optimizer", "optimizer")])
     if len(windows) > 1:
         said = "The step begins and ends; what lies between is more of the same."
         if work.pp > 1:
@@ -162,10 +138,8 @@ def _lanes(sketch: Sketch, subject: Subject, laid: Timetable) -> None:
         sketch.caption(said, size=SMALL + 1)
     estimate = step.seconds - step.gradients - step.optimizer
     if abs(laid.seconds - estimate) > 0.005 * estimate:
-        sketch.caption(
-            f"Laid out pass by pass, these lanes take {format_seconds(laid.seconds)}; "
-            f"the estimate has {format_seconds(estimate)}."
-        )
+        taken = f"Laid out pass by pass, these lanes take {format_seconds(laid.seconds)}"
+        sketch.caption(f"{taken}; the estimate has {format_seconds(estimate)}.")
 
 
 def _passes(
@@ -294,7 +268,7 @@ def _laid_out(times: Sequence[tuple[float, float]], schedule: Schedule) -> list[
     at, free = [0] * pp, [0.0] * pp
     found: list[TimedPass] = []
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
-        moved = False
+        before = len(found)
         for stage, order in enumerate(orders):
             while at[stage] < len(order):
                 one = order[at[stage]]
@@ -307,8 +281,7 @@ def _laid_out(times: Sequence[tuple[float, float]], schedule: Schedule) -> list[
                 done[one.forward, here, one.micro_batch] = free[stage] = stop
                 found.append(TimedPass(stage, one.forward, one.micro_batch, one.chunk, start, stop))
                 at[stage] += 1
-                moved = True
-        assert moved, "a schedule whose passes wait for each other"
+        assert len(found) > before, "a schedule whose passes wait for each other"
     return found
 
 

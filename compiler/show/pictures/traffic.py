@@ -8,7 +8,7 @@ from parcompile.cost.traffic import GroupTraffic
 from parcompile.plan.sections import topology as topology_of
 from parcompile.units import format_bytes, format_seconds
 
-from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text
+from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text, reached
 
 ROW = 44.0
 
@@ -23,18 +23,16 @@ def draw(subject: Subject, width: float) -> Picture:
         links[key] = links.get(key, 0.0) + one.wire_bytes
     longest = max(links.values(), default=0.0)
     for one in found:
-        time = _time(subject, one)
-        place = "between nodes" if one.leaves_node else "in a node"
+        note = f"{reached(one.leaves_node)}, {_time(subject, one)}"
         axis = AXIS_OF_GROUP.get(one.group, one.group)
-        _row(sketch, f"{one.group}: {one.operation}", one.wire_bytes, longest, axis, f"{place}, {time}")
+        _row(sketch, f"{one.group}: {one.operation}", one.wire_bytes, longest, axis, note)
     if not found:
         sketch.caption("One rank has no one to send to.")
     elif len(links) > 1 or len(found) > 1:
         sketch.y += 10
         sketch.caption("By link", strong=True)
         for (title, leaves), size in links.items():
-            place = "between nodes" if leaves else "in a node"
-            _row(sketch, title, size, longest, "soft" if leaves else "framework", place)
+            _row(sketch, title, size, longest, "soft" if leaves else "framework", reached(leaves))
     return sketch.picture("Traffic of a rank in a step", _subtitle(subject), _words(found))
 
 
@@ -78,13 +76,8 @@ def _subtitle(subject: Subject) -> str:
 
 
 def _words(found: tuple[GroupTraffic, ...]) -> str:
-    return (
-        "; ".join(
-            f"{one.group} sends {format_bytes(one.wire_bytes)} {'between nodes' if one.leaves_node else 'in a node'}"
-            for one in found
-        )
-        or "One rank has no one to send to"
-    )
+    sent = (f"{one.group} sends {format_bytes(one.wire_bytes)} {reached(one.leaves_node)}" for one in found)
+    return "; ".join(sent) or "One rank has no one to send to"
 
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- plain anyway
@@ -103,7 +96,7 @@ def rows(subject: Subject) -> list[tuple[str, ...]]:
                 one.operation,
                 f"{one.messages:,}",
                 format_bytes(one.wire_bytes),
-                f"{one.link.title}, {'between nodes' if one.leaves_node else 'in a node'}",
+                f"{one.link.title}, {reached(one.leaves_node)}",
                 format_seconds(subject.estimate.exposed_seconds(one.group)),
                 format_seconds(subject.estimate.hidden_seconds(one.group)),
             )

@@ -45,15 +45,12 @@ class ModelValues(ParallelismValues):
                 raise ModelConfigError(f"there is no preset {given['preset']!r}", "preset")
             return preset.config
         if "hf_config" in given:
-            return self._read_config(FilePath(self.get("model", "hf_config")))
+            self.whole_config = read_config(self.folder / self.get("model", "hf_config"))
+            return text_part(self.whole_config)
         if any(path[:1] == ("model",) for path in self.invalid):
             # A dimension that is missing or wrong has been reported: what remains describes no model.
             raise Unavailable("model")
         return {key: self.get("model", key) for key in given}
-
-    def _read_config(self, relative: FilePath) -> Mapping[str, Any]:
-        self.whole_config = read_config(self.folder / relative)
-        return text_part(self.whole_config)
 
     @property
     def described_shape(self) -> ModelShape:
@@ -73,14 +70,6 @@ class ModelValues(ParallelismValues):
             return shape_from_config(self.model_config)
         except ModelConfigError as error:
             return error
-
-    def require_shape(self) -> None:
-        """Says why there are no dimensions.
-
-        Raises:
-            ModelConfigError: the configuration describes no model.
-        """
-        _ = self.described_shape
 
     @functools.cached_property
     def shape(self) -> ModelShape:

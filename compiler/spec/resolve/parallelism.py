@@ -15,7 +15,7 @@ from parcompile.machines import Accelerator, PresetError, is_preset_file, preset
 from parcompile.schema import default
 from parcompile.spec import Cluster, Origin, Parallelism
 
-from .reader import MISSING, SpecReader, Unavailable
+from .reader import MISSING, SpecReader, Unavailable, Value
 
 _SIZED = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 """The axes that multiply to the world, as equations list them."""
@@ -23,6 +23,15 @@ _SIZED = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
 class ParallelismValues(SpecReader):
     """What the sections `cluster` and `parallelism` say."""
+
+    sequence_parallel = Value(bool, "parallelism", "sequence_parallel")
+    """Whether activations between tensor-parallel blocks are split over tp."""
+    cp_layout = Value(CpLayout, "parallelism", "cp_layout")
+    """How the sequence is dealt to the cp ranks."""
+    make_vocab_size_divisible_by = Value(int, "parallelism", "make_vocab_size_divisible_by")
+    """The divisor of the padded vocabulary, per tp rank."""
+    virtual_stages = Value(int, "parallelism", "num_virtual_stages_per_pipeline_rank")
+    """Stages that each pp rank holds."""
 
     @functools.cached_property
     def cluster(self) -> Cluster:
@@ -112,7 +121,7 @@ class ParallelismValues(SpecReader):
     @property
     def expert_tp(self) -> int | None:
         """Ranks that share each routed expert; None: those of tp."""
-        found = self.get("parallelism", "expert_tp") if self.given("parallelism", "expert_tp") else None
+        found = self.if_given("parallelism", "expert_tp")
         return None if found is None or int(found) == self.axis(Axis.TP) else int(found)
 
     @property
@@ -120,21 +129,6 @@ class ParallelismValues(SpecReader):
         """The axes, innermost first. An axis that is not named comes last: it has size 1 (rule W004)."""
         named = tuple(map(Axis, self.get("parallelism", "order").split("-")))
         return named + tuple(axis for axis in AXES if axis not in named)
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations between tensor-parallel blocks are split over tp."""
-        return bool(self.get("parallelism", "sequence_parallel"))
-
-    @property
-    def cp_layout(self) -> CpLayout:
-        """How the sequence is dealt to the cp ranks."""
-        return CpLayout(self.get("parallelism", "cp_layout"))
-
-    @property
-    def make_vocab_size_divisible_by(self) -> int:
-        """The divisor of the padded vocabulary, per tp rank."""
-        return int(self.get("parallelism", "make_vocab_size_divisible_by"))
 
     @property
     def pipeline_split(self) -> PipelineSplit:
@@ -151,11 +145,6 @@ class ParallelismValues(SpecReader):
             first=None if first is None else int(first),
             last=None if last is None else int(last),
         )
-
-    @property
-    def virtual_stages(self) -> int:
-        """Stages that each pp rank holds."""
-        return int(self.get("parallelism", "num_virtual_stages_per_pipeline_rank"))
 
     @property
     def microbatch_group_size(self) -> int | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from parcompile.diagnostics import Path, format_path
 from parcompile.layout.groups import AXES
@@ -99,6 +99,10 @@ class SpecReader:
         self.read[path] = self.record(path, found, origin)
         return found
 
+    def if_given(self, *path: str) -> Any:
+        """The spec's value at a path; None where it has no usable one, and then nothing is recorded."""
+        return self.get(*path) if self.given(*path) else None
+
     def lookup(self, path: tuple[str, ...]) -> object:
         """What the tree holds at a path, right or wrong; `MISSING` where it holds nothing."""
         node: object = self._tree
@@ -118,3 +122,32 @@ class SpecReader:
         if name not in self.provenance:
             self.provenance[name] = Provenance(value, origin, detail)
         return value
+
+
+Kind = TypeVar("Kind")
+
+
+class Value(Generic[Kind]):
+    """An attribute that a key decides alone: what the spec has at `path`, or its default, as a `kind`."""
+
+    def __init__(self, kind: Callable[[Any], Kind], *path: str) -> None:
+        self.kind, self.path = kind, path
+
+    def __get__(self, reader: SpecReader, owner: type) -> Kind:
+        """Reads it.
+
+        Raises:
+            Unavailable: see `SpecReader.get`.
+        """
+        return self.kind(reader.get(*self.path))
+
+
+class Switch(Value[bool]):
+    """One that plans of specs which do not give it do not name."""
+
+    def __init__(self, *path: str) -> None:
+        super().__init__(bool, *path)
+
+    def __get__(self, reader: SpecReader, owner: type) -> bool:
+        """Whether it is given, and on."""
+        return bool(reader.if_given(*self.path))

@@ -30,16 +30,30 @@ from parcompile.units import format_milliseconds
 
 from .model import ModelValues
 from .parallelism import ParallelismValues
-from .reader import MISSING, Unavailable
+from .reader import MISSING, Switch, Unavailable, Value
 
 
 class TrainingValues(ParallelismValues):
     """What the sections `training` and `zero` say."""
 
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a whole sequence."""
-        return int(self.get("training", "sequence_length"))
+    sequence_length = Value(int, "training", "sequence_length")
+    """Tokens of a whole sequence."""
+    precision = Value(Precision, "training", "precision")
+    """The type of weights and activations."""
+    gradient_accumulation_dtype = Value(Precision, "training", "gradient_accumulation_dtype")
+    """The type in which gradients are summed."""
+    zero_stage = Value(int, "zero", "stage")
+    """The stage of ZeRO."""
+    lr = Value(float, "training", "optimizer", "lr")
+    """The highest learning rate."""
+    activation_offloading = Switch("training", "activation_offloading")
+    """Whether the host holds what recomputed layers keep."""
+    linear_cross_entropy = Switch("training", "linear_cross_entropy")
+    """Whether the head's product and the loss run in chunks."""
+    tiled_mlp = Switch("training", "tiled_mlp")
+    """Whether dense MLPs run in tiles."""
+    gather_inputs_again = Switch("training", "gather_inputs_again")
+    """Whether gathered inputs are not kept."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -105,21 +119,6 @@ class TrainingValues(ParallelismValues):
         self.record(("training", name), total // divisor, Origin.DERIVED, equation)
         return total // divisor
 
-    @property
-    def precision(self) -> Precision:
-        """The type of weights and activations."""
-        return Precision(self.get("training", "precision"))
-
-    @property
-    def gradient_accumulation_dtype(self) -> Precision:
-        """The type in which gradients are summed."""
-        return Precision(self.get("training", "gradient_accumulation_dtype"))
-
-    @property
-    def zero_stage(self) -> int:
-        """The stage of ZeRO."""
-        return int(self.get("zero", "stage"))
-
     def offload_of(self, part: str) -> Offload | None:
         """Where the host holds the state of the "optimizer", or weights ("param"); None where the accelerator does."""
         path = ("zero", f"offload_{part}")
@@ -148,48 +147,20 @@ class TrainingValues(ParallelismValues):
         return str(given[0])
 
     @property
-    def activation_offloading(self) -> bool:
-        """Whether the host holds what recomputed layers keep; plans of specs that do not say so do not name it."""
-        return self._is_switched_on("activation_offloading")
-
-    @property
-    def linear_cross_entropy(self) -> bool:
-        """Whether the head's product and the loss run in chunks; plans of specs that do not say so do not name it."""
-        return self._is_switched_on("linear_cross_entropy")
-
-    @property
-    def tiled_mlp(self) -> bool:
-        """Whether dense MLPs run in tiles; plans of specs that do not say so do not name it."""
-        return self._is_switched_on("tiled_mlp")
-
-    @property
-    def gather_inputs_again(self) -> bool:
-        """Whether gathered inputs are not kept; plans of specs that do not say so do not name it."""
-        return self._is_switched_on("gather_inputs_again")
-
-    def _is_switched_on(self, name: str) -> bool:
-        return self.given("training", name) and bool(self.get("training", name))
-
-    @property
-    def lr(self) -> float:
-        """The highest learning rate."""
-        return float(self.get("training", "optimizer", "lr"))
-
-    @property
     def lr_scheduler(self) -> LrScheduler | None:
         """How the learning rate changes; None when it stays."""
         path = ("training", "lr_scheduler")
         if self.get(*path) is None:
             return None
         kind, lowest = self.get(*path, "type"), float(self.get(*path, "min_lr"))
-        start, shape = (*path, "warmup_start_lr"), str(self.get(*path, "decay_type"))
+        start, shape = self.if_given(*path, "warmup_start_lr"), str(self.get(*path, "decay_type"))
         ends = kind not in ("constant", "inverse_sqrt")
         falls = kind == "wsd" and self.given(*path, "decay_steps")
         return LrScheduler(
             type=kind,
             warmup_steps=self._warmup_steps(path),
             min_lr=lowest,
-            warmup_start_lr=float(self.get(*start)) if self.given(*start) else lowest,
+            warmup_start_lr=lowest if start is None else float(start),
             decay_steps=int(self.get(*path, "decay_steps")) if falls else None,
             decay_type=shape if falls else None,
             total_steps=int(self.get(*path, "total_steps")) if ends and self.given(*path, "total_steps") else None,
@@ -232,19 +203,15 @@ class TrainingValues(ParallelismValues):
         path = ("training", "router")
         if not self.given(*path):
             return None
-        rate, capacity = (*path, "bias_update_rate"), (*path, "expert_capacity")
+        rate, capacity = (self.if_given(*path, name) for name in ("bias_update_rate", "expert_capacity"))
         found = Router(
             aux_loss=float(self.get(*path, "aux_loss")),
             aux_loss_scope=str(self.get(*path, "aux_loss_scope")),
             z_loss=float(self.get(*path, "z_loss")),
-            bias_update_rate=float(self.get(*rate)) if self.given(*rate) else None,
-            expert_capacity=float(self.get(*capacity)) if self.given(*capacity) else None,
+            bias_update_rate=None if rate is None else float(rate),
+            expert_capacity=None if capacity is None else float(capacity),
         )
         return found if found.said else None
-
-    def _betas(self) -> tuple[float, float]:
-        first, second = self.get("training", "optimizer", "betas")
-        return float(first), float(second)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -254,18 +221,18 @@ class TrainingValues(ParallelismValues):
         def own(key: str) -> Any:
             return self.get(*path, key) if self.given(*path, key) else OPTIMIZER_KEYS[kind].get(key)
 
-        start = float(self.get(*path, "start_weight_decay")) if self.given(*path, "start_weight_decay") else None
-        style = str(self.get(*path, "weight_decay_style")) if self.given(*path, "weight_decay_style") else "linear"
+        start, style = (self.if_given(*path, name) for name in ("start_weight_decay", "weight_decay_style"))
+        first, second = self.get(*path, "betas")
         return Optimizer(
             type=kind,
             lr=self.lr,
-            betas=self._betas(),
+            betas=(float(first), float(second)),
             eps=float(self.get(*path, "eps")),
             weight_decay=float(self.get(*path, "weight_decay")),
             **{key: own(key) for key in ("momentum", "nesterov", "ns_steps", "ns_dtype", "adjust_lr")},
-            no_weight_decay=self.get(*path, "no_weight_decay") if self.given(*path, "no_weight_decay") else None,
-            start_weight_decay=start,
-            weight_decay_style=None if start is None else style,
+            no_weight_decay=self.if_given(*path, "no_weight_decay"),
+            start_weight_decay=None if start is None else float(start),
+            weight_decay_style=None if start is None else str(style or "linear"),
         )
 
     def training(self) -> Training:
