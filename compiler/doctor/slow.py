@@ -29,6 +29,10 @@ EXPOSED = 0.5
 """The share of a step that every rank waits for messages which all of their ranks have posted."""
 
 
+Rows = Mapping[int, Sequence[Mapping[str, Any]]]
+"""The steps of each rank."""
+
+
 def steps_of(one: Rank) -> list[Mapping[str, Any]]:
     """The steps of a rank behind the first ones; none where there are few."""
     rows = [row for row in one.steps if all(isinstance(row.get(name), int | float) for name in ("seconds", "bytes"))]
@@ -92,7 +96,7 @@ def _expected(time: Timing, share: float) -> dict[str, float]:
     }
 
 
-def _phases(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+def _phases(rows: Rows) -> dict[str, float]:
     """Seconds of each phase in a typical step."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in itertools.chain(*rows.values()):
@@ -106,9 +110,7 @@ def _seconds(row: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
-def _late(
-    ranks: Mapping[int, Rank], rows: Mapping[int, Sequence[Mapping[str, Any]]]
-) -> tuple[int, float, Message | None] | None:
+def _late(ranks: Mapping[int, Rank], rows: Rows) -> tuple[int, float, Message | None] | None:
     """The rank that all others wait for, in which share of a step, and where most of all; None: there is none."""
     shares = lateness(ranks)
     worst = {rank: at for rank, (_, at) in shares.items()}
@@ -129,7 +131,7 @@ def _share(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(_seconds(row, name) for row in rows) / max(sum(float(row["seconds"]) for row in rows), 1e-9)
 
 
-def _margins(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, tuple[float, float]]:
+def _margins(rows: Rows) -> dict[int, tuple[float, float]]:
     """By which share of a step a rank is longer than any other one at its own work: in nearly every step, and in most.
 
     What the system made it wait for a processor is not its own: on a machine with many processes that is everybody's.
@@ -146,7 +148,7 @@ def _margins(rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, tuple
     return {rank: (sorted(one)[len(one) // 4], statistics.median(one)) for rank, one in margins.items()}
 
 
-def _exposed(ranks: Mapping[int, Rank], rows: Mapping[int, Sequence[Mapping[str, Any]]]) -> float:
+def _exposed(ranks: Mapping[int, Rank], rows: Rows) -> float:
     """The share of a step that every rank, or more, waits for messages which all of their ranks have posted.
 
     What it waits for a rank that posts later, such as one of another stage, or one that the system lets wait for a

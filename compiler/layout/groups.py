@@ -182,7 +182,7 @@ class AxisGroups:
     @property
     def count(self) -> int:
         """Groups."""
-        return self.grid.world_size // self.size
+        return self.grid.world_size // self.grid.size(self.axes)
 
     @property
     def members(self) -> Steps:
@@ -208,57 +208,37 @@ class AxisGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingGroups:
-    """The first, or the first and the last, rank of each pipeline group; the ranks between are in no group.
+class EmbeddingGroups(AxisGroups):
+    """The first, or the first and the last, rank of each group of the pipeline; the ranks between are in no group.
 
     Megatron-LM keeps tied embeddings equal over {first, last}, and learned positions over {first}.
     """
 
-    pipeline: AxisGroups
     last: bool
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axis along which members differ."""
-        return self.pipeline.axes
 
     @property
     def size(self) -> int:
         """Ranks of one group."""
-        return 2 if self.last and self.pipeline.size > 1 else 1
-
-    @property
-    def count(self) -> int:
-        """Groups."""
-        return self.pipeline.count
+        return 2 if self.last and self.grid.size(self.axes) > 1 else 1
 
     @property
     def members(self) -> Steps:
         """How the last rank differs from the first: one step over all stages between."""
         if self.size == 1:
             return ()
-        return ((2, sum((size - 1) * stride for size, stride in self.pipeline.members)),)
-
-    @property
-    def starts(self) -> Steps:
-        """How the first ranks of the groups differ from rank 0."""
-        return self.pipeline.starts
+        return ((2, sum((size - 1) * stride for size, stride in self.grid.steps(self.axes))),)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The group of a rank, or nothing when it is in none."""
-        ends = self._ends(self.pipeline.of_rank(rank))
+        ends = self._ends(self.grid.group(rank, self.axes))
         return ends if rank in ends else ()
 
     def all(self) -> Iterator[tuple[int, ...]]:
         """Every group, ordered by its first rank."""
-        for group in self.pipeline.all():
-            yield self._ends(group)
+        yield from map(self._ends, self.grid.groups(self.axes))
 
     def _ends(self, group: tuple[int, ...]) -> tuple[int, ...]:
         return (group[0], group[-1]) if self.size == 2 else group[:1]
-
-
-GroupFamily = AxisGroups | EmbeddingGroups
 
 
 def kv_replica_family(grid: Grid, replicas: int) -> AxisGroups:
@@ -389,7 +369,7 @@ class Groups:
         experts = EXPERT_AXES if self.ep > 1 else ()
         return (*self.names, *(name for name in experts if name not in self.names))
 
-    def family(self, name: str) -> GroupFamily:
+    def family(self, name: str) -> AxisGroups:
         """All groups of one name.
 
         Raises:
@@ -400,7 +380,7 @@ class Groups:
         if self.cp_sizes and name in CP_LEVELS:
             return hierarchical_cp_families(self.grid, self.cp_sizes)[CP_LEVELS.index(name)]
         if name in EMBEDDING_GROUPS:
-            return EmbeddingGroups(AxisGroups(self.grid, (Axis.PP,)), last=EMBEDDING_GROUPS[name])
+            return EmbeddingGroups(self.grid, (Axis.PP,), last=EMBEDDING_GROUPS[name])
         if name in EXPERT_AXES:
             return AxisGroups(self.expert_grid, EXPERT_AXES[name])
         return AxisGroups(self.grid, GROUP_AXES[name] if name in GROUP_AXES else MEGATRON_AXES[name])
@@ -442,7 +422,7 @@ class Reach:
         return NETWORK if self.leaving_node else NODE
 
 
-def reach(family: GroupFamily, per_node: int) -> Reach:
+def reach(family: AxisGroups, per_node: int) -> Reach:
     """How far the groups of a family reach, without enumerating them."""
     return _reach(tuple(family.starts), tuple(family.members), family.count, per_node)
 

@@ -104,17 +104,15 @@ class Schedule:
 
     def source(self, rank: int, one: Pass) -> int | None:
         """The rank that sends what a pass begins with; None: it begins with tokens, or with the loss of this rank."""
-        stage = one.chunk * self.pp + rank
-        if one.forward:
-            return None if stage == 0 else (rank - 1) % self.pp
-        return None if stage == self.last_stage else (rank + 1) % self.pp
+        return self._neighbour(rank, one, -1 if one.forward else 1)
 
     def target(self, rank: int, one: Pass) -> int | None:
         """The rank that gets what a pass ends with; None: it ends with the loss, or nothing comes before it."""
-        stage = one.chunk * self.pp + rank
-        if one.forward:
-            return None if stage == self.last_stage else (rank + 1) % self.pp
-        return None if stage == 0 else (rank - 1) % self.pp
+        return self._neighbour(rank, one, 1 if one.forward else -1)
+
+    def _neighbour(self, rank: int, one: Pass, way: int) -> int | None:
+        stage = one.chunk * self.pp + rank + way
+        return (rank + way) % self.pp if 0 <= stage <= self.last_stage else None
 
     @property
     def last_stage(self) -> int:
@@ -147,12 +145,9 @@ class Schedule:
 
     def sends(self, rank: int) -> tuple[int, int]:
         """Messages that a rank sends in a step: hidden states, and gradients."""
-        found = [one.forward for one in self.passes_of_one_micro_batch() if self.target(rank, one) is not None]
+        passes = (Pass(forward, 0, chunk) for forward in (True, False) for chunk in range(self.virtual))
+        found = [one.forward for one in passes if self.target(rank, one) is not None]
         return self.micro_batches * sum(found), self.micro_batches * (len(found) - sum(found))
-
-    def passes_of_one_micro_batch(self) -> list[Pass]:
-        """Every chunk once forward and once backward."""
-        return [Pass(forward, 0, chunk) for forward in (True, False) for chunk in range(self.virtual)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,32 +111,18 @@ def named_accelerator(text: str) -> str:
 @functools.cache
 def accelerators() -> Mapping[str, Accelerator]:
     """All presets by name."""
-    return read_accelerators(shipped("parcompile.machines", "accelerators.json"))
-
-
-def read_accelerators(tree: Mapping[str, Any]) -> dict[str, Accelerator]:
-    """Presets out of the JSON tree of a preset file.
-
-    Raises:
-        KeyError: a figure or a link is missing.
-    """
-    links = {name: Link(name, one["title"], one["bytes_per_s"], one["source"]) for name, one in tree["links"].items()}
+    tree = shipped("parcompile.machines", "accelerators.json")
+    links: dict[str, Any] = {name: Link(name, **one) for name, one in tree["links"].items()}
+    same = ("title", "vendor", "compute_capability", "fp32_flops_per_s", "memory_bytes_per_s", "sources")
     return {
         name: Accelerator(
             name=name,
-            title=one["title"],
-            vendor=one["vendor"],
-            compute_capability=one["compute_capability"],
+            like=name,
             memory_bytes=None if one["memory_mib"] is None else one["memory_mib"] * MIB,
             flops_per_s=one["bf16_flops_per_s"],
-            fp32_flops_per_s=one["fp32_flops_per_s"],
-            memory_bytes_per_s=one["memory_bytes_per_s"],
-            node_link=links[one["node_link"]],
-            network_link=links[one["network_link"]],
-            host_link=links[one["host_link"]],
-            sources=one["sources"],
-            like=name,
             host_memory_bytes=one["host_memory_gib"] * GIB if "host_memory_gib" in one else None,
+            **{key: one[key] for key in same},
+            **{key: links[one[key]] for key in ("node_link", "network_link", "host_link")},
         )
         for name, one in tree["accelerators"].items()
     }
@@ -192,7 +178,8 @@ def _read(path: Path, stamp: int) -> Accelerator:  # noqa: ARG001 -- a search re
 
 def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Accelerator:
     """The machine that a valid tree describes; `name` is for one that has none, else its memory."""
-    memory, flops = _memory_bytes(tree), _flops(tree)
+    memory = _memory_bytes(tree)
+    flops = float(tree["bf16_tflops"] * 1e12) if "bf16_tflops" in tree else tree.get("bf16_flops_per_s")
     base = find_accelerator(tree["like"]) if "like" in tree else nearest(memory, flops)
     assumed = list(tree.get("assumed", ()))
     assumed += [key for key in ("memory_bytes_per_s", "node_link", "network_link") if key not in tree]
@@ -247,13 +234,6 @@ def _memory_bytes(tree: Mapping[str, Any]) -> int | None:
     if "memory_gib" in tree:
         return int(tree["memory_gib"] * GIB)
     return None if tree["memory_mib"] is None else int(tree["memory_mib"]) * MIB
-
-
-def _flops(tree: Mapping[str, Any]) -> float | None:
-    if "bf16_tflops" in tree:
-        return float(tree["bf16_tflops"] * 1e12)
-    given: float | None = tree.get("bf16_flops_per_s")
-    return given
 
 
 def _fp32_flops(tree: Mapping[str, Any], flops: float | None, base: Accelerator) -> float:

@@ -283,19 +283,19 @@ class Difference:
 
 def difference(before: Plan, after: Plan) -> Difference:
     """What changes from one plan to another."""
-    changes = (*_changed(before, after), *_cost(before, after))
+    changes = tuple(_changed(before, after))
     return Difference(changes, _moved(before, after), by_runtime(before, after), by_deepspeed(before, after))
 
 
 def _changed(before: Plan, after: Plan) -> Iterator[Change]:
-    """What differs of all kinds but the cost."""
-    notes = {ChangeKind.ROUNDING: "the same sums in another order"}
-    values = {ChangeKind.NUMERICS: _numerics, ChangeKind.ROUNDING: _rounding, ChangeKind.LAYOUT: _layout}
-    for kind, of in values.items():
+    values = (_numerics, _rounding, _layout, _cost)
+    for kind, of in zip(ChangeKind, values, strict=True):
         old, new = of(before), of(after)
+        note = "the same sums in another order" if kind is ChangeKind.ROUNDING else ""
         for what in dict.fromkeys((*old, *new)):
             if old.get(what) != new.get(what):
-                yield Change(kind, what, old.get(what), new.get(what), notes.get(kind, ""))
+                unit = _UNITS.get(what, "bytes") if kind is ChangeKind.COST else ""
+                yield Change(kind, what, old.get(what), new.get(what), note, unit)
 
 
 def _group(plan: Plan) -> str:
@@ -375,36 +375,30 @@ def _layout(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cost(before: Plan, after: Plan) -> Iterator[Change]:
-    def values(plan: Plan) -> dict[str, tuple[Any, str]]:
-        spec, topology, memory = plan.spec, topology_of(plan), static_memory(workload_of(plan.spec))
-        work = workload_of(spec)
-        found, host = estimate(work), [one for one in (host_memory(work), host_activations(work)) if one is not None]
-        sizes = {
-            "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
-            "static memory per rank": memory.total_bytes,
-            "weights per rank": memory.weight_bytes,
-            "gradients per rank": memory.gradient_bytes,
-            "master weights per rank": memory.master_bytes,
-            "optimizer state per rank": memory.optimizer_bytes,
-            "reduce bucket per rank": memory.bucket_bytes,
-            "host memory per rank": sum(one.total_bytes for one in host),
-            **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
-            "sent between nodes per rank and step": topology["bytes_leaving_node"],
-        }
-        return {
-            "time of a step, estimated": (round(found.time.step.seconds, 4), "seconds"),
-            "tokens/s per GPU, estimated": (round(found.time.tokens_per_second_per_gpu, 1), ""),
-            **{name: (size, "bytes") for name, size in sizes.items()},
-            "balance of the ring": (float(spec.parallelism.context.balance(spec.parallelism.cp_layout)), ""),
-        }
+_UNITS = {"time of a step, estimated": "seconds", "tokens/s per GPU, estimated": "", "balance of the ring": ""}
+"""Of costs that are no bytes."""
 
-    old, new = values(before), values(after)
-    for what in dict.fromkeys((*old, *new)):
+
+def _cost(plan: Plan) -> dict[str, Any]:
+    work, topology, parallelism = workload_of(plan.spec), topology_of(plan), plan.spec.parallelism
+    found, memory = estimate(work), static_memory(work)
+    host = [one for one in (host_memory(work), host_activations(work)) if one is not None]
+    return {
+        "time of a step, estimated": round(found.time.step.seconds, 4),
+        "tokens/s per GPU, estimated": round(found.time.tokens_per_second_per_gpu, 1),
+        "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
+        "static memory per rank": memory.total_bytes,
+        "weights per rank": memory.weight_bytes,
+        "gradients per rank": memory.gradient_bytes,
+        "master weights per rank": memory.master_bytes,
+        "optimizer state per rank": memory.optimizer_bytes,
+        "reduce bucket per rank": memory.bucket_bytes,
+        "host memory per rank": sum(one.total_bytes for one in host),
         # Only a plan with ep sends anything in groups of experts.
-        (here, unit), (there, _) = old.get(what, (None, new.get(what, ("", ""))[1])), new.get(what, (None, ""))
-        if here != there:
-            yield Change(ChangeKind.COST, what, here, there, unit=unit)
+        **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
+        "sent between nodes per rank and step": topology["bytes_leaving_node"],
+        "balance of the ring": float(parallelism.context.balance(parallelism.cp_layout)),
+    }
 
 
 def _moved(before: Plan, after: Plan) -> int | None:

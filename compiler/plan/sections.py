@@ -19,7 +19,7 @@ from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.traffic import alternatives, placement, step_traffic
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters import hanging
-from parcompile.layout.groups import DENSE_AXES, Axis, Grid, GroupFamily, reach
+from parcompile.layout.groups import DENSE_AXES, Axis, AxisGroups, Grid, reach
 from parcompile.layout.groups import Groups as PlanGroups
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import (
@@ -51,7 +51,7 @@ ALTERNATIVES = 3
 """Other orders of the axes that the plan compares itself with."""
 
 
-def strided(family: GroupFamily) -> dict[str, Any]:
+def strided(family: AxisGroups) -> dict[str, Any]:
     """A family of groups as sizes and strides, innermost first: each group is one of `starts` plus all of `members`."""
     return {
         "size": family.size,
@@ -200,10 +200,8 @@ def _ring_steps(context: ContextParallel) -> dict[str, Any]:
 
 def stage_rows(spec: Spec) -> list[dict[str, Any]]:
     """Each pp rank's stages with what they compute when, and the optimizer shards of its ranks under each rule."""
-    found = []
-    for rank, (held, stage) in enumerate(zip(spec.virtual_stages, spec.stages, strict=True)):
-        found.append({**_stage_row(spec, held, stage), "schedule": _schedule_row(spec.schedule, rank)})
-    return found
+    stages = enumerate(zip(spec.virtual_stages, spec.stages, strict=True))
+    return [{**_stage_row(spec, *each), "schedule": _schedule_row(spec.schedule, rank)} for rank, each in stages]
 
 
 def _schedule_row(schedule: Schedule, rank: int) -> dict[str, Any]:
@@ -289,9 +287,7 @@ def process_groups(plan: Plan) -> dict[str, Any]:
         "order": "-".join(plan.spec.parallelism.order),
         "gpus_per_node": plan.spec.cluster.gpus_per_node,
         "expanded": expanded,
-        "groups": {name: [list(ranks) for ranks in groups.all(name)] for name in groups.all_names}
-        if expanded
-        else None,
+        "groups": {name: [*map(list, groups.all(name))] for name in groups.all_names} if expanded else None,
         "strided": {name: strided(groups.family(name)) for name in groups.all_names},
     }
 
@@ -324,11 +320,10 @@ def known_name(groups: PlanGroups, name: str) -> str:
     """
     if name in groups.all_names:
         return name
-    wanted = sorted(name.split("-"))
-    for known in groups.all_names:
-        if sorted(known.split("-")) == wanted:
-            return known
-    raise ValueError(f"there is no group {name!r}; there are {', '.join(groups.all_names)}")
+    alike = (known for known in groups.all_names if sorted(known.split("-")) == sorted(name.split("-")))
+    if (found := next(alike, None)) is None:
+        raise ValueError(f"there is no group {name!r}; there are {', '.join(groups.all_names)}")
+    return found
 
 
 def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
@@ -364,9 +359,7 @@ def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
         **(_peak(work) if estimate else {}),
         "static": f"{format_bytes(memory.total_bytes)} on each rank{of_stage}, without activations: {', '.join(parts)}",
         **({} if (host := host_text(work)) is None else {"host": host}),
-        "runtime": "executes this plan"
-        if not plan.refusals
-        else "; ".join(f"refuses it [{refusal.code}] {refusal.message}" for refusal in plan.refusals),
+        "runtime": "; ".join(f"refuses it [{one.code}] {one.message}" for one in plan.refusals) or "executes this plan",
         "identity": plan.plan_hash[:19],
     }
     column = max(map(len, rows))
@@ -395,9 +388,5 @@ def _context(plan: Plan) -> dict[str, str]:
         if one["seconds"] is not None:
             seconds.setdefault(one["name"], one["seconds"])
     listed = ", ".join(f"{name} {format_milliseconds(value)}" for name, value in seconds.items())
-    return {
-        "cp": (
-            f"{parallelism.context.name}, {parallelism.cp_layout.value}; context-parallel overhead per layer and "
-            f"micro-batch: {listed}"
-        )
-    }
+    chosen = f"{parallelism.context.name}, {parallelism.cp_layout.value}"
+    return {"cp": f"{chosen}; context-parallel overhead per layer and micro-batch: {listed}"}

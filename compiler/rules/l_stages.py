@@ -211,7 +211,7 @@ def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
         yield removable(_VIRTUAL, message, hint, also(spec, _PP), Safety.CHANGES_COST)
 
 
-def _stages(spec: Resolution) -> tuple[Stage, ...]:
+def stages_of(spec: Resolution) -> tuple[Stage, ...]:
     """The layers of each stage; none where they do not divide, of which another rule speaks."""
     try:
         return stages_from_counts(spec.pipeline_split.counts(spec.shape.num_hidden_layers))
@@ -226,7 +226,7 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
     if not choosing:
         return
     one, sharing = choosing[0], choosing[0].behind
-    starts = [stage.layers.start for stage in _stages(spec) if len(stage.layers) and stage.layers.start in sharing]
+    starts = [stage.layers.start for stage in stages_of(spec) if len(stage.layers) and stage.layers.start in sharing]
     if starts:
         others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
         sizes = [pp for pp in divisors(layers) if not sharing.intersection(range(0, layers, layers // pp))]
@@ -266,7 +266,7 @@ def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
     layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
     if together == 1:
         return
-    cut = [stage.layers.start for stage in _stages(spec) if stage.layers.start % together]
+    cut = [stage.layers.start for stage in stages_of(spec) if stage.layers.start % together]
     if cut:
         sizes = [pp for pp in divisors(layers // together) if pp <= spec.axis(Axis.PP)]
         message = f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(cut)} of {layers}, of which {together} "

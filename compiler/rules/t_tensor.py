@@ -32,7 +32,7 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
     sizes += [one.size for one in _of_parts(shape)]
-    groups = _groups(spec)
+    groups, _ = _groups(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(
         tp for tp in near if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_units) and groups % tp == 0
@@ -46,30 +46,20 @@ def _of_parts(shape: ModelShape) -> list[Divided]:
     return [one for own, size in named for part in shape.parts for one in part.divided(own, size)]
 
 
-def _groups(spec: Resolution) -> int:
-    """Into how many pieces the projections of queries, keys and values can be cut."""
-    shape = spec.shape
-    family = family_of(shape.model_type)
-    if family.fused_blocks:
-        return family.fused_blocks
+def _groups(spec: Resolution) -> tuple[int, str]:
+    """Into how many pieces the projections of queries, keys and values can be cut, and what keeps heads together."""
+    shape, family = spec.shape, family_of(spec.shape.model_type)
+    if blocks := family.fused_blocks:
+        return blocks, f"holds queries, keys and values in {blocks} blocks of heads in one projection"
     if shape.heads.paired:
-        return shape.num_attention_heads // 2
+        pairs = shape.num_attention_heads // 2
+        return pairs, f"takes the difference of pairs of heads, {pairs} of them"
     if shape.heads.low_rank is not None:
-        return shape.heads.low_rank.output_groups
+        groups = shape.heads.low_rank.output_groups
+        return groups, f"projects what its heads give in {groups} groups (o_groups)"
     interleaved = family.heads_interleaved and shape.num_key_value_heads > 1
-    return shape.num_key_value_heads if interleaved else shape.num_attention_heads
-
-
-def _why(spec: Resolution) -> str:
-    """What keeps the heads of a family together."""
-    family = family_of(spec.shape.model_type)
-    if family.fused_blocks:
-        return f"holds queries, keys and values in {family.fused_blocks} blocks of heads in one projection"
-    if spec.shape.heads.paired:
-        return f"takes the difference of pairs of heads, {spec.shape.num_attention_heads // 2} of them"
-    if spec.shape.heads.low_rank is not None:
-        return f"projects what its heads give in {spec.shape.heads.low_rank.output_groups} groups (o_groups)"
-    return "holds each key and value between its queries in one projection"
+    heads = shape.num_key_value_heads if interleaved else shape.num_attention_heads
+    return heads, "holds each key and value between its queries in one projection"
 
 
 def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> Finding:
@@ -130,16 +120,13 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
             "choose a tp that divides the kv heads, or a multiple of them",
             "num_key_value_heads",
         )
-    elif spec.shape.num_attention_heads % tp == 0 and (groups := _groups(spec)) % tp:
-        yield _indivisible(
-            spec,
-            f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type} {_why(spec)}, and {groups} / {tp} is not "
-            "whole",
-            f"choose a tp that divides {groups}"
-            if groups != heads or pairs
-            else "choose a tp that divides the kv heads",
-            "num_key_value_heads",
-        )
+        return
+    groups, why = _groups(spec)
+    if spec.shape.num_attention_heads % tp == 0 and groups % tp:
+        whose = f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type}"
+        message = f"{whose} {why}, and {groups} / {tp} is not whole"
+        hint = f"choose a tp that divides {groups if groups != heads or pairs else 'the kv heads'}"
+        yield _indivisible(spec, message, hint, "num_key_value_heads")
 
 
 @rule("T004")
@@ -148,15 +135,11 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
-    widths = []
+    experts, widths = FAMILIES[shape.model_type].experts, []
     if shape.dense(range(shape.num_hidden_layers)):
-        experts = FAMILIES[shape.model_type].experts
         widths.append((experts.dense_width[0] if experts else "intermediate_size", shape.intermediate_size))
-    if shape.moe is not None:
-        experts = FAMILIES[shape.model_type].experts
-        name = experts.width[0] if experts else "moe_intermediate_size"
-        if spec.expert_tp is None:  # rule M005 looks at others
-            widths.append((name, shape.moe.intermediate_size))
+    if shape.moe is not None and spec.expert_tp is None:  # rule M005 looks at others
+        widths.append((experts.width[0] if experts else "moe_intermediate_size", shape.moe.intermediate_size))
     for name, width in widths:
         if width % tp:
             message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"

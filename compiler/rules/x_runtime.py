@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
-from parcompile.layout.pipeline import stages_from_counts
 from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.derived_rows import dense_mlps, shared_inputs
@@ -19,6 +18,7 @@ from parcompile.spec.resolve import Resolution
 
 from . import OTHER_TOOL, Finding, rule
 from .arithmetic import also, model_path, settable
+from .l_stages import stages_of
 
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
@@ -207,11 +207,8 @@ def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
     pp, shape = spec.axis(Axis.PP), spec.shape
     if pp == 1 or not shape.kinds:
         return
-    try:
-        stages = stages_from_counts(spec.pipeline_split.counts(shape.num_hidden_layers))
-    except ValueError:
-        return  # rule L001 and its neighbours speak of it
-    for layer, source in _sources(shape):
+    stages = stages_of(spec)
+    for layer, source in _sources(shape) if stages else ():
         here, there = (
             next(place for place, stage in enumerate(stages) if number in stage.layers) for number in (layer, source)
         )

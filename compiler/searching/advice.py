@@ -8,7 +8,6 @@ from typing import Any
 from parcompile.cost.calibration import TIE
 from parcompile.cost.changes import Change
 from parcompile.cost.step import timing
-from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic, Fix, Severity
 from parcompile.layout.groups import AXES, Axis
 from parcompile.rules import EXPERTS_RULE
@@ -20,7 +19,7 @@ from parcompile.units import format_bytes
 
 from .first import narrow_space, wider_space
 from .ranking import Ranked, SearchResult, search
-from .space import Space, open_space
+from .space import Space, open_space, written_word
 from .variant import copied
 
 _OPENED = (
@@ -68,7 +67,7 @@ def _as_fix(spec: Resolution, one: Ranked) -> Fix:
     decided = {
         **{axis.value: work.size(axis) for axis in AXES},
         "micro_batch_size": work.micro_batch,
-        "activation_checkpointing": _word(work),
+        "activation_checkpointing": written_word(work.recompute),
         "sequence_parallel": work.sequence_parallel,
         "stage": work.zero_stage,
     }
@@ -88,11 +87,6 @@ def _asked(spec: Resolution, *path: str) -> object:
         return default("spec", path)
     except NoDefaultError:
         return None
-
-
-def _word(work: Workload) -> str | list[str]:
-    """What is recomputed, as a spec says it."""
-    return work.recompute if isinstance(work.recompute, str) else list(work.recompute)
 
 
 def _all_layouts(spec: Resolution) -> tuple[SearchResult, bool]:
@@ -132,7 +126,7 @@ def _of_experts(one: Diagnostic, spec: Resolution) -> Diagnostic:
     for name in (Axis.DP, Axis.EP, "expert_tp"):
         axes.pop(name, None)
     training |= {"global_batch_size": work.global_batch, "micro_batch_size": work.micro_batch}
-    training["activation_checkpointing"] = _word(work)
+    training["activation_checkpointing"] = written_word(work.recompute)
     training.pop("gradient_accumulation_steps", None)
     tree["zero"] = {**tree.get("zero", {}), "stage": work.zero_stage}
     shape = spec.shape

@@ -346,6 +346,11 @@ def _common_batch(training: Mapping[str, Any], full: int) -> int:
     return full if ramp is None or not ramp.fits(full) else gcd(*(batch for *_, batch in ramp.sizes(full)))
 
 
+def written_word(recompute: str | tuple[str, ...]) -> str | list[str]:
+    """What is recomputed, as a spec says it."""
+    return recompute if isinstance(recompute, str) else list(recompute)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One setting of the axes that the rules allow, with the micro-batches and the recomputation that it may have."""
@@ -360,7 +365,7 @@ class Setting:
     def candidate(self, micro: int, word: str | tuple[str, ...]) -> Candidate:
         """The layout with a micro-batch and a recomputation."""
         share = self.work.micro_batch * self.work.micro_batches
-        written = {"micro_batch_size": micro, "activation_checkpointing": word if isinstance(word, str) else list(word)}
+        written = {"micro_batch_size": micro, "activation_checkpointing": written_word(word)}
         work = self.work.having(micro_batch=micro, micro_batches=share // micro, recompute=word)
         return Candidate({**self.changes, **written}, work)
 
@@ -410,8 +415,7 @@ def between(judged: Iterable[tuple[Candidate, bool]], memory: Fit | None) -> Ite
         if not fits and one.work.recompute == "none" and is_open(one, known):
             for found in (fewest_stages(one.work, memory), fewest_parts(one.work, memory)):
                 if found is not None:
-                    word = found.recompute if isinstance(found.recompute, str) else list(found.recompute)
-                    yield Candidate({**one.changes, "activation_checkpointing": word}, found)
+                    yield Candidate({**one.changes, "activation_checkpointing": written_word(found.recompute)}, found)
 
 
 MOST = 3

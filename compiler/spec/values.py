@@ -443,6 +443,7 @@ def workload_of(spec: Spec) -> Workload:
     if training.sequence_length < axes.cp:
         raise ValueError(f"sequence_length {training.sequence_length} < cp {axes.cp}")
     machine, router = spec.provenance.get("cluster.accelerator"), training.router
+    sizes: dict[str, Any] = {axis.value: axes.size(axis) for axis in Axis}
     return Workload(
         shape=spec.model.shape,
         nodes=spec.cluster.nodes,
@@ -451,12 +452,8 @@ def workload_of(spec: Spec) -> Workload:
         sequence_length=training.sequence_length,
         micro_batch=training.micro_batch_size,
         micro_batches=training.gradient_accumulation_steps,
-        tp=axes.tp,
-        cp=axes.cp,
-        ep=axes.ep,
+        **sizes,
         expert_tp=axes.expert_tp,
-        dp=axes.dp,
-        pp=axes.pp,
         order=axes.order,
         cp_layout=axes.cp_layout.value,
         cp_implementation=axes.cp_implementation.value,

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import TextIO
+from unicodedata import category, combining, east_asian_width
 
 from parcompile.diagnostics import Diagnostic, Position, Safety, Severity, format_path
 
@@ -200,23 +200,14 @@ def _window(line: str, column: int, width: int, dots: str) -> tuple[str, int, in
 def _visible(text: str) -> str:
     """Tabs as spaces and what moves the cursor as a middle dot."""
     text = text.replace("\t", _TAB)
-    return "".join(c if c.isprintable() and unicodedata.category(c) not in ("Cf", "Cc") else "·" for c in text)
+    return "".join(c if c.isprintable() and category(c) not in ("Cf", "Cc") else "·" for c in text)
 
 
 def _columns(text: str) -> int:
     """How many columns a terminal takes for `text`."""
     if text.isascii() and text.isprintable():
         return len(text)
-    return sum(
-        len(_TAB)
-        if c == "\t"
-        else 0
-        if unicodedata.combining(c)
-        else 2
-        if unicodedata.east_asian_width(c) in "WF"
-        else 1
-        for c in text
-    )
+    return sum(len(_TAB) if c == "\t" else 0 if combining(c) else 1 + (east_asian_width(c) in "WF") for c in text)
 
 
 def _cut(text: str, columns: int) -> str:

@@ -16,7 +16,7 @@ from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_pat
 from parcompile.layout.groups import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
-from parcompile.show.pictures.front import TABLES, picture
+from parcompile.show.pictures.front import KINDS, picture
 from parcompile.show.pictures.svg import inline
 from parcompile.units import format_bytes, format_seconds
 
@@ -128,8 +128,8 @@ def figures(subject: Subject) -> tuple[Html, list[Picture]]:
         if name == "timeline" and subject.estimate.work.names_machine:
             body.append(tag("p", *with_code(f"Error {error_text(subject.estimate)}."), class_="note"))
         body += both_widths(pair)
-        if name in TABLES:
-            body.append(folded("As a table", table(TABLES[name](subject), caption=wide.title)))
+        if rows := KINDS[name].rows:
+            body.append(folded("As a table", table(rows(subject), caption=wide.title)))
         parts.append(section(_ANCHORS.get(name, name), wide.title, *body))
     return joined(parts), drawn
 

@@ -123,11 +123,11 @@ class Sketch:
         """Draws shapes."""
         self.shapes += shapes
 
-    def caption(self, text: str, *, strong: bool = False, size: float = NORMAL, fill: str = "") -> None:
+    def caption(self, text: str, *, strong: bool = False, size: float = NORMAL) -> None:
         """Text over the whole width, broken into lines."""
         for line in broken(text, self.width, size * (1.14 if strong else 1)):
             self.y += size * 1.4
-            self.add(Text(0, self.y - size * 0.3, line, size, fill or ("ink" if strong else "soft"), strong=strong))
+            self.add(Text(0, self.y - size * 0.3, line, size, "ink" if strong else "soft", strong=strong))
 
     def legend(self, entries: Iterable[tuple[str, str]]) -> None:
         """Swatches of roles with their names, as many to a line as fit."""

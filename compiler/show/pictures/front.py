@@ -112,21 +112,22 @@ def _dot(sketch: Sketch, at: tuple[float, float], size: float, role: str, one: M
 
 @dataclass(frozen=True, slots=True)
 class PictureKind:
-    """A kind of picture; `options` are those of `axis` and `rank` that it takes."""
+    """A kind of picture; `rows` are those of its table, where it has one, `options` those of `axis` and `rank`."""
 
     draw: Callable[..., Picture]
     lines: Callable[..., list[str]]
+    rows: Callable[[Subject], list[tuple[str, ...]]] | None = None
     options: tuple[str, ...] = ()
 
 
 KINDS = {
-    "grid": PictureKind(grid.draw, grid.lines, ("axis", "rank")),
-    "splits": PictureKind(splits.draw, splits.lines, ("axis",)),
-    "memory": PictureKind(memory.draw, memory.lines),
-    "traffic": PictureKind(traffic.draw, traffic.lines),
-    "schedule": PictureKind(ring.draw, ring.lines),
-    "timeline": PictureKind(timeline.draw, timeline.lines),
-    "rates": PictureKind(rates.draw, rates.lines),
+    "grid": PictureKind(grid.draw, grid.lines, options=("axis", "rank")),
+    "splits": PictureKind(splits.draw, splits.lines, options=("axis",)),
+    "memory": PictureKind(memory.draw, memory.lines, memory.rows),
+    "traffic": PictureKind(traffic.draw, traffic.lines, traffic.rows),
+    "schedule": PictureKind(ring.draw, ring.lines, ring.rows),
+    "timeline": PictureKind(timeline.draw, timeline.lines, timeline.rows),
+    "rates": PictureKind(rates.draw, rates.lines, rates.rows),
 }
 
 
@@ -158,26 +159,14 @@ def as_text(name: str, subject: Subject, *, unicode: bool = True) -> str:
     return "\n".join(KINDS[name].lines(subject, unicode=unicode)) + "\n"
 
 
-# A picture as Markdown: a heading, what it says, and its table or its drawing in characters.
-
-TABLES: dict[str, Callable[[Subject], list[tuple[str, ...]]]] = {
-    "memory": memory.rows,
-    "traffic": traffic.rows,
-    "timeline": timeline.rows,
-    "schedule": ring.rows,
-    "rates": rates.rows,
-}
-"""Pictures that are tables as well."""
-
-
 def as_markdown(name: str, subject: Subject) -> str:
-    """The picture for a README, an issue or a pull request.
+    """The picture for a README, an issue or a pull request: a heading, what it says, its table or its drawing.
 
     Raises:
         KeyError: there is no such picture.
     """
-    drawn = picture(name, subject)
-    body = table(TABLES[name](subject)) if name in TABLES else fenced(as_text(name, subject))
+    drawn, rows = picture(name, subject), KINDS[name].rows
+    body = table(rows(subject)) if rows else fenced(as_text(name, subject))
     parts = [f"### {plain(drawn.title)}\n", f"{plain(drawn.subtitle)}\n", body]
     if name == "schedule":
         parts.append(fenced(as_text(name, subject)))

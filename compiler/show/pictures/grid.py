@@ -123,9 +123,7 @@ def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
 
 
 def _axis_legend(axis: Axis, size: int) -> list[tuple[str, str]]:
-    if size <= 8:
-        return [(shade(axis, index, size), f"{axis} {index}") for index in range(size)]
-    shown = sorted({index * (size - 1) // 5 for index in range(6)})
+    shown = range(size) if size <= 8 else sorted({index * (size - 1) // 5 for index in range(6)})
     return [(shade(axis, index, size), f"{axis} {index}") for index in shown]
 
 

@@ -175,8 +175,8 @@ class PngError(RuntimeError):
     """A PNG cannot be made here; the message says what to install."""
 
 
-def png(picture: Picture, *, dark: bool = False) -> bytes:
-    """The picture as a PNG file, in the light colours unless `dark`.
+def png(picture: Picture) -> bytes:
+    """The picture as a PNG file, in the light colours.
 
     Raises:
         PngError: matplotlib is not installed.
@@ -189,39 +189,39 @@ def png(picture: Picture, *, dark: bool = False) -> bytes:
     head, top = headline(picture)
     width, height = picture.width + 2 * MARGIN, top + picture.height + MARGIN
     # 72 points of matplotlib's to the inch, so that one of them is one pixel of the picture.
-    figure = Figure(figsize=(width / 72, height / 72), dpi=72 * SCALE, facecolor=colour("surface", dark=dark))
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72 * SCALE, facecolor=colour("surface"))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.axis("off")
     for shape in head:
-        _paint(axes, shape, 0, 0, dark=dark)
+        _paint(axes, shape, 0, 0)
     for shape in picture.shapes:
-        _paint(axes, shape, MARGIN, top, dark=dark)
+        _paint(axes, shape, MARGIN, top)
     stream = io.BytesIO()
     FigureCanvasAgg(figure).print_png(stream, metadata={"Software": None})
     return stream.getvalue()
 
 
-def _paint(axes: Any, shape: Shape, dx: float, dy: float, *, dark: bool) -> None:
+def _paint(axes: Any, shape: Shape, dx: float, dy: float) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Polygon, Rectangle
 
     if isinstance(shape, Box):
-        edge = colour(shape.stroke, dark=dark) if shape.stroke else "none"
-        place, fill = (shape.x + dx, shape.y + dy), colour(shape.fill, dark=dark)
+        edge = colour(shape.stroke) if shape.stroke else "none"
+        place, fill = (shape.x + dx, shape.y + dy), colour(shape.fill)
         axes.add_patch(Rectangle(place, shape.width, shape.height, facecolor=fill, edgecolor=edge))
     elif isinstance(shape, Cells):
         cells = [Rectangle((x + dx, y + dy), shape.width, shape.height) for x, y in shape.corners]
-        axes.add_collection(PatchCollection(cells, facecolor=colour(shape.fill, dark=dark), edgecolor="none"))
+        axes.add_collection(PatchCollection(cells, facecolor=colour(shape.fill), edgecolor="none"))
     elif isinstance(shape, Area):
         corners = [(x + dx, y + dy) for x, y in shape.corners]
-        axes.add_patch(Polygon(corners, facecolor=colour(shape.fill, dark=dark), edgecolor="none"))
+        axes.add_patch(Polygon(corners, facecolor=colour(shape.fill), edgecolor="none"))
     elif isinstance(shape, Line):
         axes.plot(
             [shape.x1 + dx, shape.x2 + dx],
             [shape.y1 + dy, shape.y2 + dy],
-            color=colour(shape.stroke, dark=dark),
+            color=colour(shape.stroke),
             linewidth=shape.width,
             linestyle=(0, (5, 4)) if shape.dashed else "-",
         )
@@ -232,7 +232,7 @@ def _paint(axes: Any, shape: Shape, dx: float, dy: float, *, dark: bool) -> None
             # A dollar sign is a dollar sign here, not mathematics.
             shape.text.replace("$", r"\$"),
             fontsize=shape.size * 0.94,
-            color=colour(shape.fill, dark=dark),
+            color=colour(shape.fill),
             ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
             va="baseline",
             fontweight="bold" if shape.strong else "normal",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from parcompile.cost.coefficients import time_values
 from parcompile.cost.context_time import attention_seconds, candidates, cheapest, costs
 from parcompile.cost.workload import Workload
-from parcompile.layout.groups import Axis
+from parcompile.layout.groups import AXES, Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation
 from parcompile.machines import accelerators
 from parcompile.schema import default
@@ -239,28 +239,18 @@ class TrainingValues(ParallelismValues):
         """The whole section."""
         steps = self.get("training", "train_steps")
         return Training(
-            sequence_length=self.sequence_length,
-            micro_batch_size=self.micro_batch_size,
-            gradient_accumulation_steps=self.gradient_accumulation_steps,
-            global_batch_size=self.global_batch_size,
             eval_global_batch_size=self.eval_batch("global_batch_size", self.global_batch_size),
             eval_micro_batch_size=self.eval_batch("micro_batch_size", self.micro_batch_size),
-            precision=self.precision,
-            gradient_accumulation_dtype=self.gradient_accumulation_dtype,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
             gradient_clipping=float(self.get("training", "gradient_clipping")),
-            activation_checkpointing=self.activation_checkpointing,
             loss_scale=float(self.get("training", "loss_scale")),
             train_steps=None if steps is None else int(steps),
             seed=int(self.get("training", "seed")),
-            router=self.router,
-            activation_offloading=self.activation_offloading,
-            linear_cross_entropy=self.linear_cross_entropy,
-            gather_inputs_again=self.gather_inputs_again,
-            tiled_mlp=self.tiled_mlp,
-            rampup_batch_size=self.rampup_batch_size,
+            **{name: getattr(self, name) for name in _SAME},
         )
+
+
+_SAME = tuple(one.name for one in fields(Training) if one.name in dir(TrainingValues))
+"""Fields of `Training` that `TrainingValues` has by the same names."""
 
 
 _NAME = ("parallelism", "cp_implementation")
@@ -361,6 +351,7 @@ class ContextValues(ModelValues, TrainingValues):
         cluster = self.cluster
         if cluster.preset is None and cluster.accelerator not in accelerators():
             raise Unavailable("accelerator")
+        sizes: dict[str, Any] = {axis.value: self.axis(axis) for axis in AXES}
         return Workload(
             shape=self.shape,
             nodes=cluster.nodes,
@@ -370,11 +361,7 @@ class ContextValues(ModelValues, TrainingValues):
             sequence_length=self.sequence_length,
             micro_batch=self.micro_batch_size,
             micro_batches=1,
-            tp=self.axis(Axis.TP),
-            cp=self.axis(Axis.CP),
-            ep=self.axis(Axis.EP),
-            dp=self.axis(Axis.DP),
-            pp=self.axis(Axis.PP),
+            **sizes,
             order=self.order,
             cp_layout=self.cp_layout.value,
             element_bytes=self.precision.bytes,
