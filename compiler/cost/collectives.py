@@ -62,11 +62,11 @@ from parcompile.model.blocks import Exchange
 from parcompile.model.derived_rows import dense_mlps, parameter_table
 from parcompile.model.families import family_of
 from parcompile.model.family import Experts
-from parcompile.model.layer_parts import ATTENTION, MLP, modules_of
+from parcompile.model.layer_parts import ATTENTION, MLP, WEIGHTED_RESIDUALS, modules_of
 from parcompile.model.shape import ModelShape
 from parcompile.model.user_module import LAYER, UserModule
 
-from .activations import BLOCKS, GATED_RESIDUALS
+from .activations import BLOCKS
 from .blocks import exchanges, gathered_over_cp, local, sent_over_cp, uses, window_exchanges
 from .context_exchanges import context_exchanges
 from .memory import gathered_numels, gathers_anew
@@ -304,7 +304,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
 def needs_mlp_output(shape: ModelShape) -> bool:
     """Whether backward needs what a dense MLP gives: something behind it does more than add it."""
     behind = _BEHIND_MLP.intersection(shape.norms.names) or shape.residual.streams or shape.layer_inputs is not None
-    return bool(behind) or shape.model_type in GATED_RESIDUALS or bool(shape.norms.gate)
+    return bool(behind) or shape.model_type in WEIGHTED_RESIDUALS or bool(shape.norms.gate)
 
 
 def _of_experts(work: Workload, experts: Experts | None, passes: int) -> Iterator[tuple[Exchange, int]]:

@@ -8,15 +8,16 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.families import family_of
-from parcompile.model.family import Norm, types_with
+from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
-from .activations import NORMED_BYTES, ROW_COPIES, LayerBytes
+from . import kept
+from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
+from .kept import LayerBytes
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
@@ -130,6 +131,15 @@ def row_copies(work: Workload) -> float:
     return ROW_COPIES - (work.shape.model_type in SCALED_INPUTS)
 
 
+def dealt_rows(work: Workload, layer: LayerBytes) -> LayerBytes:
+    """What a layer keeps for each token with experts that are dealt, of what it keeps with all of them."""
+    if work.ep == 1 or (moe := work.busiest_shape.moe) is None:
+        return layer
+    copies = row_copies(work) - row_copies(replace(work, ep=1))
+    more = work.element_bytes * copies * moe.num_experts_per_token * work.shape.expert_features
+    return replace(layer, mlp=layer.mlp + more * (layer.mlp > 0))
+
+
 def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> float:
     """Gradients of activations and of one weight while an MLP runs backward, beyond what it has let go of.
 
@@ -227,9 +237,7 @@ def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
 
 def norm_bytes(work: Workload) -> float:
     """What a norm keeps of a token beyond what goes into it."""
-    rms = family_of(work.shape.model_type).norm is Norm.WEIGHT and not work.shape.norms.bias
-    normed = NORMED_BYTES.get(work.shape.model_type, work.element_bytes)
-    return work.shape.hidden_size * (4.0 + normed - work.element_bytes) * rms
+    return kept.norm_bytes(work.shape, work.element_bytes)
 
 
 def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:

@@ -9,11 +9,10 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from parcompile.layout.pipeline import Stage
-from parcompile.model import within
 from parcompile.model.layer_parts import MLP
 from parcompile.model.shape import ModelShape
 
-from .activations import LayerBytes, eager_layer_bytes, layer_bytes, score_bytes
+from .activations import layer_bytes, score_bytes
 from .blocks import (
     head_bytes,
     kept_by_blocks,
@@ -25,10 +24,12 @@ from .blocks import (
     uses,
 )
 from .collectives import buffer_bytes, routed_layers
+from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_sizes,
     behind_mlp_bytes,
     counted_logits,
+    dealt_rows,
     embedding_backward_bytes,
     ends_bytes,
     entering_bytes,
@@ -105,30 +106,28 @@ class _Held:
     def of(cls, work: Workload, index: int) -> _Held:
         """Of a step with what the stage recomputes."""
         stage = work.stages[index]
-        keeps = partial(
-            eager_layer_bytes if work.framework == "deepspeed" else layer_bytes,
-            tp=work.tp,
-            sequence_parallel=work.sequence_parallel,
-            element_bytes=work.element_bytes,
-            row_copies=row_copies(work),
-        )
-        busiest = work.busiest_shape
-        dense, sparse = (keeps(busiest, moe=one) for one in (False, work.shape.moe is not None))
-        dense, sparse = (gathered_again_bytes(work, one) for one in (tiled_bytes(work, dense), sparse))
-        routed = routed_layers(work.shape, stage) > 0
-        kinds = [one for own, one in busiest.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
+        shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
+        if work.framework != "deepspeed":
+            form = partial(
+                layer_bytes,
+                shape,
+                tp=work.tp,
+                sequence_parallel=work.sequence_parallel,
+                element_bytes=work.element_bytes,
+                row_copies=row_copies(work),
+            )
+            dense, sparse = (form(moe=moe) for moe in (False, shape.moe is not None))
+            return cls(work, stage, index, work.in_flight(index), dense, sparse, sparse if routed else dense)
+        cut = (work.tp, work.sequence_parallel, work.element_bytes)
+
+        def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
+            return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))
+
+        dense, sparse = (held(mean_bytes(shape, moe, *cut), of_experts=moe) for moe in (False, True))
         usual = sparse if routed else dense
-        each = (keeps(one, moe=True) if routed else tiled_bytes(work, keeps(one)) for one in kinds)
-        each = (gathered_again_bytes(work, one) for one in each)
-        return cls(
-            work,
-            stage,
-            index,
-            work.in_flight(index),
-            dense,
-            sparse,
-            max(each, key=lambda one: one.total, default=usual),
-        )
+        each = (held(sort_bytes(one, *cut), of_experts=one.routed) for _, one in sorts(shape, stage.layers))
+        largest = usual if shape.stack.blocks else max(each, key=lambda one: one.total, default=usual)
+        return cls(work, stage, index, work.in_flight(index), dense, sparse, largest)
 
     @property
     def eager(self) -> bool:
@@ -339,10 +338,15 @@ def _kept(one: _Held) -> dict[str, float]:
     """What all layers keep for backward, where nothing is recomputed."""
     work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
     trained = len(stage.layers) - one.untrained
-    counts = {"stream": trained, "attention": one.attending - one.untrained, "gathered": trained}
     dense, sparse = (parts_left(work, layer) for layer in (one.dense, one.sparse))
-    kept: dict[str, float] = {part: count * getattr(dense, part) * tokens * held for part, count in counts.items()}
+    routed = one.routed if work.shape.stack.blocks is None else 0
+    kept: dict[str, float] = {
+        part: ((trained - routed) * getattr(dense, part) + routed * getattr(sparse, part)) * tokens * held
+        for part in ("stream", "gathered")
+    }
+    kept["attention"] = (one.attending - one.untrained) * (sparse if one.routed else dense).attention * tokens * held
     kept["mlp"] = (one.dense_layers * dense.mlp + one.routed * sparse.mlp) * tokens * held
+    kept["mlp"] += (one.dense_layers * dense.layer + one.routed * sparse.layer) * held
     kept["attention"] += one.states * kept_bytes(work) * held
     for part in ("stream", "gathered"):
         # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.

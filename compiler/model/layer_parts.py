@@ -52,7 +52,7 @@ def why_whole(shape: ModelShape, parts: frozenset[str]) -> str | None:
         return "the linears of its MLPs stand in the layer itself"
     if MLP in parts and family.experts is not None and shape.moe is not None and family.experts.adds_mlp:
         return "an MLP stands beside its experts"
-    if NORMS in parts and (not shape.norms.names or shape.norms.gate or shape.model_type in _WEIGHTED_RESIDUALS):
+    if NORMS in parts and (not shape.norms.names or shape.norms.gate or shape.model_type in WEIGHTED_RESIDUALS):
         return "its norms have no weights, or gates"
     return None
 
@@ -63,4 +63,5 @@ def tiled_norms(shape: ModelShape) -> tuple[str, ...]:
     return shape.norms.names if is_rms and why_whole(shape, frozenset({NORMS})) is None else ()
 
 
-_WEIGHTED_RESIDUALS = types_with("gated_residuals")
+WEIGHTED_RESIDUALS = types_with("gated_residuals")
+"""Model types whose layers weight both addends of a residual connection, and norm what attention gives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from parcompile.show.pictures import DENSE_AXES, NARROW, WIDE, Box, Cells, Subje
 from parcompile.show.pictures import svg as colours
 from parcompile.show.pictures.front import KINDS, as_text, picture
 from parcompile.show.pictures.svg import svg
+from parcompile.show.pictures.timeline import ROLES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = sorted(one.parent.name for one in GOLDEN.glob("*/plan.json"))
@@ -49,6 +51,13 @@ def test_every_picture_is_well_formed_and_stays_inside_its_frame(plan: str) -> N
                 if isinstance(shape, Cells):
                     assert max(x for x, _ in shape.corners) + shape.width <= width
         assert as_text(name, subject, unicode=False).isascii() or name == "splits"
+
+
+def test_a_step_shows_what_waits_for_the_host(tmp_path: Path) -> None:
+    subject = small(tmp_path, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    assert "optimizer on the host" in svg(picture("timeline", subject))
+    every = replace(subject.estimate.time.step, host=1.0, activations=1.0).parts
+    assert every.keys() == ROLES.keys()
 
 
 def test_what_a_spec_is_called_is_shown_and_never_executed(tmp_path: Path) -> None:

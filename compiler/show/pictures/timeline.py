@@ -24,6 +24,8 @@ ROLES = {
     "stage exchange": Axis.PP,
     "gradients, exposed": Axis.DP,
     "optimizer": "optimizer",
+    "optimizer on the host": "master",
+    "activations to the host, exposed": "buffers",
 }
 LEAST_PASS = 5.0
 """Pixels of a pass below which the middle of a step is left out."""

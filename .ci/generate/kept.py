@@ -1,0 +1,520 @@
+"""Writes compiler/cost/kept.json: what a layer of each model type keeps for its backward pass, as products of sizes.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/generate/kept.py [TYPE ...] [--jobs 2]
+
+Draws small configurations of each type, builds a rank of each on the meta device with our layers in it, and notes
+every storage that autograd saves in a layer, and the module in which it is saved. Layers that save the same are told
+apart by what the compiler knows of them (`parcompile.cost.kept.sizes`). The elements of each tensor are the same
+product of sizes in all draws; rows add up those of one product. A type is done when the rows give what layers of unseen
+draws keep. What lies in modules that carry a state is left out, and what an indexer chose: these are counted by
+themselves (`cost/recurrent.py`). Each finished type is kept in `--cache`: the command goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "compiler" / "cost" / "kept.json"
+sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+
+from drawn_configurations import draw  # noqa: E402
+from families import FAMILIES, tiny_config  # noqa: E402
+from training_runs import make_plan  # noqa: E402
+
+from parcompile.cost.kept import BASES, GROUPS, KV_HEADS, SEQUENCE_PARALLEL, Sort, sizes, sort_bytes, sorts  # noqa: E402
+from parcompile.model.blocks.recurrent import RecurrentTraits  # noqa: E402
+from parcompile.plan import Plan  # noqa: E402
+from parcompile.runtime.preflight.sharded import build_sharded  # noqa: E402
+from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in  # noqa: E402
+from parcompile.runtime.preflight.step import _batch as batch_of  # noqa: E402
+from parcompile.spec.values import workload_of  # noqa: E402
+
+FEW, ALIKE, MOST, UNSEEN = 8, 7, 50, 4
+"""Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate."""
+NEAR = 0.002
+"""By so much the rows may miss what a layer of an unseen draw keeps."""
+EXACT = 1e-4
+TINY = 64
+"""Numbers of a token, of choices in groups of experts, that follow no product and are left out."""
+NO_SIZES = re.compile(
+    "act$|activation|bias|eps$|rope|tie_|dropout|softcap|clip|multiplier|scal|norm_topk|router_logits|logit|aux|alpha"
+    "|parallel_residual|layernorm|use_qk|mup|interleave|temperature|limit|magnitude|routing|gating|initializer|token_id"
+)
+"""Keys that stay what the type has: they change no size."""
+COUNTS = re.compile(
+    "heads|n_head|layer|num_experts|n_routed|num_local|expert_num|per_tok|top_?k|n_group|group|conv|kernel|window|vocab"
+    "|max_position|seed|rate|ratio|mult|chunk|period|offset|expand|gram|pad|budget|factor|pattern|cycles|step|interval"
+    "|shared_experts|id$|n_positions|n_ctx|hc_|rotary|freq|first|iter|blocks|compress"
+)
+"""Keys whose values are not multiplied."""
+ATTENTION = re.compile(r"attn|attention|temporal_block")
+CUT = re.compile(r"(heads|intermediate_size)/tp$")
+"""Sizes that tp divides, where draws tell both apart no more than neither."""
+STACKS = ("layers", "h", "blocks", "block", "layer")
+"""Names of lists of layers."""
+STATES = re.compile(r"mamba|linear_attn|ssm")
+"""Modules that carry a state beside attention."""
+OTHERS = re.compile(r"norm|mlp|ffn|feed_forward|moe|experts|router|^$")
+"""Modules of a layer whose state stands in the place of attention, but that of the state."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a layer keeps: of each tensor its module, type and elements, and the bytes of an element."""
+
+    sort: Sort
+    tp: int
+    tokens: int
+    own: int
+    length: int
+    tensors: tuple[tuple[str, str, int, int], ...]
+
+    @property
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        return tuple((module, dtype) for module, dtype, _, _ in self.tensors)
+
+    def of(self, group: str) -> Kept:
+        """What one of the groups of modules keeps; without what is counted by itself."""
+        own = (
+            one
+            for index, one in enumerate(self.tensors)
+            if _group(self.sort, one[0]) == group and not self.is_choice(index)
+        )
+        return replace(self, tensors=tuple(own))
+
+    def is_choice(self, index: int) -> bool:
+        """Whether a tensor has numbers of each token with each other one, as an indexer makes them."""
+        chooses = self.flags.get("Indexer", False) or self.flags.get("attention.compressed", False)
+        return chooses and self.tensors[index][2] % (self.tokens * self.length) == 0
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {**sizes(self.sort)[1], SEQUENCE_PARALLEL: self.own < self.tokens}
+
+    @cached_property
+    def numbers(self) -> dict[str, float]:
+        """The sizes of the rank by name, those that tp divides once more."""
+        found: dict[str, float] = {}
+        for name, value in sizes(self.sort)[0].items():
+            if name == KV_HEADS:
+                found[name] = max(1, value // self.tp)
+            elif value > 0:
+                found[name] = value
+                if name != "hidden_size":
+                    found[f"{name}/tp"] = value / self.tp
+        return found
+
+
+def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[Kept]:
+    """The layers of a model that is drawn.
+
+    Raises:
+        Exception: its configuration or its plan is refused.
+    """
+    changes = draw(pick.randrange(10**6), (kind,), "one rank").changes
+    config = tiny_config(kind, **{key: value for key, value in changes.items() if not NO_SIZES.search(key)})
+    for key, value in config.items():
+        if type(value) is not int or NO_SIZES.search(key):
+            continue
+        if re.search("per_tok|topk$|top_k_experts", key) and "index" not in key:
+            config[key] = pick.choice([2, 3, 4])
+        elif re.search("num_experts$|num_local_experts|n_routed_experts|moe_num_experts$", key):
+            config[key] = pick.choice([8, 16])
+        elif re.search("intermediate|ffn", key):
+            # Experts whose rows are no multiple of 16 bytes take other kernels, which meta does not have.
+            config[key] = 32 * pick.choice([1, 2, 3, 5, 7])
+        elif value > 2 and not COUNTS.search(key) and pick.random() < 0.8:
+            config[key] = value * pick.choice([1, 2, 3, 5, 7])
+    heads = next((key for key in ("num_attention_heads", "n_head", "n_heads") if type(config.get(key)) is int), None)
+    if heads is not None:
+        config[heads] *= pick.choice([1, 1, 2, 3])
+    if kind == "codegen":  # whose four parts of heads are copied apart where a rank has all of them
+        config["n_head"] = 16
+    if FAMILIES[kind].latent is not None:
+        config |= dict.fromkeys({"num_attention_heads", "num_key_value_heads"} & config.keys(), pick.choice([4, 8, 12]))
+    config |= {key: 4096 for key in ("max_position_embeddings", "n_positions") if key in config}
+    tp = 4 if number % 2 and pick.random() < 0.8 else 2
+    states = FAMILIES[kind].part(RecurrentTraits) is not None
+    length, batch = 8 * pick.choice([3, 4, 5] if states else [5, 7, 9, 11]), pick.choice([1, 2, 3])
+    plan = make_plan(
+        tp,
+        {"tp": tp, **({"sequence_parallel": True} if tp > 1 and pick.random() < 0.65 else {})},
+        model=config,
+        whole_model=True,
+        training={
+            "sequence_length": length,
+            "micro_batch_size": batch,
+            "global_batch_size": batch,
+            "precision": precision,
+            "activation_checkpointing": "none",
+        },
+    )
+    work = workload_of(plan.spec)
+    own = work.split_tokens // (tp if work.sequence_parallel else 1)
+    layers = [(sorts(work.shape, range(layer, layer + 1)), tensors) for layer, tensors in saved(plan).items()]
+    return [
+        Kept(own_sort[0][1], tp, work.local_tokens, own, length, tuple(tensors))
+        for own_sort, tensors in layers
+        if own_sort
+    ]
+
+
+def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
+    """By layer, each storage that autograd saves in it and that was made there, or goes into it as hidden states."""
+    with stand_in(plan, 0) as mesh:
+        tracker = MetaTracker(mesh)
+        with tracker:
+            model, _ = build_sharded(mesh, tracker)
+            layers = {f"{name}.{number}": number for name, own in _stacks(model) for number in range(len(own))}
+            seen = {_storage(one) for one in (*model.parameters(), *model.buffers())}
+            before: dict[int, Any] = {}
+            inside: list[tuple[int, str]] = []
+            alive: list[Any] = []
+            found: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
+
+            def enter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+                owner = next((one for one in layers if name == one or name.startswith(f"{one}.")), None)
+                if name == owner:
+                    given = [*args[:1], kwargs.get("hidden_states")]
+                    before.clear()
+                    before.update(
+                        {key: one() for key, (one, _) in tracker._storages.items()}
+                    )  # no other gets their place
+                    for one in given:
+                        if isinstance(one, Tensor):
+                            before.pop(_storage(one), None)
+                if owner is not None:
+                    inside.append((layers[owner], name.removeprefix(owner).removeprefix(".")))
+
+            def leave(name: str) -> None:
+                if inside and any(name == one or name.startswith(f"{one}.") for one in layers):
+                    inside.pop()
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = _storage(tensor)
+                if inside and storage not in seen and storage not in before:
+                    seen.add(storage)
+                    alive.append(tensor.untyped_storage())
+                    layer, name = inside[-1]
+                    size = tensor.element_size()
+                    count = tensor.untyped_storage().nbytes() // size
+                    found[layer].append((name, str(tensor.dtype).removeprefix("torch."), count, size))
+                return tensor
+
+            for name, module in model.named_modules():
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
+                )
+                module.register_forward_hook(lambda *_, name=name: leave(name), always_call=True)
+            batch = batch_of(mesh)
+            with META, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                model(**batch)
+    gc.collect()
+    return found
+
+
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The lists of layers of a model: none of them lies in another one."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        named = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in STACKS
+        if named and not any(name.startswith(f"{one}.") for one in found):
+            found.append(name)
+            yield name, module
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+Leaf = tuple[list[Any] | None, list[Kept]]
+
+
+def leaves(layers: Sequence[Kept]) -> tuple[Any, list[list[Kept]]]:
+    """Questions that tell apart layers that do not save the same, as `[question, yes, no]`, and the layers of each end.
+
+    Where no question does, those that are most are meant.
+    """
+    signatures = Counter(one.signature for one in layers)
+    if len(signatures) > 1:
+        asked = {question for one in layers for question in one.flags}
+        best, least = None, _mixed(layers)
+        for question in sorted(asked, key=lambda one: (one not in ("routed", "attends"), len(one), one)):
+            halves = (
+                [one for one in layers if one.flags.get(question)],
+                [one for one in layers if not one.flags.get(question)],
+            )
+            if all(halves) and (mixed := sum(map(_mixed, halves))) < least - 1e-9:
+                best, least = (question, halves), mixed
+        if best is not None:
+            question, halves = best
+            (yes, first), (no, second) = map(leaves, halves)
+            return [question, yes, _shifted(no, len(first))], first + second
+    usual = signatures.most_common(1)[0][0]
+    return 0, [[one for one in layers if one.signature == usual]]
+
+
+def _shifted(tree: Any, by: int) -> Any:
+    return tree + by if isinstance(tree, int) else [tree[0], _shifted(tree[1], by), _shifted(tree[2], by)]
+
+
+def _mixed(layers: Sequence[Kept]) -> float:
+    """Gini's impurity of what layers save, times their number."""
+    counts = Counter(one.signature for one in layers).values()
+    return len(layers) - sum(count * count for count in counts) / len(layers)
+
+
+class Products:
+    """Products of up to three sizes, told apart by how they vary over some layers."""
+
+    def __init__(self, layers: Sequence[Kept]) -> None:
+        self.numbers = [one.numbers for one in layers]
+        names = set.intersection(*map(set, self.numbers))
+        by_course: dict[tuple[float, ...], str] = {}
+        for name in sorted(names, key=lambda one: (not CUT.search(one), one.count("+"), one.count("."), len(one), one)):
+            course = _course([one[name] for one in self.numbers])
+            if any(course):
+                by_course.setdefault(course, name)
+        self.courses = {name: np.array(course) for course, name in by_course.items()}
+        self.pairs: dict[tuple[float, ...], tuple[str, ...]] = {_rounded(np.zeros(len(layers))): ()}
+        self.pairs |= {_rounded(course): (name,) for name, course in self.courses.items()}
+        for pair in combinations_with_replacement(self.courses, 2):
+            self.pairs.setdefault(_rounded(self.courses[pair[0]] + self.courses[pair[1]]), pair)
+
+    def find(self, values: Sequence[float]) -> tuple[float, tuple[str, ...]] | None:
+        """The product that follows these values, and what it is multiplied by."""
+        course = np.array(_course(values))
+        names = self.pairs.get(_rounded(course))
+        if names is None:
+            further = ((name, self.pairs.get(_rounded(course - own))) for name, own in self.courses.items())
+            names = next(((name, *pair) for name, pair in further if pair is not None), None)
+        if names is None:
+            return None
+        return values[0] / float(np.prod([self.numbers[0][name] for name in names])), tuple(sorted(names))
+
+
+def _course(values: Sequence[float]) -> tuple[float, ...]:
+    logs = np.log(np.array(values, dtype=float))
+    return tuple(np.round(logs - logs[0], 7))
+
+
+def _rounded(course: Any) -> tuple[float, ...]:
+    return tuple(np.round(course, 4) + 0.0)
+
+
+def rows_of(layers: Sequence[Kept], group: str) -> tuple[dict[str, Any], list[str]]:
+    """The rows of layers that save the same, by what they are of; and what follows no product."""
+    products, missed = Products(layers), []
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for index, (module, dtype) in enumerate(layers[0].signature):
+        counts, size = [one.tensors[index][2] for one in layers], layers[0].tensors[index][3]
+        for basis in ("own", "tokens", "layer") if group == "stream" else ("tokens", "own", "layer"):
+            each = [count / getattr(one, basis, 1) for count, one in zip(counts, layers, strict=True)]
+            if (product := products.find(each)) is not None:
+                rows[basis]["·".join(product[1])] += product[0] * size
+                break
+        else:
+            if size != 8 or max(count / one.tokens for count, one in zip(counts, layers, strict=True)) >= TINY:
+                missed.append(f"{module} {dtype} {[round(one, 2) for one in each[:4]]}")
+    found: dict[str, Any] = {
+        basis: {name: round(one, 4) for name, one in sorted(own.items())} for basis, own in sorted(rows.items())
+    }
+    if group == "mlp" and (numbers := layers[0].sort.shape.mlp.activation_numbers):
+        found["activation_numbers"] = numbers
+    return found, missed
+
+
+def counted(layer: Kept, element_bytes: int) -> float:
+    """What the compiler's table says that a layer keeps, in bytes."""
+    of_token = sort_bytes(layer.sort, layer.tp, layer.own < layer.tokens, element_bytes)
+    return of_token.total * layer.tokens + of_token.layer
+
+
+def _group(sort: Sort, module: str) -> str | None:
+    """Of which group a module of a layer is; None: it carries a state."""
+    top = module.partition(".")[0]
+    replaced = any(one.replaces_attention for one in sort.parts)
+    if (replaced and not OTHERS.search(top)) or (not replaced and STATES.search(module)):
+        return None
+    if not top or "norm" in top:
+        return "stream"
+    attention = ATTENTION.search(top) or (sort.shape.stack.blocks is not None and sort.attends)
+    return "attention" if attention else "mlp"
+
+
+@dataclass(frozen=True)
+class Read:
+    """A type whose rows were read, and what is wrong with them."""
+
+    kind: str
+    wrong: list[str]
+
+
+def read(kind: str, cache: Path) -> Read:
+    """The rows of a type: those of a type that was read before, if its layers keep the same."""
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for word, precision in (("16", "bf16"), ("32", "fp32")):
+        draws = _draws(kind, precision, wrong)
+        layers = [one for _ in range(ALIKE) for one in next(draws, [])]
+        while layers and len({one.tp for one in layers}) == 1 and (more := next(draws, [])):
+            layers += more
+        if not layers:
+            continue
+        wrong += [f"{word}: never varied: {fixed}" for fixed in _never_varied(layers)]
+        others = [json.loads(text) for text in {file.read_text(encoding="utf-8") for file in cache.glob("*.json")}]
+        found[word] = {
+            group: next(
+                (
+                    one[word][group]
+                    for one in others
+                    if word in one and all(abs(off(one[word], each.of(group), [group])) < EXACT for each in layers)
+                ),
+                None,
+            )
+            for group in GROUPS
+        }
+        if None in found[word].values():
+            _learn(found[word], layers, draws, word, wrong)
+    (cache / f"{kind}.json").write_text(json.dumps(found), encoding="utf-8")
+    return Read(kind, list(dict.fromkeys(wrong)))
+
+
+def _draws(kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
+    """The layers of one draw after the other; why there are no more, where many are refused."""
+    pick, refused = random.Random(f"{kind} {precision}"), 0
+    gc.freeze()  # modules of torch need not be looked through after each draw
+    for number in range(4 * MOST):
+        try:
+            yield drawn(kind, pick, precision, number)
+        except Exception as error:
+            refused += 1
+            if refused > MOST:
+                wrong.append(f"{precision}: {type(error).__name__}: {error}"[:160])
+                return
+
+
+def _learn(found: dict[str, Any], layers: list[Kept], draws: Iterator[list[Kept]], word: str, wrong: list[str]) -> None:
+    """Fills in the groups that are None, and judges all of them."""
+    unknown = [group for group, one in found.items() if one is None]
+    for number in range(MOST):
+        ends = {group: leaves([one.of(group) for one in layers]) for group in unknown} if number % 5 == 0 else {}
+        if ends and min(_unlike(own) for _, every in ends.values() for own in every) >= FEW:
+            break
+        layers += next(draws, [])
+    for group in unknown:
+        tree, every = leaves([one.of(group) for one in layers])
+        rows = []
+        for own in every:
+            read_rows, missed = rows_of(own, group)
+            rows.append(read_rows)
+            wrong += [f"{word} ({len(own)} layers): {one}" for one in missed]
+            if _unlike(own) < FEW and own[0].tensors:
+                wrong.append(f"{word}: {group} of {_unlike(own)} draws only")
+        found[group] = {"tree": tree, "rows": rows}
+    offs = [off(found, one) for _ in range(UNSEEN) for one in next(draws, [])]
+    if any(abs(one) > NEAR for one in offs):
+        wrong.append(f"{word}: off by {[f'{one:+.2%}' for one in sorted(offs, key=abs)[-3:]]} of {len(offs)}")
+
+
+def _unlike(layers: Sequence[Kept]) -> int:
+    """How many of these layers have sizes of their own; those that keep nothing need none."""
+    if not layers[0].tensors:
+        return FEW
+    found = len({(one.sort, one.tp, one.tokens) for one in layers})
+    return found if len({one.tp for one in layers}) > 1 else min(found, FEW - 1)  # what tp divides has to be seen
+
+
+def _never_varied(layers: Sequence[Kept]) -> list[str]:
+    every: dict[str, set[float]] = defaultdict(set)
+    for one in layers:
+        for name, value in sizes(one.sort)[0].items():
+            every[name].add(value)
+    return [name for name, values in every.items() if len(values) == 1 and max(values) > 1 and "+" not in name]
+
+
+def off(trees: Mapping[str, Any], layer: Kept, groups: Sequence[str] = GROUPS) -> float:
+    """By how much rows miss what groups of modules of a layer keep; small choices may be left out."""
+    counted, kept, choices = 0.0, 0, 0
+    for group in groups:
+        leaf = trees[group]["tree"]
+        while not isinstance(leaf, int):
+            leaf = leaf[1] if layer.flags.get(leaf[0]) else leaf[2]
+        rows = trees[group]["rows"][leaf]
+        for basis in BASES:
+            for name, size in rows.get(basis, {}).items():
+                names = [one for one in name.split("·") if one]
+                counted += getattr(layer, basis, 1) * size * math.prod(layer.numbers.get(one, 0) for one in names)
+        tensors = layer.of(group).tensors
+        kept += sum(count * size for _, _, count, size in tensors)
+        choices += sum(8 * count for _, _, count, size in tensors if size == 8 and count < TINY * layer.tokens)
+    if kept - choices <= counted <= kept:
+        return 0.0
+    return counted / max(1, kept) - 1
+
+
+def main() -> int:
+    """Reads the types, and writes those without a mistake."""
+    from transformers.utils import logging
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "kept")
+    given = parser.parse_args()
+    logging.set_verbosity_error()
+    given.cache.mkdir(parents=True, exist_ok=True)
+    wanted = [kind for kind in given.types or FAMILIES if not (given.cache / f"{kind}.json").exists()]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        for one in as_completed(pool.submit(read, kind, given.cache) for kind in wanted):
+            kind, wrong = one.result().kind, one.result().wrong
+            print(f"{kind}: {'; '.join(wrong) or 'exact'}"[:900], flush=True)
+    write({file.stem: json.loads(file.read_text()) for file in sorted(given.cache.glob("*.json"))})
+    return 0
+
+
+def write(types: Mapping[str, Any]) -> None:
+    """The table: each set of rows once."""
+    known: dict[str, int] = {}
+
+    def number(rows: Mapping[str, Any]) -> int:
+        return known.setdefault(json.dumps(rows, ensure_ascii=False), len(known))
+
+    trees = {
+        kind: {
+            word: {group: _numbered(one["tree"], list(map(number, one["rows"]))) for group, one in groups.items()}
+            for word, groups in words.items()
+        }
+        for kind, words in types.items()
+    }
+    lines = [f"    {json.dumps(kind)}: {json.dumps(tree)}" for kind, tree in trees.items()]
+    rows = ",\n".join(f"    {one}" for one in known)
+    text = '{\n  "types": {\n' + ",\n".join(lines) + '\n  },\n  "rows": [\n' + rows + "\n  ]\n}\n"
+    FILE.write_text(text, encoding="utf-8")
+
+
+def _numbered(tree: Any, numbers: Sequence[int]) -> Any:
+    return numbers[tree] if isinstance(tree, int) else [tree[0], *(_numbered(one, numbers) for one in tree[1:])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
