@@ -384,6 +384,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         part: sum(getattr(each, part) for each in recomputed) * tokens * layers
         for part in ("stream", "attention", "gathered", "mlp")
     }
+    kept["mlp"] += one.largest.layer * layers
     carried = kept_bytes(work) if one.states else 0.0
     if uses(work.shape, stage.layers):
         # A layer with a shared block has all of them.
