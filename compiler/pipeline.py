@@ -243,11 +243,7 @@ def _as_written(one: Diagnostic, meant: Mapping[str, str]) -> Diagnostic:
     def back(path: DiagnosticPath) -> DiagnosticPath:
         return (written.get(str(path[0]), path[0]), *path[1:]) if path else path
 
-    fixes = tuple(
-        replace(fix, edits=tuple(replace(edit, path=back(edit.path)) for edit in fix.edits)) for fix in one.fixes
-    )
-    related = tuple(replace(other, path=back(other.path)) for other in one.related)
-    return replace(one, path=back(one.path), fixes=fixes, related=related)
+    return one.moved(back)
 
 
 def compile_file(

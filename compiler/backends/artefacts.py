@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcompile.machines import find_accelerator
@@ -98,50 +98,40 @@ def effective_order(parallelism: Parallelism) -> tuple[str, ...]:
     return tuple(axis for axis in parallelism.order if sizes.get(axis, 1) > 1)
 
 
-def sequence_loss(spec: Spec, target: str) -> list[Loss]:
+def sequence_loss(spec: Spec, target: str) -> Iterator[Loss]:
     """A fatal loss when sequence parallelism would need padding, which only our runtime adds."""
     parallelism, length = spec.parallelism, spec.training.sequence_length
     local, tp = length // parallelism.cp, parallelism.tp
-    if not parallelism.sequence_parallel or local % tp == 0:
-        return []
-    return [
-        Loss(
-            what=f"sequence_length {length}",
-            why=f"{target} does not pad: (sequence_length {length} / cp {parallelism.cp}) % tp {tp} = {local % tp}",
-            instead=f"a multiple of {parallelism.cp * tp}, or sequence_parallel false",
-            fatal=True,
-        )
-    ]
+    if parallelism.sequence_parallel and local % tp:
+        why = f"{target} does not pad: (sequence_length {length} / cp {parallelism.cp}) % tp {tp} = {local % tp}"
+        instead = f"a multiple of {parallelism.cp * tp}, or sequence_parallel false"
+        yield Loss(f"sequence_length {length}", why, instead, fatal=True)
 
 
-def rampup_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> list[Loss]:
+def rampup_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> Iterator[Loss]:
     """A loss where the batch grows, which a target is not told for `why`."""
-    if (ramp := spec.training.rampup_batch_size) is None:
-        return []
-    return [Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead, fatal=fatal)]
+    if (ramp := spec.training.rampup_batch_size) is not None:
+        yield Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead, fatal=fatal)
 
 
-def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> list[Loss]:
+def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> Iterator[Loss]:
     """A loss where weight decay changes from step to step, which a target is not told for `why`."""
-    optimizer = spec.training.optimizer
-    if optimizer.start_weight_decay is None:
-        return []
-    return [Loss(f"start_weight_decay {optimizer.start_weight_decay:g}", why, instead, fatal=fatal)]
+    if (start := spec.training.optimizer.start_weight_decay) is not None:
+        yield Loss(f"start_weight_decay {start:g}", why, instead, fatal=fatal)
 
 
-def memory_losses(spec: Spec, optimizer_stays: str | None, *, gathers_again: bool = False) -> list[Loss]:
+def memory_losses(spec: Spec, optimizer_stays: str | None, *, gathers_again: bool = False) -> Iterator[Loss]:
     """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
 
     `optimizer_stays` says why it keeps the optimizer, and weights, there, too; None: it does not. A target that
     `gathers_again` does so with the inputs of all blocks, whatever a plan says.
     """
-    found = []
     if spec.offload_optimizer is not None and optimizer_stays is not None:
         instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
-        found.append(Loss("zero.offload_optimizer", optimizer_stays, instead))
+        yield Loss("zero.offload_optimizer", optimizer_stays, instead)
     if spec.offload_param is not None and optimizer_stays is not None:
         instead = "weights stay on the accelerator: the numbers of a step are the same"
-        found.append(Loss("zero.offload_param", "the target is not told to", instead))
+        yield Loss("zero.offload_param", "the target is not told to", instead)
     kept = "what recomputed layers keep stays on the accelerator"
     parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
     if not gathers_again:
@@ -150,24 +140,16 @@ def memory_losses(spec: Spec, optimizer_stays: str | None, *, gathers_again: boo
         if getattr(spec.training, key):
             why = "the target is not told to" if takes is kept else "the target's files have no such key"
             instead = f"{takes}, which takes more memory: the numbers of a step are the same"
-            found.append(Loss(f"training.{key}", why, instead))
-    return found
+            yield Loss(f"training.{key}", why, instead)
 
 
-def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str, ...]]) -> list[Loss]:
+def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str, ...]]) -> Iterator[Loss]:
     """A fatal loss when the order of the axes is none of the target's."""
     here = effective_order(parallelism)
-    if any(here == tuple(axis for axis in order if axis in here) for order in known):
-        return []
-    allowed = " or ".join("-".join(order) for order in known)
-    return [
-        Loss(
-            what=f"order {'-'.join(here)}",
-            why=f"{target} lays ranks out as {allowed} (innermost first): its groups would be other ranks",
-            instead=f"compile with order {'-'.join(known[0])}",
-            fatal=True,
-        )
-    ]
+    if not any(here == tuple(axis for axis in order if axis in here) for order in known):
+        allowed = " or ".join("-".join(order) for order in known)
+        why = f"{target} lays ranks out as {allowed} (innermost first): its groups would be other ranks"
+        yield Loss(f"order {'-'.join(here)}", why, f"compile with order {'-'.join(known[0])}", fatal=True)
 
 
 @dataclass(frozen=True, slots=True)

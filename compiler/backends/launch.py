@@ -18,6 +18,7 @@ and the variables SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS and SKYPILOT_NUM_NODES o
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -200,15 +201,12 @@ def skypilot_files(plan: Plan) -> dict[str, str]:
     }
 
 
-def skypilot_losses(plan: Plan) -> list[Loss]:
+def skypilot_losses(plan: Plan) -> Iterator[Loss]:
     """What SkyPilot has to be told besides."""
-    found = [Loss("the package", "parcompile is on no package index", "set PARCOMPILE to the address of a clone")]
+    yield Loss("the package", "parcompile is on no package index", "set PARCOMPILE to the address of a clone")
     name = plan.spec.cluster.accelerator
     if gpu_resource(plan) and name not in _NAMES:
-        found.append(
-            Loss(f"accelerator {name}", "parcompile does not know SkyPilot's name for it", "write it into resources")
-        )
-    return found
+        yield Loss(f"accelerator {name}", "parcompile does not know SkyPilot's name for it", "write it into resources")
 
 
 def _accelerator(plan: Plan) -> str:

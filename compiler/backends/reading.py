@@ -282,6 +282,16 @@ def refuse_optimizer(
         source.lose(name, why, changes=True)
 
 
+def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = (), *, auto: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a file by their dotted names; with `auto`, which says what decides it, "auto" is `Undecided`."""
+    for key, value in tree.items():
+        where = (*path, str(key))
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, where, auto=auto)
+        else:
+            yield ".".join(where), Undecided("auto", auto) if auto and value == "auto" else value
+
+
 # What an option of another tool does that has no place in a spec. The texts are the reasons that an import gives.
 
 

@@ -20,7 +20,7 @@ from parcompile.text.shell.words import known, missing, shown
 from parcompile.text.typed import decimal
 
 from .kinds import BRIDGE, MEGATRON_SWIFT, SWIFT, TORCHTITAN
-from .reading import Undecided
+from .reading import Undecided, leaves
 
 _PYTHON = {TORCHTITAN: re.compile(r"\btorchtitan\b"), BRIDGE: re.compile(r"\bmegatron\.bridge\b")}
 _KEPT = re.compile(
@@ -109,7 +109,7 @@ def flattened(tree: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     """
     read = tree.get("")
     if not isinstance(read, Configuration):
-        return {name: _plain(value) for name, value in _leaves(tree, ())}
+        return {name: _plain(value) for name, value in leaves(tree)}
     made = {"": read.built, **{".".join(path): value for path, value in read.parts.items()}}
     found = {
         name: _plain(value)
@@ -144,14 +144,6 @@ def built(tree: Mapping[str, Any]) -> Made | None:
 
 def _plain(value: Any) -> Any:
     return Undecided(str(value), value.by) if isinstance(value, Open) else value
-
-
-def _leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*path, str(key)))
-        else:
-            yield ".".join((*path, str(key))), value
 
 
 # Scripts that call ms-swift.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Target:
 
     name: str
     files: Callable[[Plan], Mapping[str, Any]]
-    losses: Callable[[Plan], list[Loss]] = lambda _plan: []
+    losses: Callable[[Plan], Iterable[Loss]] = lambda _plan: ()
     backend: str = ""
     version: str = ""
 
@@ -121,7 +121,7 @@ def _losses(name: str, plan: Plan) -> list[Loss]:
                 raise TypeError(f"its losses hold {type(one).__name__}, not a Loss of three texts")
         return losses
 
-    return found(plan) if name in TARGETS else entry_points.called(entry_points.TARGETS, name, judged)
+    return list(found(plan)) if name in TARGETS else entry_points.called(entry_points.TARGETS, name, judged)
 
 
 def _files(name: str, plan: Plan) -> dict[str, Any]:

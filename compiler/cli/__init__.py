@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,35 +17,6 @@ import click
 from parcompile.entry_points import PluginError, end
 from parcompile.version import __version__
 
-_COMMANDS = (
-    "accelerators",
-    "advisories",
-    "calibrate",
-    "check",
-    "checkpoint",
-    "compile",
-    "data",
-    "diff",
-    "doctor",
-    "estimate",
-    "explain",
-    "groups",
-    "import",
-    "init",
-    "local",
-    "models",
-    "new",
-    "plan",
-    "preflight",
-    "profile",
-    "prove",
-    "report",
-    "schema",
-    "search",
-    "view",
-)
-"""Subcommands; each is the function `command` of the module of its name, imported when it is called, or NAME_command
-of a module that has several."""
 _TOGETHER = {
     "accelerators": "reference",
     "advisories": "reference",
@@ -56,6 +29,13 @@ _TOGETHER = {
     "plan": "init",
     "schema": "reference",
 }
+"""Subcommands that stand in a module with others, imported when one is called; each is the function NAME_command."""
+_ALONE = (
+    *("check", "checkpoint", "compile", "data", "estimate", "import", "init", "models", "new", "preflight", "profile"),
+    *("prove", "report", "search", "view"),
+)
+"""Each is the function `command` of the module of its name."""
+_COMMANDS = tuple(sorted((*_TOGETHER, *_ALONE)))
 
 OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
 """Exit codes."""
@@ -66,6 +46,24 @@ def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     from parcompile.diagnostics.reporters import printable, writable  # not for --version alone
 
     click.echo(writable(sys.stderr if err else sys.stdout, printable(text)), err=err, nl=nl)
+
+
+@contextlib.contextmanager
+def told(*kinds: type[Exception], by: Callable[[str], click.ClickException] = click.ClickException) -> Iterator[None]:
+    """Errors of these kinds end the command, which says what they say."""
+    try:
+        yield
+    except kinds as error:
+        raise by(str(error)) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What cannot be written ends the command."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
 class _Commands(click.Group):

@@ -26,7 +26,7 @@ from parcompile.rules import MEMORY_RULES, rule_targets
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
-from . import SPEC_HAS_ERRORS, USAGE, say
+from . import SPEC_HAS_ERRORS, USAGE, say, told
 from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
 
 if TYPE_CHECKING:
@@ -222,10 +222,8 @@ def _usage(version: str | None, used_with: str | None) -> UsageOptions | None:
     from parcompile.lint.deepspeed import UsageOptions
 
     if version is not None:
-        try:
+        with told(UnknownVersionError, by=click.UsageError):
             nearest(version)
-        except UnknownVersionError as error:
-            raise click.UsageError(str(error)) from None
     return UsageOptions(version, used_with)
 
 

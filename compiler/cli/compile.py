@@ -16,7 +16,7 @@ from parcompile.plan.sections import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
-from . import SPEC_HAS_ERRORS, say
+from . import SPEC_HAS_ERRORS, say, told
 from .options import chosen_targets, no_estimate_option, target_option
 
 
@@ -55,13 +55,11 @@ def command(
         raise click.UsageError("--check needs the folder to compare with: add -o DIR")
     named = set(targets)  # "all" names none: it means those that can run the layout
     targets = chosen_targets(targets or (locked_targets(output) if check and output else ()))
-    try:
+    with told(SourceError):
         plan, checked = compile_file(spec, rule_targets(targets, estimate=not no_estimate))
         if plan is not None and is_plan(spec):
             # Compiled already: its identity stays.
             plan = load_plan(spec)
-    except SourceError as error:
-        raise click.ClickException(str(error)) from None
     _print_diagnostics(checked, quiet=quiet, verbose=verbose)
     if plan is None:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)

@@ -33,7 +33,7 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from . import SPEC_HAS_ERRORS, say
+from . import SPEC_HAS_ERRORS, say, told, writing
 from .options import positive_number
 
 MOST_CELLS = 4096
@@ -97,10 +97,8 @@ def command(
     if imbalance is not None and decided.training.router is not None and decided.training.router.expert_capacity:
         given = f"training.router.expert_capacity {decided.training.router.expert_capacity}"
         raise click.UsageError(f"--expert-imbalance {imbalance}, but with {given} every expert has equally many rows")
-    try:
+    with told(ValueError, by=click.UsageError):
         work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     if not is_plan(spec) and checked.resolution.named_implementation == AUTO and not checked.resolution.given_sizes:
         _name_other_implementation(work)
     result = estimate(work, tokens=tokens, gpu_hour_price=price, fitted=fitted)
@@ -158,10 +156,8 @@ def _plot(file: Path, plan: Plan, result: Estimate) -> None:
 
     subject = Subject(plan, result)
     drawn = svg(picture("memory", subject), picture("timeline", subject))
-    try:
+    with writing(file):
         write_file(file, drawn)
-    except OSError as error:
-        raise click.ClickException(f"{file} cannot be written: {error.strerror}") from None
 
 
 def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, whole: bool = False) -> Checked:
@@ -173,12 +169,10 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
         ClickException: it cannot be read.
         Exit: it has errors.
     """
-    try:
+    with told(SourceError):
         if whole:
             require_lossless_spec(spec)
         checked = check_file(spec)
-    except SourceError as error:
-        raise click.ClickException(str(error)) from None
     errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
     if errors or checked.document is None:
         refuse(checked, errors)
@@ -229,12 +223,10 @@ def _print_sweep(
     if len(cells) > MOST_CELLS:
         raise click.UsageError(f"{len(cells)} layouts exceed the limit of {MOST_CELLS}")
     _refuse_wrong_values(tree, axes)
-    try:
+    with told(ValueError, by=click.UsageError):
         found = [
             (cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted, document_length)) for cell in cells
         ]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     if form == "json":
         rows = [
             {**dict(zip(axes, cell, strict=True)), **(one.to_json() if isinstance(one, Estimate) else {"refused": one})}
@@ -267,10 +259,8 @@ def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[ob
     """Each value of a sweep by itself, as the schema sees it in the spec."""
     for name, values in axes.items():
         for value in values:
-            try:
+            with told(ValueError, by=click.UsageError):
                 found = validate(changed(tree, {name: value}), "spec").diagnostics
-            except ValueError as error:
-                raise click.UsageError(str(error)) from None
             wrong = [one.message for one in found if one.is_error]
             if wrong:
                 raise click.UsageError(f"--sweep {name}={value}: {wrong[0]}")

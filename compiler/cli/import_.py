@@ -19,7 +19,7 @@ from parcompile.schema import example
 from parcompile.text import SourceError
 from parcompile.user_files import parse_json
 
-from . import SPEC_HAS_ERRORS, say
+from . import SPEC_HAS_ERRORS, say, told, writing
 from .init import chosen_model
 from .options import accelerator_option, sequence_length_option
 
@@ -84,10 +84,8 @@ def command(
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")
     if function is not None and Path(file).suffix != ".py":
         raise click.UsageError(f"--function names a function of a Python file, and {file} is none")
-    try:
+    with told(SourceError, RefusedError):
         known, found = foreign(file, kind, function, dict(map(_variable, variables)))
-    except (SourceError, RefusedError) as error:
-        raise click.ClickException(str(error)) from None
     folder = output.parent if output else Path()
     options: dict[SpecPath, Any] = {
         ("model",): chosen_model(model, None, folder).section if model else None,
@@ -133,10 +131,8 @@ def _write_spec(result: Imported, output: Path | None) -> None:
     if output is None:
         say(text, nl=False)
         return
-    try:
+    with writing(output):
         write_file(output, text)
-    except OSError as error:
-        raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
 
 
 _MOST_LINES = 5

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.cli import say
+from parcompile.cli import say, told
 from parcompile.cli.compile import command as compile_command
 from parcompile.cli.options import (
     accelerator_name,
@@ -151,10 +151,8 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
             )
         return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
     file = hf_config / "config.json" if hf_config.is_dir() else hf_config
-    try:
+    with told(ModelConfigError):
         config = read_config(file)
-    except ModelConfigError as error:
-        raise click.ClickException(str(error)) from None
     relative = Path(os.path.relpath(file, folder)).as_posix()
     return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
 
@@ -297,10 +295,8 @@ def cluster_of(text: str) -> tuple[int, int, str]:
     found = _CLUSTER.fullmatch(text)
     if found is None:
         raise click.UsageError(f"{text!r} is no cluster: write nodes x GPUs of a node x accelerator, as 2x8xH100")
-    try:
+    with told(ValueError, by=click.UsageError):
         name = named_accelerator(found["accelerator"])
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     nodes, ranks = int(found["nodes"] or 1), int(found["ranks"])
     if not nodes or not ranks:
         raise click.UsageError(f"{text!r} is an empty cluster")

@@ -18,7 +18,7 @@ from parcompile.model.presets import text_part
 from parcompile.model.tables import counts_of, table_of
 from parcompile.spec.resolve.model import read_config
 
-from . import say
+from . import say, told
 
 _NEAR = 0.8
 """How alike a name is to the type that was meant: others are as alike to `glm` as `chatglm` is."""
@@ -95,10 +95,8 @@ def _config(file: Path, name: str | None) -> Mapping[str, Any]:
     Raises:
         click.ClickException: the file holds no configuration, or one of another type than the one named.
     """
-    try:
+    with told(ModelConfigError):
         found = read_config(file)
-    except ModelConfigError as error:
-        raise click.ClickException(str(error)) from None
     if not isinstance(found.get("model_type"), str):
         raise click.ClickException(f"{file} has no model_type: it is no configuration of a model")
     config = text_part(found)

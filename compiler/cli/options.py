@@ -21,7 +21,7 @@ from parcompile.rules import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
 
-from . import SPEC_HAS_ERRORS
+from . import SPEC_HAS_ERRORS, told
 
 if TYPE_CHECKING:
     from parcompile.plan import Plan
@@ -44,16 +44,14 @@ def positive_number(text: str) -> float:
     return number
 
 
+@told(ValueError, by=click.BadParameter)
 def accelerator_name(text: str) -> str:
     """An accelerator as a person writes it, by the name of its preset; or the path of its file.
 
     Raises:
         BadParameter: there is none of this name.
     """
-    try:
-        return named_accelerator(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    return named_accelerator(text)
 
 
 _TOKENS = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?P<unit>[km]?)", re.IGNORECASE)
@@ -172,16 +170,14 @@ def _place(what: str) -> tuple[str, ...]:
     return (SECTIONS[key], key) if key in SECTIONS else ()
 
 
+@told(ValueError, by=click.UsageError)
 def chosen_targets(given: Sequence[str]) -> tuple[str, ...]:
     """The targets that are meant.
 
     Raises:
         UsageError: there is no target of a name.
     """
-    try:
-        return chosen(given)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+    return chosen(given)
 
 
 # Reads what a command is given as a plan: a spec, a plan.json, or the folder that holds one.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli import say
+from parcompile.cli import say, told
 from parcompile.cli.options import positive_number, read_plan
 from parcompile.diagnostics.reporters import writable
 from parcompile.version import how_to_install
@@ -138,11 +138,9 @@ def preflight_builder() -> Callable[..., Report]:
     except ImportError as error:
         raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
 
+    @told(RunError)
     def build(*given: Any) -> Report:
-        try:
-            return preflight(*given)
-        except RunError as error:
-            raise click.ClickException(str(error)) from None
+        return preflight(*given)
 
     return build
 
@@ -200,10 +198,8 @@ def local_command(context: click.Context, plan: str, timeout: float, form: str) 
         from parcompile.runtime.local.comparison import run_and_compare
     except ImportError as error:
         raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
-    try:
+    with told(RunError, RankError):
         found = run_and_compare(loaded, timeout)
-    except (RunError, RankError) as error:
-        raise click.ClickException(str(error)) from None
     say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")
     if not found.equal:
         context.exit(1)

@@ -16,7 +16,7 @@ from parcompile import schema
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import write
-from parcompile.cli import say
+from parcompile.cli import say, told, writing
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
@@ -64,10 +64,8 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
         raise click.ClickException(f"nothing is written: {wrong[0].message}")
     say(_text(tree), nl=False)
     if output is not None:
-        try:
+        with writing(output):
             write({output.name: to_text(tree)}, folder)
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         say(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')
 
 
@@ -171,11 +169,9 @@ def calibrate_command(
     What is judged must not have been fitted: give --judge another file, or --fit-model and --judge-model of one file.
     docs/estimates.md lists the columns. The result is used by `estimate` and `search` through --coefficients.
     """
-    try:
+    with told(MeasurementError):
         rows = _chosen(runs, fitted)
         rest = _chosen((others,) if others else runs, judged) if others or judged else []
-    except MeasurementError as error:
-        raise click.ClickException(str(error)) from None
     both = {one.model for one in rows} & {one.model for one in rest} if others is None or others in runs else set()
     if both:
         raise click.UsageError(f"{', '.join(sorted(both))} cannot be both fitted and judged")
@@ -197,10 +193,8 @@ def calibrate_command(
     say(text, nl=False)
     if output is not None:
         tree = {"sets": {"own": found.to_json()}}
-        try:
+        with writing(output):
             write_file(output, json.dumps(tree, indent=1) + "\n")
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         say(f"wrote {output}")
 
 

@@ -18,7 +18,7 @@ from parcompile.text import Document, SourceError, read_file
 from parcompile.user_files import parse_json
 from parcompile.version import how_to_install
 
-from . import say
+from . import say, told
 from .options import positive_number
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def command(
     def tell(number: int, one: Proved) -> None:
         say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "), err=form != "text")
 
-    try:
+    with told(EngineError, ValueError):
         again = None if certificate is None else _certificate(certificate)
         if config is not None and plan is not None:
             raise click.UsageError("--config is a DeepSpeed configuration and --plan a plan: give one of them")
@@ -105,8 +105,6 @@ def command(
                     say(f"no cell has {said}: {len(asked)} cells of at most {ranks} ranks leave no room", err=True)
                 asked = asked or [{}]  # none of these is supported: the simplest says why
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
-    except (EngineError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
     for number, one in enumerate(found.cells, 1):
         if scripts is not None and "script" in one.answer:
             scripts.mkdir(parents=True, exist_ok=True)
@@ -188,10 +186,8 @@ def _certificate(path: Path) -> Certificate:
 
 
 def _read(path: Path) -> Document:
-    try:
+    with told(SourceError):
         read = read_file(path)
-    except SourceError as error:
-        raise click.ClickException(str(error)) from None
     _refuse_wrong(path, [one for one in read.diagnostics if one.is_error])
     assert read.document is not None
     return read.document

@@ -22,7 +22,7 @@ from parcompile.machines import Accelerator, accelerators
 from parcompile.schema import draft07
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
-from . import say
+from . import say, told
 
 
 @click.command("accelerators")
@@ -117,10 +117,8 @@ def advisories_command(tool: str | None, deepspeed_version: str | None, format_:
         raise click.UsageError(f"--tool {tool}: there are advisories on {', '.join(tools)}")
     shown = [advisory for advisory in advisories() if tool in (None, advisory.tool)]
     if deepspeed_version is not None:
-        try:
+        with told(UnknownVersionError, by=click.UsageError):
             order(deepspeed_version)
-        except UnknownVersionError as error:
-            raise click.UsageError(str(error)) from None
         shown = [advisory for advisory in shown if advisory.tool == DEEPSPEED and advisory.affects(deepspeed_version)]
     if format_ == "json":
         ids = {advisory.id for advisory in shown}
@@ -223,10 +221,8 @@ def schema_command(name: str | None, *, older: bool) -> None:
     if name is None:
         say("\n".join(one.replace("_", "-") for one in schema.names()))
         return
-    try:
+    with told(schema.UnknownSchemaError, by=click.UsageError):
         text = schema.text(name)
-    except schema.UnknownSchemaError as error:
-        raise click.UsageError(str(error)) from None
     if older:
         text = json.dumps(draft07(schema.load(name)), indent=2, ensure_ascii=False)
     say(text, nl=not text.endswith("\n"))

@@ -12,14 +12,15 @@ from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.diagnostics.reporters import Style
 from parcompile.doctor import judge, read_all
-from parcompile.plan import Plan, PlanError
+from parcompile.plan import PlanError
 from parcompile.show.page.run_page import run_page, short, text
 from parcompile.show.pictures import Subject
 from parcompile.show.run import NoRunError, Run, figures, read_run
 
-from . import say
+from . import say, told, writing
 from .options import read_plan
 from .preflight import preflight_builder
+from .view import subject_of
 
 _BESIDE = ("plan.json", "plan/plan.json", "../plan.json", "../plan/plan.json")
 """Where the plan of a run is looked for, from its folder."""
@@ -37,18 +38,14 @@ def command(run: Path, plan: str | None, form: str, page: Path | None) -> None:
     estimate; loss, norm, rates, spikes, skipped steps, the slowest rank and evaluations follow. Lines that are damaged
     are named and left out.
     """
-    try:
+    with told(NoRunError):
         read = read_run(run)
         for number, line in read.damaged:
             say(f"{read.file}:{number} is no row of metrics with a step, and is left out: {line!r}", err=True)
         subject, note = _given(read, plan) if plan is not None else _beside(read)
-    except NoRunError as error:
-        raise click.ClickException(str(error)) from None
     if page is not None:
-        try:
+        with writing(page):
             write_file(page, run_page(read, subject, note))
-        except OSError as error:
-            raise click.ClickException(f"{page} cannot be written: {error.strerror}") from None
     if form == "json":
         say(to_text(figures(read, subject)), nl=False)
         return
@@ -72,7 +69,7 @@ def _given(run: Run, plan: str) -> tuple[Subject, str]:
     if names and not run.of_plan(found.plan_hash):
         raise NoRunError(f"{run.file} holds no step of plan {short(found.plan_hash)}")
     note = "" if names else "that this is the plan of the run is not known: there is no run.json"
-    return _subject(found), note
+    return subject_of(found), note
 
 
 def _beside(run: Run) -> tuple[Subject | None, str]:
@@ -88,15 +85,8 @@ def _beside(run: Run) -> tuple[Subject | None, str]:
             except (click.ClickException, PlanError):
                 continue
             if found.plan_hash == last and run.of_plan(last):
-                return _subject(found), ""
+                return subject_of(found), ""
     return None, f"plan {short(last)} does not lie beside the run: name it with --plan"
-
-
-def _subject(plan: Plan) -> Subject:
-    try:
-        return Subject.of(plan)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
 
 
 @click.command("doctor")
@@ -127,10 +117,8 @@ def doctor_command(
     if page is not None:
         from parcompile.show.page.doctor_page import doctor_page
 
-        try:
+        with writing(page):
             write_file(page, doctor_page(verdict, found))
-        except OSError as error:
-            raise click.ClickException(f"{page} cannot be written: {error.strerror}") from None
     say(to_text(verdict.to_json()) if form == "json" else verdict.text(), nl=form == "text")
     if verdict.kind != "nothing":
         context.exit(1)

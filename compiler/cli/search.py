@@ -24,7 +24,7 @@ from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
-from . import say
+from . import say, writing
 from .estimate import checked_spec, refuse, refuse_longer
 
 
@@ -91,10 +91,8 @@ def command(
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
-        try:
+        with writing(output):
             write_file(output, json.dumps(chosen, indent=2) + "\n")
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
         if form == "text":
             say(f"wrote {output}")
 

@@ -16,7 +16,7 @@ from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.plan.sections import rank_groups
 from parcompile.show.markdown import as_markdown
 
-from . import say
+from . import say, told
 from .options import read_plan
 
 
@@ -72,10 +72,8 @@ def groups_command(plan: str, rank: int, names: tuple[str, ...], form: str) -> N
     million ranks as for eight.
     """
     loaded = read_plan(plan)[0]
-    try:
+    with told(ValueError):
         found = rank_groups(loaded, rank, names)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
     style = Style.of(sys.stdout)
     if form == "csv":
         text = _csv(found, loaded.spec.cluster.gpus_per_node)

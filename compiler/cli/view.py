@@ -17,7 +17,7 @@ from parcompile.show.pictures import WIDE, Subject
 from parcompile.show.pictures.front import KINDS, as_markdown, as_text, picture
 from parcompile.show.pictures.svg import PngError, png, svg
 
-from . import say
+from . import say, told, writing
 from .options import read_plan
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
@@ -64,32 +64,31 @@ def command(
     if other and form != "html":
         raise click.UsageError("--beside needs the HTML page: add -o report.html")
     compiled, diagnostics = read_plan(plan)
-    subject = _subject(compiled)
-    second = _subject(read_plan(other)[0]) if other else None
-    try:
+    subject = subject_of(compiled)
+    second = subject_of(read_plan(other)[0]) if other else None
+    with told(ValueError, PngError):
         content: str | bytes
         if form == "html":
             content = page(subject, diagnostics, read_search(searched) if searched else None, second)
         else:
             content = _content(subject, name, form, width=width, axis=axis, rank=rank)
-    except (ValueError, PngError) as error:
-        raise click.ClickException(str(error)) from None
     if output is None:
         assert isinstance(content, str)
         say(content, nl=False)
         return
-    try:
+    with writing(output):
         write_file(output, content)
-    except OSError as error:
-        raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
     say(f"wrote {output}")
 
 
-def _subject(plan: Plan) -> Subject:
-    try:
-        return Subject.of(plan)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
+@told(ValueError)
+def subject_of(plan: Plan) -> Subject:
+    """A plan with its estimate.
+
+    Raises:
+        ClickException: it cannot be estimated.
+    """
+    return Subject.of(plan)
 
 
 def _format(form: str | None, output: Path | None, name: str | None) -> str:

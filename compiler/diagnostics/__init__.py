@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 # Did you mean …? The nearest of a few names.
@@ -171,6 +171,14 @@ class Diagnostic:
     def at(self, file: str, position: Position | None) -> Diagnostic:
         """The same diagnostic, placed."""
         return replace(self, file=file, position=position)
+
+    def moved(self, place: Callable[[Path], Path]) -> Diagnostic:
+        """The same of another tree, in which `place` says where each value stands."""
+        fixes = tuple(
+            replace(fix, edits=tuple(replace(edit, path=place(edit.path)) for edit in fix.edits)) for fix in self.fixes
+        )
+        related = tuple(replace(one, path=place(one.path)) for one in self.related)
+        return replace(self, path=place(self.path), fixes=fixes, related=related)
 
 
 @functools.lru_cache(maxsize=4096)

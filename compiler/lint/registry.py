@@ -127,17 +127,7 @@ def file_rules() -> tuple[FileRule, ...]:
 def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
     """Runs every rule for files of `kind` once."""
     return [
-        Diagnostic(
-            code=entry.code,
-            severity=finding.severity or entry.severity,
-            message=finding.message,
-            path=finding.path,
-            help=finding.help,
-            fixes=finding.fixes,
-            related=finding.related,
-        )
-        for entry in _rules_of(kind)
-        for finding in entry.check(settings)
+        finding.diagnostic(entry.code, entry.severity) for entry in _rules_of(kind) for finding in entry.check(settings)
     ]
 
 
@@ -207,22 +197,14 @@ FILE_CODES: Mapping[str, Page] = {
 @functools.cache
 def pages() -> Mapping[str, Page]:
     """Every page, by code."""
-    found = [_of_rule(rule) for rule in all_rules()]
-    found += [
-        Page(
-            one.code,
-            one.severity,
-            one.title,
-            _with_use(one),
-            json.dumps(one.wrong, indent=2),
-            json.dumps(one.right, indent=2),
-            "json",
-            one.sources,
-            (_TOOLS[one.kind],),
-        )
-        for one in file_rules()
-    ]
-    found += FILE_CODES.values()
+    found = list(FILE_CODES.values())
+    for rule in all_rules():
+        texts = rule.title, _with_tools(rule), excerpt(rule.wrong), excerpt(rule.right)
+        page = Page(rule.code, rule.severity, *texts, sources=rule.sources, targets=rule.targets, origin=rule.origin)
+        found.append(page)
+    for one in file_rules():
+        texts = one.title, _with_use(one), json.dumps(one.wrong, indent=2), json.dumps(one.right, indent=2)
+        found.append(Page(one.code, one.severity, *texts, sources=one.sources, targets=(_TOOLS[one.kind],)))
     found += [
         Page(code, Severity.ERROR, **page_of("parcompile.rules", code)) for code in (BROKEN_PLUGIN, INEXPRESSIBLE)
     ]
@@ -250,22 +232,6 @@ def _with_tools(rule: Rule) -> str:
 def titles() -> Mapping[str, str]:
     """The title of every code."""
     return {code: page.title for code, page in pages().items()}
-
-
-def _of_rule(rule: Rule) -> Page:
-    wrong, right = excerpt(rule.wrong), excerpt(rule.right)
-    return Page(
-        rule.code,
-        rule.severity,
-        rule.title,
-        _with_tools(rule),
-        wrong,
-        right,
-        "json",
-        rule.sources,
-        rule.targets,
-        rule.origin,
-    )
 
 
 def excerpt(part: Example) -> str:

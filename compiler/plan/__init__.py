@@ -37,7 +37,7 @@ from parcompile.spec import (
     Training,
 )
 from parcompile.spec.resolve.model import refuse_huge
-from parcompile.spec.values import workload_of
+from parcompile.spec.values import SWITCHES, workload_of
 from parcompile.text.typed import shown
 from parcompile.user_files import parse_json, read_text
 from parcompile.version import __version__
@@ -237,8 +237,7 @@ def _training(spec: Spec) -> dict[str, Any]:
     training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
-    switches = "activation_offloading", "linear_cross_entropy", "gather_inputs_again", "tiled_mlp"
-    for name in (*switches, "rampup_batch_size"):
+    for name in (*SWITCHES, "rampup_batch_size"):
         if not training[name]:
             del training[name]
     return training

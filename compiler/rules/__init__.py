@@ -62,6 +62,13 @@ class Finding:
     related: tuple[Related, ...] = ()
     severity: Severity | None = None
 
+    def diagnostic(self, code: str, severity: Severity) -> Diagnostic:
+        """The finding of the rule of this code and severity."""
+        severity = self.severity or severity
+        return Diagnostic(
+            code, severity, self.message, self.path, help=self.help, fixes=self.fixes, related=self.related
+        )
+
 
 Check = Callable[[Resolution], Iterator[Finding]]
 Example = Mapping[str, Any]

@@ -287,7 +287,7 @@ def usual_host_bytes(work: Workload) -> float | None:
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
     moved = [part for part in ("optimizer", "param") if spec.offload_of(part) is not None]
-    kept = spec.activation_offloading
+    kept = spec.is_switched_on("activation_offloading")
     if not moved and not kept:
         if spec.given(*_HOST_MEMORY):
             yield Finding(

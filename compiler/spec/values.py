@@ -183,6 +183,8 @@ class LrScheduler:
         return train_steps if self.total_steps is None else self.total_steps
 
 
+SWITCHES = ("activation_offloading", "linear_cross_entropy", "gather_inputs_again", "tiled_mlp")
+"""Of `training`: what is off unless a spec says otherwise. Plans of specs that do not say so do not name it."""
 MICRO_BATCH, GLOBAL_BATCH = "micro_batch", "global_batch"
 """Scopes of the balancing loss: all layers and tokens of a micro-batch as one; the tokens of a step, layer by layer."""
 

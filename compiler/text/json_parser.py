@@ -148,32 +148,21 @@ class _Parser:
             comma = token.start
             token = self.scanner.next(as_key=is_object)
             if self._closes(token):
-                self.scanner.once(
-                    self.source.problem(
-                        "J013",
-                        f"a comma before {frame.closing} has nothing after it",
-                        comma,
-                        advice="remove the comma",
-                    )
-                )
+                message = f"a comma before {frame.closing} has nothing after it"
+                self.scanner.once("J013", message, comma, "remove the comma")
                 return None
             if token.kind == PUNCTUATION and token.value == ",":
                 raise self.fail("J004", "there is nothing between these two commas", token.start, "remove one comma")
             return self._entry(token)
         if token.kind == PUNCTUATION and token.value == ":":
-            what = (
-                "an object's entry is one key and one value"
-                if is_object
-                else "a list holds values; an object is written { }"
-            )
+            entries = "an object's entry is one key and one value", "a list holds values; an object is written { }"
+            what = entries[0] if is_object else entries[1]
             raise self.fail("J004", f"unexpected ':': {what}", token.start, "expected , or " + frame.closing)
         if token.kind == END or (token.kind == PUNCTUATION and token.value in ("}", "]")):
             raise self._no_value(token)
         between = self.source.text[max(after - 1, 0) : token.start]
         where = "here" if between[:1] in "}]\"'" or "\n" in between else "on this line"  # Hjson takes the former
-        self.scanner.report(
-            self.source.problem("J004", f"a comma is missing {where}", after, advice="write , between two entries")
-        )
+        self.scanner.say("J004", f"a comma is missing {where}", after, "write , between two entries")
         return self._entry(token)
 
     def _key(self, frame: _Frame, *, after_comma: bool) -> bool:
@@ -211,19 +200,11 @@ class _Parser:
         if colon.kind == PUNCTUATION and colon.value == ":":
             return self.scanner.next()
         if colon.kind in (STRING, NUMBER, WORD) or (colon.kind == PUNCTUATION and colon.value in ("{", "[")):
-            self.scanner.report(
-                self.source.problem(
-                    "J004", f'a colon is missing after "{shown(token.value)}"', token.end, advice="write :"
-                )
-            )
+            self.scanner.say("J004", f'a colon is missing after "{shown(token.value)}"', token.end, "write :")
             return colon
-        found = "the end of the file" if colon.kind == END else str(colon.value)
-        raise self.fail(
-            "J004",
-            f'the key "{shown(token.value)}" has no value: found {found}',
-            token.start,
-            f'write "{shown(token.value)}": and a value',
-        )
+        name, found = shown(token.value), "the end of the file" if colon.kind == END else str(colon.value)
+        message = f'the key "{name}" has no value: found {found}'
+        raise self.fail("J004", message, token.start, f'write "{name}": and a value')
 
     def _no_value(self, token: Token) -> Fatal:
         frame = self.frames[-1] if self.frames else None
@@ -232,19 +213,16 @@ class _Parser:
             message = f"the file ends inside the {frame.name()} opened on line {line}"
             return self.fail("J007", message, token.start, f"write {frame.closing}", opened=frame)
         if frame is not None and frame.key is not None:
-            return self.fail(
-                "J004", f'the key "{shown(frame.key)}" has no value', token.start, "write a value after the colon"
-            )
+            message = f'the key "{shown(frame.key)}" has no value'
+            return self.fail("J004", message, token.start, "write a value after the colon")
         return self.fail("J004", f"expected a value, found {token.value}", token.start, "a spec starts with {")
 
     def _nothing_more(self) -> None:
         token = self.scanner.next()
         if token.kind == END:
             return
-        word = shown(self.source.text[token.start : token.end])
-        raise self.fail(
-            "J004", f"found {word} after the end of the document", token.start, "remove it: a file holds one document"
-        )
+        message = f"found {shown(self.source.text[token.start : token.end])} after the end of the document"
+        raise self.fail("J004", message, token.start, "remove it: a file holds one document")
 
 
 def parse_json(source: SourceText) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from json.decoder import (  # type: ignore[attr-defined]  # the type stubs leave scanstring out
     JSONDecodeError,
@@ -81,18 +81,14 @@ def duplicate_key(
     return replace(found, severity=Severity.WARNING) if is_same else found
 
 
-def template(source: SourceText, placeholders: Sequence[tuple[str, int]]) -> Diagnostic:
-    """Words that stand for values, with their offsets: all of them in one finding."""
-    names = list(dict.fromkeys(word for word, _ in placeholders))
-    listed = ", ".join(shown(name) for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    stand = "stands for a value" if len(names) == 1 else "stand for values"
-    return source.problem(
-        "J017",
-        f"a template: {listed} {stand}",
-        placeholders[0][1],
-        advice="fill in the values, then check the result",
-        related=tuple((f"{shown(word)} here", (), offset) for word, offset in placeholders[1:20]),
-    )
+FILL_IN = "fill in the values, then check the result"
+
+
+def a_template(words: Iterable[str]) -> str:
+    """What is said of words that stand for values: all of them in one finding."""
+    names = list(dict.fromkeys(words))
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"a template: {listed} {'stands for a value' if len(names) == 1 else 'stand for values'}"
 
 
 # JSON tokens.
@@ -201,22 +197,28 @@ class Scanner:
             message = f"more than {MAX_PROBLEMS} mistakes: the rest was not read"
             raise Fatal(self.source.problem("J004", message, self.offset))
 
-    def once(self, diagnostic: Diagnostic) -> None:
+    def say(self, code: str, message: str, at: int, advice: str | None = None) -> None:
+        """Report a mistake of the text at an offset."""
+        self.report(self.source.problem(code, message, at, advice=advice))
+
+    def once(self, code: str, message: str, at: int, advice: str) -> None:
         """Report only the first of its code: twenty trailing commas are one habit, not twenty mistakes."""
-        if diagnostic.code not in self._said:
-            self._said.add(diagnostic.code)
-            self.report(diagnostic)
+        if code not in self._said:
+            self._said.add(code)
+            self.say(code, message, at, advice)
 
     def finish(self) -> None:
         """Reports what is said once, at the end."""
         if self.placeholders:
-            self.report(template(self.source, self.placeholders))
+            message = a_template(shown(word) for word, _ in self.placeholders)
+            related = tuple((f"{shown(word)} here", (), offset) for word, offset in self.placeholders[1:20])
+            offset = self.placeholders[0][1]
+            self.report(self.source.problem("J017", message, offset, advice=FILL_IN, related=related))
 
     def _number(self, literal: str, start: int, fraction: str | None, exponent: str | None) -> Token:
         value, reason = read_number(literal, is_integer=fraction is None and exponent is None)
         if reason is not None:
-            message, advice = reason
-            self.report(self.source.problem("J011", message, start, advice=advice))
+            self.say("J011", reason[0], start, reason[1])
         return Token(NUMBER, value, start, start + len(literal), reason is None)
 
     def _odd(self, *, as_key: bool) -> Token | None:
@@ -226,25 +228,12 @@ class Scanner:
         start = space.end() if space else self.offset
         character = text[start]
         if odd := _ODD_SPACE.match(text, start):
-            self.once(
-                self.source.problem(
-                    "J004",
-                    f"U+{ord(character):04X} is not white space in JSON",
-                    start,
-                    advice="write an ordinary space",
-                )
-            )
+            self.once("J004", f"U+{ord(character):04X} is not white space in JSON", start, "write an ordinary space")
             self.offset = odd.end()
             return None
         if comment := _COMMENT.match(text, start):
-            self.once(
-                self.source.problem(
-                    "J014",
-                    "JSON has no comments",
-                    start,
-                    advice="remove it, or keep the file as YAML (.yaml), where `# …` is a comment",
-                )
-            )
+            advice = "remove it, or keep the file as YAML (.yaml), where `# …` is a comment"
+            self.once("J014", "JSON has no comments", start, advice)
             self.offset = comment.end()
             return None
         if text.startswith("/*", start):
@@ -262,14 +251,8 @@ class Scanner:
             raise Fatal(self._bad_string(start, error)) from None
         self.offset = end
         if _SURROGATE.search(value):
-            self.report(
-                self.source.problem(
-                    "J006",
-                    f'"{shown(self.text[start + 1 : end - 1])}" holds half of a surrogate pair, which is no character',
-                    start,
-                    advice="write the character itself: the file is UTF-8",
-                )
-            )
+            message = f'"{shown(self.text[start + 1 : end - 1])}" holds half of a surrogate pair, which is no character'
+            self.say("J006", message, start, "write the character itself: the file is UTF-8")
             return Token(STRING, _SURROGATE.sub("\ufffd", value), start, end, valid=False)
         return Token(STRING, value, start, end)
 
@@ -306,14 +289,7 @@ class Scanner:
         if end >= len(self.text) or self.text[end] != close:
             raise Fatal(self.source.problem("J005", "this string is never closed on its line", start, advice='use "…"'))
         value = self.text[start + 1 : end]
-        self.once(
-            self.source.problem(
-                "J015",
-                f"strings need double quotes, not {quote}…{close}",
-                start,
-                advice=f'write "{shown(value)}"',
-            )
-        )
+        self.once("J015", f"strings need double quotes, not {quote}…{close}", start, f'write "{shown(value)}"')
         self.offset = end + 1
         return Token(STRING, value, start, end + 1)
 
@@ -326,47 +302,30 @@ class Scanner:
         bare = _BARE.match(self.text, start)
         line = _LINE.match(self.text, start)
         if not as_key and line is not None and not _VALUE_LIKE.match(line[0]):
-            message = f"text without quotes: {shown(line[0])}"
-            self.once(self.source.problem("J016", message, start, advice=f'write "{shown(line[0])}"'))
+            self.once("J016", f"text without quotes: {shown(line[0])}", start, f'write "{shown(line[0])}"')
             self.offset = line.end()
             return Token(STRING, line[0], start, line.end())
         if bare is None or not re.match(r"[\w.+\-$]", bare[0]):
-            advice = {"=": "write : between a key and its value", ";": "write , between two entries"}.get(
-                self.text[start]
-            )
-            raise Fatal(
-                self.source.problem(
-                    "J004", f"unexpected {shown(self.text[start])!r}", start, advice=advice or _expected(as_key)
-                )
-            )
+            found, values = self.text[start], "a value: a string, a number, true, false, null, { or ["
+            known = {"=": "write : between a key and its value", ";": "write , between two entries"}
+            advice = known.get(found, f"expected {'a key in double quotes' if as_key else values}")
+            raise Fatal(self.source.problem("J004", f"unexpected {shown(found)!r}", start, advice=advice))
         word = bare[0].rstrip(";")
         end = start + len(word)
         self.offset = bare.end()
         if as_key:
-            self.once(
-                self.source.problem(
-                    "J016", f"the key {shown(word)} is not in quotes", start, advice=f'write "{shown(word)}"'
-                )
-            )
+            self.once("J016", f"the key {shown(word)} is not in quotes", start, f'write "{shown(word)}"')
             return Token(STRING, word, start, end)
         if word.lower() in ("true", "false", "none", "null"):
             right = "null" if word.lower() in ("none", "null") else word.lower()
-            self.once(self.source.problem("J016", f"{word} is written {right} in JSON", start, advice=f"write {right}"))
+            self.once("J016", f"{word} is written {right} in JSON", start, f"write {right}")
             return Token(WORD, _CONSTANTS[right], start, end)
         if word.lstrip("+-").lower() in _NOT_A_NUMBER:
-            self.report(
-                self.source.problem(
-                    "J010", f"{word} is not a number that can be used here", start, advice="write a finite number"
-                )
-            )
+            self.say("J010", f"{word} is not a number that can be used here", start, "write a finite number")
             return Token(NUMBER, 0, start, end, valid=False)
         if _NUMBER_LIKE.match(word):
             return self._bad_number(word, start, end)
-        self.report(
-            self.source.problem(
-                "J016", f"{shown(word)} is not a value", start, advice=f'text stands in quotes: "{shown(word)}"'
-            )
-        )
+        self.say("J016", f"{shown(word)} is not a value", start, f'text stands in quotes: "{shown(word)}"')
         return Token(STRING, word, start, end, valid=False)
 
     def _bad_number(self, word: str, start: int, end: int) -> Token:
@@ -378,15 +337,5 @@ class Scanner:
             if isinstance(value, float) and not math.isfinite(value):
                 value = sys.float_info.max
             advice = f"write {value!r}"
-        self.report(
-            self.source.problem("J012", f"{shown(word)} is not how a number is written in JSON", start, advice=advice)
-        )
+        self.say("J012", f"{shown(word)} is not how a number is written in JSON", start, advice)
         return Token(NUMBER, value, start, end, valid=False)
-
-
-def _expected(as_key: bool) -> str:
-    return (
-        "expected a key in double quotes"
-        if as_key
-        else "expected a value: a string, a number, true, false, null, { or ["
-    )

@@ -6,11 +6,20 @@ the total batch alone there is one micro-batch in a step; without a precision th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from parcompile.backends import deepspeed
-from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided, UndecidedError, refuse_optimizer
+from parcompile.backends.reading import (
+    Draft,
+    Importer,
+    Source,
+    SpecPath,
+    Undecided,
+    UndecidedError,
+    leaves,
+    refuse_optimizer,
+)
 from parcompile.schema import load
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.text.typed import Reader, integer, number
@@ -34,15 +43,7 @@ _BATCH = {
 
 def options(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration by their dotted names; what is "auto" is undecided."""
-
-    def leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                yield from leaves(value, (*path, str(key)))
-            else:
-                yield ".".join((*path, str(key))), Undecided("auto", _TRAINER) if value == "auto" else value
-
-    return dict(leaves(tree, ()))
+    return dict(leaves(tree, auto=_TRAINER))
 
 
 _TO_HOST = "activation_checkpointing.cpu_checkpointing"

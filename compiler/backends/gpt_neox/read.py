@@ -7,7 +7,7 @@ gpt-neox of 2026-05-20: megatron/neox_arguments/arguments.py (`calculate_derived
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from parcompile.backends.reading import (
     RefusedError,
     Source,
     SpecPath,
-    Undecided,
     UndecidedError,
+    leaves,
     refuse_optimizer,
 )
-from parcompile.diagnostics import Diagnostic, Edit, Path
+from parcompile.diagnostics import Diagnostic, Path
 from parcompile.layout.shards import BIASES_AND_NORMS
 from parcompile.text import Document, Place
 from parcompile.text.typed import integer, number
@@ -45,12 +45,7 @@ class Excerpt:
 
     def in_file(self, one: Diagnostic) -> Diagnostic:
         """A diagnostic of the excerpt with the paths of the file. Positions are those of the file anyway."""
-        fixes = tuple(replace(fix, edits=tuple(map(self._edit, fix.edits))) for fix in one.fixes)
-        related = tuple(replace(other, path=self._path(other.path)) for other in one.related)
-        return replace(one, path=self._path(one.path), fixes=fixes, related=related)
-
-    def _edit(self, edit: Edit) -> Edit:
-        return replace(edit, path=self._path(edit.path))
+        return one.moved(self._path)
 
     def _path(self, path: Path) -> Path:
         if not path:
@@ -128,16 +123,8 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 def options(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration by their dotted names, with underscores; what is "auto" is undecided."""
-
-    def leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            name = str(key) if path else str(key).replace("-", "_")
-            if isinstance(value, Mapping) and value:
-                yield from leaves(value, (*path, name))
-            else:
-                yield ".".join((*path, name)), Undecided("auto", _TUNING) if value == "auto" else value
-
-    return {name: value for name, value in leaves(tree, ()) if value is not None}
+    found = leaves({_name(key): value for key, value in tree.items()}, auto=_TUNING)
+    return {name: value for name, value in found if value is not None}
 
 
 @functools.cache

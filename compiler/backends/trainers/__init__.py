@@ -5,11 +5,11 @@ How a trainer calls the arguments that it hands to transformers' `Trainer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parcompile.backends.reading import Undecided, is_among
+from parcompile.backends.reading import is_among, leaves
 from parcompile.user_files import shipped
 
 _STORED = shipped("parcompile.backends.trainers", "tools.json")
@@ -68,17 +68,7 @@ def stored_tool(name: str) -> Tool:
 
 def options(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Options by dotted names, each as the file gives it; a nested DeepSpeed configuration keeps its "auto"."""
-
-    def leaves(node: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                yield from leaves(value, (*path, str(key)))
-            elif (value, path, key) == ("auto", (), "bf16"):
-                # axolotl takes bf16 where the machine computes in it, as every accelerator does that a spec names.
-                yield "bf16", True
-            elif value == "auto" and path[:1] != ("deepspeed",):
-                yield ".".join((*path, str(key))), Undecided("auto", "the machine that it runs on")
-            else:
-                yield ".".join((*path, str(key))), value
-
-    return dict(leaves(tree, ()))
+    nested = {"deepspeed": one} if isinstance(one := tree.get("deepspeed"), Mapping) and one else {}
+    found = dict(leaves(tree, auto="the machine that it runs on")) | dict(leaves(nested))
+    # axolotl takes bf16 where the machine computes in it, as every accelerator does that a spec names.
+    return found | ({"bf16": True} if tree.get("bf16") == "auto" else {})

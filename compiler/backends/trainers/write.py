@@ -6,6 +6,7 @@ by DeepSpeed alone. A plan has neither weights nor data: names stand in their pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -26,6 +27,7 @@ AXOLOTL_VERSION, LLAMA_FACTORY_VERSION, TRL_VERSION = "0.19.0", "0.9.5", "1.16.0
 PLUGIN = "parcompile.runtime.axolotl.Plugin"
 AXOLOTL, LLAMA_FACTORY = stored_tool("axolotl"), stored_tool("LLaMA-Factory")
 _SCHEDULES = {"constant": "constant_with_warmup", **{name: name for name in ("linear", "cosine", "inverse_sqrt")}}
+_UNDECAYED = Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed")
 _DATA = Loss("model and data", "a plan has neither weights nor samples", "set both where the file names them")
 
 
@@ -69,35 +71,33 @@ def _yaml(plan: Plan, about: str, tree: dict[str, Any]) -> str:
     return "\n".join(header(plan, about)) + "\n" + yaml.safe_dump(tree, sort_keys=False)
 
 
-def _refused(plan: Plan, tool: str) -> list[Loss]:
+def _refused(plan: Plan, tool: str) -> Iterator[Loss]:
     """What the runtime refuses under a Trainer."""
-    found = []
     if (pp := plan.spec.parallelism.pp) > 1:
-        found.append(Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True))
+        yield Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True)
     why = f"trainers of {tool} take as many micro-batches in every step"
-    found += rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
-    if plan.spec.training.lr_scheduler is not None:
-        return found
-    why = f"trainers of {tool} bring a schedule of their own, and the plan's changes weight decay"
-    return found + decay_schedule_losses(plan.spec, why, "give the plan a training.lr_scheduler", fatal=True)
+    yield from rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
+    if plan.spec.training.lr_scheduler is None:
+        why = f"trainers of {tool} bring a schedule of their own, and the plan's changes weight decay"
+        yield from decay_schedule_losses(plan.spec, why, "give the plan a training.lr_scheduler", fatal=True)
 
 
-def _unsaid(plan: Plan, why: str, instead: str) -> list[Loss]:
+def _unsaid(plan: Plan, why: str, instead: str) -> Iterator[Loss]:
     """What the options of `decided` do not say."""
     training, optimizer = plan.spec.training, plan.spec.training.optimizer
     recomputed, left_out = training.activation_checkpointing, optimizer.no_weight_decay
-    found = [Loss(f"optimizer {optimizer.type}", why, instead)] if optimizer.type in ("adam", "muon") else []
+    if optimizer.type in ("adam", "muon"):
+        yield Loss(f"optimizer {optimizer.type}", why, instead)
     if optimizer.type == "sgd" and optimizer.momentum:
-        found.append(Loss(f"momentum {optimizer.momentum}", why, instead))
+        yield Loss(f"momentum {optimizer.momentum}", why, instead)
     if not _says_schedule(plan):
-        found.append(Loss("lr_scheduler", why, instead))
+        yield Loss("lr_scheduler", why, instead)
     if recomputed not in ("none", "full"):
-        found.append(Loss("activation_checkpointing", why, instead))
+        yield Loss("activation_checkpointing", why, instead)
     if optimizer.weight_decay and left_out is None:
-        found.append(Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed"))
+        yield _UNDECAYED
     elif optimizer.weight_decay and left_out != BIASES_AND_NORMS:
-        found.append(Loss(f"no_weight_decay {left_out}", why, instead))
-    return found
+        yield Loss(f"no_weight_decay {left_out}", why, instead)
 
 
 # axolotl
@@ -133,13 +133,11 @@ def axolotl_files(plan: Plan) -> dict[str, Any]:
     return {"axolotl.yaml": _yaml(plan, about, tree), **launch.torchrun_script(plan)}
 
 
-def axolotl_losses(plan: Plan) -> list[Loss]:
+def axolotl_losses(plan: Plan) -> Iterator[Loss]:
     """What axolotl cannot do with the plan."""
-    return [
-        *_refused(plan, "axolotl"),
-        *_unsaid(plan, "axolotl.yaml does not say it", "the plug-in does it"),
-        _DATA,
-    ]
+    yield from _refused(plan, "axolotl")
+    yield from _unsaid(plan, "axolotl.yaml does not say it", "the plug-in does it")
+    yield _DATA
 
 
 # LLaMA-Factory
@@ -167,22 +165,23 @@ def llama_factory_files(plan: Plan) -> dict[str, Any]:
     return {"llama_factory.yaml": _yaml(plan, about, tree), "llama_factory_ds_config.json": to_text(config)}
 
 
-def llama_factory_losses(plan: Plan) -> list[Loss]:
+def llama_factory_losses(plan: Plan) -> Iterator[Loss]:
     """What LLaMA-Factory does not do as the plan says."""
     spec, training = plan.spec, plan.spec.training
-    found = [
-        Loss(f"{axis.value} {size}", "LLaMA-Factory has ZeRO alone", f"compile with {axis.value} 1", fatal=True)
-        for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP)
-        if (size := getattr(spec.parallelism, axis.value)) > 1
-    ]
-    found += _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
+    for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP):
+        if (size := spec.parallelism.size(axis)) > 1:
+            yield Loss(
+                f"{axis.value} {size}", "LLaMA-Factory has ZeRO alone", f"compile with {axis.value} 1", fatal=True
+            )
+    yield from _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
     if training.router is not None:
         why = "a model adds its own balancing loss alone, and its experts take all rows"
-        found.append(Loss("router", why, "set moe_aux_loss_coef"))
-    found += sums_losses(plan, f"it sums in {spec.training.precision.value}; compile with ZeRO stage 1")
-    found += rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
-    found += decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
-    return [*found, *memory_losses(spec, None), _DATA]
+        yield Loss("router", why, "set moe_aux_loss_coef")
+    yield from sums_losses(plan, f"it sums in {training.precision.value}; compile with ZeRO stage 1")
+    yield from rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
+    yield from decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
+    yield from memory_losses(spec, None)
+    yield _DATA
 
 
 # trl
@@ -238,12 +237,12 @@ def trl_files(plan: Plan) -> dict[str, Any]:
     return {"trl_sft.py": "\n".join(header(plan, about)) + "\n" + text, **launch.torchrun_script(plan)}
 
 
-def trl_losses(plan: Plan) -> list[Loss]:
+def trl_losses(plan: Plan) -> Iterator[Loss]:
     """What trl cannot do with the plan."""
-    found = _refused(plan, "trl")
+    yield from _refused(plan, "trl")
     if (router := plan.spec.training.router) is not None and (router.has_losses or router.bias_update_rate):
         why = "trainers of trl compute their own loss, without those of routers"
-        found.append(Loss("router", why, "compile without training.router", fatal=True))
+        yield Loss("router", why, "compile without training.router", fatal=True)
     if plan.spec.training.optimizer.weight_decay and plan.spec.training.optimizer.no_weight_decay is None:
-        found.append(Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed"))
-    return [*found, _DATA]
+        yield _UNDECAYED
+    yield _DATA

@@ -39,6 +39,7 @@ from parcompile.schema.keys import choice, mismatch, out_of_range, unknown_key, 
 from parcompile.schema.values import Findings, named, quoted
 from parcompile.schema.view import Violation
 from parcompile.text import Document, Result
+from parcompile.text.json_scanner import FILL_IN, a_template
 
 from . import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 from .constructors import wrong_parameters, wrong_paths, wrong_type
@@ -232,12 +233,9 @@ class _Walk:
         """Text that stands for values, all in one finding."""
         if not self.placeholders:
             return
-        names = list(dict.fromkeys(str(self.findings.value(path)) for path in self.placeholders))
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        stand = "stands for a value" if len(names) == 1 else "stand for values"
+        message = a_template(str(self.findings.value(path)) for path in self.placeholders)
         related = tuple(Related("and here", path) for path in self.placeholders[1:20])
-        advice = "fill in the values, then check the result"
-        self.findings.say("J017", self.placeholders[0], f"a template: {listed} {stand}", advice, related=related)
+        self.findings.say("J017", self.placeholders[0], message, FILL_IN, related=related)
         self.findings.unusable.update(self.placeholders)
 
     def missing_batch(self) -> None:
@@ -347,14 +345,8 @@ def check_further(spec: Document, prefix: Path) -> tuple[list[Diagnostic], froze
         # What the plan decides has rules of its own.
         return bool(path) and refusal(path) is None
 
-    diagnostics = [_under(prefix, one) for one in found.diagnostics if counts(one.path)]
-    return diagnostics, frozenset((*prefix, *path) for path in found.invalid_paths if counts(path))
+    def under(path: Path) -> Path:
+        return (*prefix, *path)
 
-
-def _under(prefix: Path, one: Diagnostic) -> Diagnostic:
-    """A diagnostic of a part of a document, as one of the whole."""
-    fixes = tuple(
-        replace(fix, edits=tuple(replace(edit, path=(*prefix, *edit.path)) for edit in fix.edits)) for fix in one.fixes
-    )
-    related = tuple(replace(other, path=(*prefix, *other.path)) for other in one.related)
-    return replace(one, path=(*prefix, *one.path), fixes=fixes, related=related)
+    diagnostics = [one.moved(under) for one in found.diagnostics if counts(one.path)]
+    return diagnostics, frozenset(under(path) for path in found.invalid_paths if counts(path))

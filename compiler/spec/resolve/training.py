@@ -26,6 +26,7 @@ from parcompile.spec import (
     Router,
     Training,
 )
+from parcompile.spec.values import SWITCHES
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
