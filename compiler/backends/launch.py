@@ -185,7 +185,8 @@ def skypilot_files(plan: Plan) -> dict[str, str]:
     cluster = plan.spec.cluster
     resources: dict[str, Any] = {}
     if gpu_resource(plan):
-        resources = {"accelerators": f"{_accelerator(plan)}:{cluster.gpus_per_node}"}
+        name = _NAMES.get(cluster.accelerator, cluster.accelerator.upper())
+        resources = {"accelerators": f"{name}:{cluster.gpus_per_node}"}
     tree: dict[str, Any] = {
         "name": slug(plan.spec.name),
         **({"resources": resources} if resources else {}),
@@ -207,11 +208,6 @@ def skypilot_losses(plan: Plan) -> Iterator[Loss]:
     name = plan.spec.cluster.accelerator
     if gpu_resource(plan) and name not in _NAMES:
         yield Loss(f"accelerator {name}", "parcompile does not know SkyPilot's name for it", "write it into resources")
-
-
-def _accelerator(plan: Plan) -> str:
-    name = plan.spec.cluster.accelerator
-    return _NAMES.get(name, name.upper())
 
 
 HOSTFILE_NODES = 1024

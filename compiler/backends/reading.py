@@ -309,22 +309,16 @@ class Effect(enum.Enum):
     OTHER_MODEL = "it belongs to a model of another kind, which a spec cannot express"
     JOB = "how the job is started, watched and restarted belongs to the launcher"
 
-    @property
-    def loses_nothing(self) -> bool:
-        """Whether a plan loses nothing without the option: it stays with what runs the plan."""
-        return self in _NO_LOSS
-
     def account(self, option: str) -> Account:
         """What to say of an option that does this."""
-        outcome = Outcome.NO_EFFECT if self.loses_nothing else Outcome.LOST
+        outcome = Outcome.NO_EFFECT if self in _NO_LOSS else Outcome.LOST
         return Account(option, outcome, self.value, changes=self is Effect.NUMBERS)
 
 
 CARRIED_VERBATIM = frozenset({Effect.NUMBERS, Effect.MEMORY, Effect.SPEED})
 """What an import keeps for the backend that it came from."""
-_NO_LOSS = frozenset(
-    {Effect.SPEED, Effect.DATA, Effect.TOKENIZER, Effect.CHECKPOINTS, Effect.REPORTS, Effect.JOB},
-)
+_NO_LOSS = frozenset({Effect.SPEED, Effect.DATA, Effect.TOKENIZER, Effect.CHECKPOINTS, Effect.REPORTS, Effect.JOB})
+"""A plan loses nothing without such an option: it stays with what runs the plan."""
 
 
 def effect_of(name: str, tool: str) -> Effect | None:
@@ -350,18 +344,6 @@ Arguments = dict[str, Any]
 """Options with their values, by the name that the tool gives them."""
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _read_same(value: Any, _name: str) -> Any:
-    return value
-
-
-def _nothing(_spec: Spec) -> Iterator[Loss]:
-    return iter(())
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An option that stands for one value of the spec.
@@ -371,8 +353,8 @@ class Entry:
 
     option: str
     path: SpecPath
-    write: Callable[[Any], Any] = _same
-    read: Callable[[Any, str], Any] = _read_same
+    write: Callable[[Any], Any] = lambda value: value
+    read: Callable[[Any, str], Any] = lambda value, _name: value
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +364,7 @@ class Bundle:
     options: tuple[str, ...]
     write: Callable[[Spec], Arguments]
     read: Callable[[Source, Draft], None]
-    losses: Callable[[Spec], Iterable[Loss]] = _nothing
+    losses: Callable[[Spec], Iterable[Loss]] = lambda _spec: ()
 
 
 Row = Entry | Bundle

@@ -43,14 +43,16 @@ class Target:
     version: str = ""
 
 
-def _deepspeed(plan: Plan) -> dict[str, Any]:
-    return {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)}
-
-
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target("deepspeed", _deepspeed, deepspeed_write.losses, "deepspeed", deepspeed.VERSION),
+        Target(
+            "deepspeed",
+            lambda plan: {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)},
+            deepspeed_write.losses,
+            "deepspeed",
+            deepspeed.VERSION,
+        ),
         Target("torchrun", launch.torchrun_script),
         Target("slurm", launch.slurm_script),
         Target("kubernetes", launch.kubernetes_files),

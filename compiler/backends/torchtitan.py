@@ -111,14 +111,11 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         if section in _CALLS:
             yield section, f"{_CALLS[section]}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
         elif section:
-            yield from ((f"{section}.{key}", _source(value)) for key, value in values.items())
+            for key, value in values.items():
+                yield f"{section}.{key}", 'float("inf")' if value == math.inf else repr(value)
         else:
             # One for all stages: `losses` refuses others.
             yield from ((key, _RECOMPUTE.get(value, "SelectiveAC.Config()")) for key, value in values.items())
-
-
-def _source(value: Any) -> str:
-    return 'float("inf")' if value == math.inf else repr(value)
 
 
 # What torchtitan's options are in a spec: the table that `files` writes and `IMPORTER` reads.
@@ -130,8 +127,7 @@ _STAGE: SpecPath = ("zero", "stage")
 
 
 def _write_sharding(spec: Spec) -> Arguments:
-    reshard = "always" if spec.zero_stage == 3 else "never"
-    return {_REPLICAS: 1, _DEGREE: spec.parallelism.dp, _RESHARD: reshard}
+    return {_REPLICAS: 1, _DEGREE: spec.parallelism.dp, _RESHARD: "always" if spec.zero_stage == 3 else "never"}
 
 
 def _read_sharding(source: Source, draft: Draft) -> None:
@@ -174,10 +170,6 @@ def _read_sequence(source: Source, draft: Draft) -> None:
 
 
 _BALANCER = "parallelism.context_parallel_load_balancer"
-
-
-def _write_context(spec: Spec) -> Arguments:
-    return {_BALANCER: "headtail"} if spec.parallelism.cp > 1 else {}
 
 
 def _read_context(source: Source, draft: Draft) -> None:
@@ -256,14 +248,7 @@ def _read_precision(source: Source, draft: Draft) -> None:
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 
 
-def _write_optimizer(spec: Spec) -> Arguments:
-    optimizer = spec.training.optimizer
-    return {
-        "optimizer.lr": optimizer.lr,
-        "optimizer.betas": optimizer.betas,
-        "optimizer.eps": optimizer.eps,
-        "optimizer.weight_decay": optimizer.weight_decay,
-    }
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
@@ -344,10 +329,6 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         draft.set((*_RATES, key), value, said=True)
 
 
-def _clip(value: float) -> float:
-    return value or math.inf
-
-
 def _limit(value: Any, name: str) -> float:
     return 0.0 if str(value) in ("inf", "float('inf')") else number(value, name)
 
@@ -376,13 +357,15 @@ ROWS: tuple[Row, ...] = (
     *(Entry(name, ("parallelism", axis), read=integer) for axis, name in _AXES.items()),
     Bundle((_REPLICAS, _DEGREE, _RESHARD), _write_sharding, _read_sharding),
     Bundle((_SP,), lambda spec: {_SP: spec.parallelism.sequence_parallel}, _read_sequence),
-    Bundle((_BALANCER,), _write_context, _read_context),
+    Bundle((_BALANCER,), lambda spec: {_BALANCER: "headtail"} if spec.parallelism.cp > 1 else {}, _read_context),
     Bundle((_SCHEDULE_OF_STAGES, _MICRO, _LOCAL, _GLOBAL), _write_batch, _read_batch),
     Entry("training.seq_len", ("training", "sequence_length"), read=integer),
-    Entry("training.max_norm", ("training", "gradient_clipping"), _clip, _limit),
+    Entry("training.max_norm", ("training", "gradient_clipping"), lambda value: value or math.inf, _limit),
     Bundle((_DTYPE, _WORK), _write_precision, _read_precision),
     Bundle(
-        tuple(f"optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay")), _write_optimizer, _read_optimizer
+        tuple(f"optimizer.{name}" for name in _SETTINGS),
+        lambda spec: {f"optimizer.{name}": getattr(spec.training.optimizer, name) for name in _SETTINGS},
+        _read_optimizer,
     ),
     _read_optional("training.steps", ("training", "train_steps")),
     Bundle(_RATE_OPTIONS, _write_schedule, _read_schedule),

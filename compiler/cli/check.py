@@ -255,8 +255,10 @@ def _why_skipped(file: str, kind: str, why_unread: str | None) -> str:
         return f"{file} is not recognised as a spec, nor as a configuration of another tool; --kind says what it is"
     if kind == MODEL:
         return f"{file} is the configuration of a model, not a spec: `parcompile init {file}` writes a spec for it"
-    called = _what_to_call(file, kind)
-    if called:
+    from parcompile.backends.importers import kinds
+
+    if kind in kinds():
+        called = f"`parcompile import {file}` makes a spec of it"
         return f"{file} is of kind {kind}, which `check` does not take: {called}"
     return f"{file} is of kind {kind}, which is neither a spec nor a configuration that parcompile reads"
 
@@ -269,13 +271,6 @@ def _kind_of_recipe(file: str) -> str:
         found = recipe(file)
         return UNKNOWN if found is None else found[1]
     return UNKNOWN
-
-
-def _what_to_call(file: str, kind: str) -> str:
-    """The command that takes such a file; empty where none does."""
-    from parcompile.backends.importers import kinds
-
-    return f"`parcompile import {file}` makes a spec of it" if kind in kinds() else ""
 
 
 def _verdict(checked: Checked) -> str | None:

@@ -75,16 +75,12 @@ def command(
             say(f"wrote {file}")
         if not output:
             say("nothing written: add -o DIR to write the plan")
-    without = [one for one in _without_files(plan, targets) if one in named]
+    lost = losses(plan, targets).items()
+    without = [name for name, found in lost if name in named and any(loss.fatal for loss in found)]
     if without:
         if quiet:
             say(f"Error: nothing is written for {', '.join(without)}: target_report.json says why", err=True)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-
-
-def _without_files(plan: Plan, targets: tuple[str, ...]) -> list[str]:
-    """The targets that cannot run the layout."""
-    return [name for name, found in losses(plan, targets).items() if any(loss.fatal for loss in found)]
 
 
 def _print_diagnostics(checked: Checked, *, quiet: bool, verbose: bool) -> None:

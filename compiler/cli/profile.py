@@ -18,7 +18,7 @@ from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import write
 from parcompile.cli import say, told, writing
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
-from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, Fit, time_bounds
+from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
 from parcompile.cost.table import columns
 from parcompile.machines import SCHEMA, accelerators, is_preset_file
@@ -114,12 +114,8 @@ def _text(tree: dict[str, Any]) -> str:
     if figures["links"]:
         rows = [("link", "collective", "ranks", "message", "time", "sent by a rank")]
         for one in figures["links"]:
-            size, time, rate = (
-                format_bytes(one["size"]),
-                format_seconds(one["seconds"]),
-                format_bandwidth(one["bytes_per_s"]),
-            )
-            rows.append((one["link"], one["collective"], str(one["ranks"]), size, time, rate))
+            rate, time = format_bandwidth(one["bytes_per_s"]), format_seconds(one["seconds"])
+            rows.append((one["link"], one["collective"], str(one["ranks"]), format_bytes(one["size"]), time, rate))
         lines += ["", *columns(rows)]
     lines.append("")
     for key in ("node_link", "network_link"):
@@ -258,12 +254,7 @@ def read_set(path: Path) -> CoefficientSet:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise click.ClickException(f"{path} was not written by parcompile calibrate") from None
-    if more or not all(
-        _complete(fit, table) for fit, table in ((found.memory, {**MEMORY, **KEEPING}), (found.time, TIME))
-    ):
+    parts = (found.memory, {**MEMORY, **KEEPING}), (found.time, TIME)
+    if more or not all(fit is None or set(fit.values) == set(table) for fit, table in parts):
         raise click.ClickException(f"{path} does not hold one complete set of coefficients")
     return found
-
-
-def _complete(fit: Fit | None, table: Mapping[str, object]) -> bool:
-    return fit is None or set(fit.values) == set(table)

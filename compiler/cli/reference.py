@@ -156,13 +156,15 @@ def explain_command(codes: tuple[str, ...], form: str) -> None:
     """
     known = pages()
     if form == "json":
-        _echo(json.dumps([_tree(_known(known, code)) for code in codes or known], indent=2, ensure_ascii=False))
+        shown = [_known(known, code) for code in codes or known]
+        trees = [{**dataclasses.asdict(page), "severity": page.severity.value} for page in shown]
+        say(json.dumps(trees, indent=2, ensure_ascii=False))
         return
     if not codes:
-        _echo(_contents(list(known.values())))
+        say(_contents(list(known.values())))
         return
     for number, code in enumerate(codes):
-        _echo(("\n" if number else "") + _page(_known(known, code)))
+        say(("\n" if number else "") + _page(_known(known, code)))
 
 
 def _known(known: Mapping[str, Page], code: str) -> Page:
@@ -176,11 +178,6 @@ def _known(known: Mapping[str, Page], code: str) -> Page:
         near = closest(code.upper(), list(known))
         raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
     return page
-
-
-def _tree(page: Page) -> dict[str, Any]:
-    tree = dataclasses.asdict(page)
-    return {**tree, "severity": page.severity.value}
 
 
 def _page(page: Page) -> str:
@@ -204,10 +201,6 @@ def _contents(all_pages: list[Page]) -> str:
             lines += ([""] if lines else []) + [group]
         lines.append(f"  {page.code}  {page.severity.value:<8} {page.title}")
     return "\n".join(lines)
-
-
-def _echo(text: str) -> None:
-    say(text)
 
 
 @click.command("schema")

@@ -203,12 +203,11 @@ def _row(rank: str, one: Ranked) -> tuple[str, ...]:
 
 def _losers(found: SearchResult) -> list[str]:
     rows = [(one.candidate.name, one.reason or "") for one in (*found.fitting[1:], *found.too_large)]
-    rows += [(_settings(one.changes), f"[{one.code}] {one.message}") for one in found.refused]
+    for one in found.refused:
+        named = _named(one.changes).items()
+        settings = " ".join(f"{name}{value}" for name, value in named if not isinstance(value, bool))
+        rows.append((settings, f"[{one.code}] {one.message}"))
     return columns([("every other layout", "why it lost"), *rows])
-
-
-def _settings(changes: Any) -> str:
-    return " ".join(f"{name}{value}" for name, value in _named(changes).items() if not isinstance(value, bool))
 
 
 def _named(changes: Mapping[str, object]) -> dict[str, object]:

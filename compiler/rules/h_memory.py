@@ -11,7 +11,7 @@ from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Path, Safety, Severity, closest
+from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
 from parcompile.machines import PresetError, accelerators, is_preset_file

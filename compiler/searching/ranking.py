@@ -215,7 +215,8 @@ def _search(space: Space, progress: Progress | None, fitted: CoefficientSet | No
     predictor = Predictor(space.choices, memory, time)
     tried = _Tried()
     _try_all(space, predictor, progress, tried)
-    if (last := space.at_last_stage) and not any(one.is_safe and _tp_in_node(one.base.work) for one in tried.ranked):
+    fits = (one.base.work for one in tried.ranked if one.is_safe)
+    if (last := space.at_last_stage) and not any(one.stride(Axis.TP) * one.tp <= one.gpus_per_node for one in fits):
         _try_all(last, predictor, progress, tried)
     found = outcome(tried.ranked, tried.refused)
     found = replace(found, too_large=(*found.too_large, *tried.larger))
@@ -234,10 +235,6 @@ class _Tried:
     refused: list[Refused] = field(default_factory=list)
     shortest: float = math.inf
     """The step of the fastest that fits."""
-
-
-def _tp_in_node(work: Workload) -> bool:
-    return work.stride(Axis.TP) * work.tp <= work.gpus_per_node
 
 
 def _try_all(space: Space, predictor: Predictor, progress: Progress | None, tried: _Tried) -> None:

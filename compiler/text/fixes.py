@@ -144,9 +144,7 @@ def _working(
         if len(working) == MOST_OFFERED:
             break
         try:
-            changed = document
-            for edit in fix.edits:
-                changed = apply_edit(changed, edit)
+            changed = _all(document, fix)
         except EditError:
             continue
         after = recheck(changed)

@@ -6,7 +6,6 @@ transformers 5.23 (`distributed/configuration_utils.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
@@ -14,7 +13,6 @@ from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, sum_as_deepspeed, with_deepspeed
-from parcompile.text import Document
 from parcompile.text.typed import integer, number
 
 _STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
@@ -269,10 +267,6 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
             source.lose(name, "a setting of DeepSpeed's Ulysses; the runtime has its own")
 
 
-def _read_parallelism(source: Source, draft: Draft) -> None:
-    _parallelism(source, draft, "")
-
-
 def _read_distributed(source: Source, draft: Draft) -> None:
     """`DistributedConfig` of transformers."""
     for key, axis in (("tp_size", "tp"), ("pp_size", "pp"), ("ep_size", "ep")):
@@ -309,22 +303,18 @@ def _read_distributed(source: Source, draft: Draft) -> None:
             source.lose(name, "the runtime has no FSDP: see zero and training.precision")
 
 
-def _tree(document: Document) -> Mapping[str, Any]:
-    return with_deepspeed(document, ACCELERATE)
-
-
 IMPORTER = Importer(
     tool="accelerate",
     options=options,
     defaults=dict,
     read=read,
-    tree=_tree,
+    tree=lambda document: with_deepspeed(document, ACCELERATE),
 )
 PARALLELISM_IMPORTER = Importer(
     tool="accelerate's ParallelismConfig",
     options=options,
     defaults=dict,
-    read=_read_parallelism,
+    read=lambda source, draft: _parallelism(source, draft, ""),
 )
 DISTRIBUTED_IMPORTER = Importer(
     tool="transformers' DistributedConfig",

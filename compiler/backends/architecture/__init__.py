@@ -7,6 +7,7 @@ set, so that both directions follow from one table.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,8 @@ def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | No
 
 def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
     """What a family has in place of what is wanted, the greatest difference first."""
-    router = wanted.router
+    router, turned = wanted.router, wanted.rope and wanted.rope.percent
+    has_head_dim = family.reads_head_dim and reads(name, "head_dim")
     checks = (
         (family.latent == wanted.latent, "another attention"),
         ((family.router is None) == (router is None), "a dense MLP" if router else "experts"),
@@ -51,22 +53,14 @@ def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
         (family.centered_norm == wanted.centered_norm, "a norm with another offset"),
         (wanted.biases in family.biases, "biases in other places"),
         (family.grouped or not wanted.grouped, "as many key/value heads as query heads"),
-        (wanted.latent or _has_head_dim(name) or not wanted.own_head_dim, "heads of another width"),
+        (wanted.latent or has_head_dim or not wanted.own_head_dim, "heads of another width"),
         (wanted.window is None or family.windowed is None, "no window"),
         (_has_dropouts(family, wanted), "one dropout for two places"),
         (router is None or family.router is None or _has_router(family, router), "another router"),
-        (_turns_part(family, wanted), "whole heads turned"),
+        (turned in (None, 1.0) or family.percent is not None, "whole heads turned"),
         (wanted.rope is None or not wanted.rope.interleaved, "rotary positions that are not interleaved"),
     )
     return [lack for holds, lack in checks if not holds]
-
-
-def _has_head_dim(name: str) -> bool:
-    return FAMILIES[name].reads_head_dim and reads(name, "head_dim")
-
-
-def _turns_part(family: Switches, wanted: Architecture) -> bool:
-    return wanted.rope is None or wanted.rope.percent == 1.0 or family.percent is not None
 
 
 def _has_dropouts(family: Switches, wanted: Architecture) -> bool:
@@ -81,17 +75,8 @@ def _has_dropouts(family: Switches, wanted: Architecture) -> bool:
 def _has_router(family: Switches, wanted: Router) -> bool:
     fixed = family.router
     assert fixed is not None
-    parts = (
-        "score",
-        "normalized",
-        "scale",
-        "groups",
-        "groups_per_token",
-        "correction_bias",
-        "shared_gate",
-        "shared",
-    )
-    same = all(part in family.router_keys or getattr(fixed, part) == getattr(wanted, part) for part in parts)
+    parts = {one.name for one in dataclasses.fields(Router)} - {"dense_layers", *family.router_keys}
+    same = all(getattr(fixed, part) == getattr(wanted, part) for part in parts)
     return same and (family.has_dense_layers or not wanted.dense_layers)
 
 
@@ -255,15 +240,12 @@ def _router(config: Config, family: Switches, moe: MoeShape | None) -> Router | 
         return None
     given = {part: _value(config, *key) for part, key in family.router_keys.items()}
     fixed = family.router
-    return Router(
-        score=fixed.score,
+    return dataclasses.replace(
+        fixed,
         normalized=bool(given.get("normalized", fixed.normalized)),
         scale=float(given.get("scale", fixed.scale)),
         groups=int(given.get("groups", fixed.groups)),
         groups_per_token=int(given.get("groups_per_token", fixed.groups_per_token)),
-        correction_bias=fixed.correction_bias,
-        shared_gate=fixed.shared_gate,
-        shared=fixed.shared,
         dense_layers=moe.first_moe_layer > 0 or moe.layers is not None,
     )
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from parcompile.text import Document, Place, SourceError, SourceText
 from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
-from parcompile.text.shell.words import known, missing, shown, span
+from parcompile.text.shell.words import fields, known, missing, shown, span, unquoted
 from parcompile.text.typed import decimal
 from parcompile.user_files import read_bytes
 
-from .arguments import Arguments, Span, Unknown, Word, line, parsed, spelling
+from .arguments import Arguments, Unknown, Word, line, parsed, spelling
 
 MEGATRON_FORMAT = "megatron"
 
@@ -181,7 +181,7 @@ def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]
     """Arguments that a script only collects, for another one to pass on."""
     words: list[Word] = []
     for name, value in variables.items():
-        values = value if name in arrays else tuple(_split(value))
+        values = value if name in arrays else tuple(fields(unquoted(value)))
         found = [_word(one) for one in values]
         if any(spelling(word.shown) in line().by_flag for word in found if word.shown.startswith("--")):
             words += found
@@ -189,12 +189,6 @@ def _fragment(source: SourceText, variables: Mapping[str, Any], arrays: set[str]
     if call is not None:
         call.arguments.is_open = True
     return call
-
-
-def _split(value: Value) -> Iterator[Value]:
-    from parcompile.text.shell.words import fields, unquoted
-
-    return fields(unquoted(value))
 
 
 def _word(value: Value) -> Word:
@@ -245,7 +239,7 @@ def _place(key: Any, value: Any) -> Place:
 def from_tree(document: Document) -> Call:
     """The arguments in a YAML or JSON file: a list of words, or sections, each of which is one call."""
     tree: Any = document.tree
-    if listed := [Word(text, text, (), _span(document.place((_LIST, at)))) for at, text in enumerate(_list(tree))]:
+    if listed := [Word(text, text, (), document.span((_LIST, at))) for at, text in enumerate(_list(tree))]:
         call = _document(document.source, [], listed, ())
         if call is not None:
             return replace(call, program=OWN_PROGRAM)
@@ -370,10 +364,6 @@ _LIST = "arguments"
 def _list(tree: object) -> list[str]:
     words = tree.get(_LIST) if isinstance(tree, dict) else None
     return words if isinstance(words, list) and all(isinstance(one, str) for one in words) else []
-
-
-def _span(place: Place | None) -> Span:
-    return (0, 0) if place is None else (place.start, place.end)
 
 
 def _leaves(tree: Mapping[str, Any], path: tuple[str | int, ...]) -> Iterator[Leaf]:

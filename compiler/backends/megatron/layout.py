@@ -31,10 +31,6 @@ _EXPERT_TP = ("parallelism", "expert_tp")
 _STAGE = ("zero", "stage")
 
 
-def _write_experts(spec: Spec) -> Arguments:
-    return {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp}
-
-
 def _read_experts(source: Source, draft: Draft) -> None:
     """Said where it is another than tp: a spec without it means tp."""
     size = source.value("expert_tensor_parallel_size", ("parallelism", "tp"))
@@ -94,13 +90,9 @@ def _context_losses(spec: Spec) -> Iterator[Loss]:
         return
     ranks, kv_heads = parallelism.context.head_ranks, max(1, shape.num_key_value_heads // parallelism.tp)
     if kv_heads % ranks:
-        name = parallelism.cp_implementation.value
-        yield Loss(
-            f"cp_implementation {name} with {kv_heads} key/value heads on a rank",
-            f"TransformerEngine does not repeat them for {ranks} ranks that exchange heads",
-            "cp_implementation ring",
-            fatal=True,
-        )
+        what = f"cp_implementation {parallelism.cp_implementation.value} with {kv_heads} key/value heads on a rank"
+        why = f"TransformerEngine does not repeat them for {ranks} ranks that exchange heads"
+        yield Loss(what, why, "cp_implementation ring", fatal=True)
 
 
 def _write_order(spec: Spec) -> Arguments:
@@ -147,11 +139,8 @@ def _read_stages(source: Source, draft: Draft) -> None:
         name = f"account_for_{part}_in_pipeline_split"
         draft.carry(source, name, ("parallelism", name))
     for end in ("first", "last"):
-        draft.carry(
-            source,
-            f"decoder_{end}_pipeline_num_layers",
-            ("parallelism", f"num_layers_in_{end}_pipeline_stage"),
-        )
+        name = f"num_layers_in_{end}_pipeline_stage"
+        draft.carry(source, f"decoder_{end}_pipeline_num_layers", ("parallelism", name))
     source.lose("pipeline_model_parallel_layout", "a spec gives layers to stages by numbers, not by a pattern")
     draft.carry(source, _VIRTUAL[1], _VIRTUAL)
     each = "num_layers_per_virtual_pipeline_stage"
@@ -183,10 +172,6 @@ def virtual_stages(source: Source, each: int) -> int | None:
     return layers // (pp * each) if layers % (pp * each) == 0 else None
 
 
-def _write_sharding(spec: Spec) -> Arguments:
-    return {"use_distributed_optimizer": True} if spec.zero_stage >= 1 else {}
-
-
 def _read_sharding(source: Source, draft: Draft) -> None:
     """The stage of ZeRO that shards as much: the distributed optimizer is stage 1, FSDP is 3 if not told less."""
     try:
@@ -208,11 +193,8 @@ def _read_sharding(source: Source, draft: Draft) -> None:
 
 def _sharding_losses(spec: Spec) -> Iterator[Loss]:
     if spec.zero_stage > 1:
-        yield Loss(
-            f"zero.stage {spec.zero_stage}",
-            "the distributed optimizer is stage 1: numbers are the same, memory is not",
-            "use --use-megatron-fsdp",
-        )
+        why = "the distributed optimizer is stage 1: numbers are the same, memory is not"
+        yield Loss(f"zero.stage {spec.zero_stage}", why, "use --use-megatron-fsdp")
     why = "--optimizer-cpu-offload takes the precision-aware optimizer of Transformer Engine"
     yield from memory_losses(spec, f"{why}: name both in backends.megatron", gathers_again=True)
 
@@ -222,7 +204,11 @@ ROWS: tuple[Row, ...] = (
     Entry("context_parallel_size", ("parallelism", "cp")),
     Entry("pipeline_model_parallel_size", ("parallelism", "pp")),
     Entry("expert_model_parallel_size", ("parallelism", "ep")),
-    Bundle(("expert_tensor_parallel_size",), _write_experts, _read_experts),
+    Bundle(
+        ("expert_tensor_parallel_size",),
+        lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
+        _read_experts,
+    ),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
     Bundle(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
     Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, _order_losses),
@@ -248,7 +234,7 @@ ROWS: tuple[Row, ...] = (
             "use_torch_fsdp2",
             "data_parallel_sharding_strategy",
         ),
-        _write_sharding,
+        lambda spec: {"use_distributed_optimizer": True} if spec.zero_stage >= 1 else {},
         _read_sharding,
         _sharding_losses,
     ),

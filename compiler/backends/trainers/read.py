@@ -211,8 +211,8 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     recompute = tool.own("gradient_checkpointing")
     value = source.given.get(recompute)
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):
-        full = value in (True, "true")
-        draft.carry(source, recompute, ("training", "activation_checkpointing"), _as_is("full" if full else "none"))
+        kind = "full" if value in (True, "true") else "none"
+        draft.carry(source, recompute, ("training", "activation_checkpointing"), lambda _value, _name: kind)
     elif value == "offload" and recompute not in source.reasons:
         for path, one in _OFFLOADED.items():
             draft.set(path, one, said=True)
@@ -352,17 +352,17 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
     filled: dict[str, Callable[[], Any]] = {
         "warmup_min_lr": lambda: 0.0,
         "warmup_max_lr": lambda: source.number(tool.own("learning_rate"), (*_OPTIMIZER, "lr")),
-        "total_num_steps": lambda: _asked_steps(draft, steps),
-        "warmup_num_steps": lambda: _at_least_one(
-            _warmup(source, draft, tool, steps, (*_OWN_PARAMS, "warmup_num_steps"))
-        ),
+        "total_num_steps": lambda: steps,
+        "warmup_num_steps": lambda: _warmup(source, draft, tool, steps, (*_OWN_PARAMS, "warmup_num_steps")),
     }
     for key, value in filled.items():
         option, path = f"{_OWN_SCHEDULE}.params.{key}", (*_OWN_PARAMS, key)
         if source.given.get(option) == "auto" and path not in draft.answers:
             found = value()
             if found is not None:
-                draft.set(path, found, said=True)
+                draft.set(path, max(1, found) if key == "warmup_num_steps" else found, said=True)
+            elif key == "total_num_steps":
+                draft.ask(_STEPS, "the schedule ends with the last step, which depends on the data")
             source.reasons.pop(option, None)
             source.used[option] = {_STEPS if found is None else path}
     for unused in (tool.own("warmup_steps"), "warmup_ratio"):
@@ -376,16 +376,6 @@ _SAME_SCHEDULE = {
     "WarmupCosineLR": ("cosine",),
 }
 """Schedules of transformers that rise and fall as one of DeepSpeed's does, but for the form of the warm-up."""
-
-
-def _asked_steps(draft: Draft, steps: int | None) -> int | None:
-    if steps is None:
-        draft.ask(_STEPS, "the schedule ends with the last step, which depends on the data")
-    return steps
-
-
-def _at_least_one(count: int | None) -> int | None:
-    return None if count is None else max(1, count)
 
 
 def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
@@ -423,10 +413,6 @@ def _warmup(
                 source.used[name] = {_STEPS}
         return None
     return math.ceil(ratio * steps)
-
-
-def _as_is(value: Any) -> Callable[[object, str], Any]:
-    return lambda _value, _name: value
 
 
 def _number(source: Source, name: str) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -125,19 +125,7 @@ def _list(value: Any, facts: Mapping[str, Any], pydantic: int) -> Read:
     return Read(How.SAME, value)
 
 
-def _object(value: Any, facts: Mapping[str, Any], pydantic: int) -> Read:  # noqa: ARG001
-    return Read(How.SAME, value) if isinstance(value, dict) else _REFUSED
-
-
-def _any(value: Any, facts: Mapping[str, Any], pydantic: int) -> Read:  # noqa: ARG001
-    return Read(How.SAME, value)
-
-
-def _never(value: Any, facts: Mapping[str, Any], pydantic: int) -> Read:  # noqa: ARG001
-    return _REFUSED
-
-
-_READERS = {
+_READERS: Mapping[str, Callable[[Any, Mapping[str, Any], int], Read]] = {
     "bool": _bool,
     "int": _int,
     "float": _float,
@@ -145,11 +133,11 @@ _READERS = {
     "path": _text,
     "choice": _choice,
     "list": _list,
-    "dict": _object,
-    "section": _object,
-    "any": _any,
-    "class": _never,
-    "none": _never,
+    **dict.fromkeys(
+        ("dict", "section"), lambda value, *_: Read(How.SAME, value) if isinstance(value, dict) else _REFUSED
+    ),
+    "any": lambda value, *_: Read(How.SAME, value),
+    **dict.fromkeys(("class", "none"), lambda *_: _REFUSED),
 }
 
 

@@ -36,7 +36,7 @@ def flattened(words: tuple[Value, ...]) -> tuple[Value, ...]:
         is_long = number > 0 and "--" in text and any(one.isspace() for one in text.strip()) and " --" in f" {text}"
         if is_script:
             found += _first_command(tuple(fields(unquoted(word))))
-        elif is_long and _is_command(text):
+        elif is_long and re.search(r"\.py(\s|$)", text):  # a command of its own, as launchers take it
             found += fields(unquoted(word))
         else:
             found.append(word)
@@ -68,11 +68,6 @@ def inner_script(words: tuple[Value, ...]) -> Value | None:
         if text is not None and "$" in text and of_shell:
             return word
     return None
-
-
-def _is_command(text: str) -> bool:
-    """Whether a long word is a command of its own, as launchers take it: it names a Python program."""
-    return bool(re.search(r"\.py(\s|$)", text))
 
 
 # Follows a script from its first line to its last, and notes every command that it would run.

@@ -273,7 +273,8 @@ class _Parser(WordReader):
             self.redirects() if not in_test else self.blank()
             if self.at >= len(self.text):
                 return words
-            if words and not in_test and (match := _ASSIGNMENT.match(self.text, self.at)) and self._peek_array(match):
+            match = _ASSIGNMENT.match(self.text, self.at) if words and not in_test else None
+            if match and self.text.startswith("(", match.end()):
                 # declare NAME=(…): the array is a word of its own kind.
                 words.append(self._declared(match))
                 continue
@@ -293,9 +294,6 @@ class _Parser(WordReader):
                 in_test = True
             elif in_test and _text(word) == "]]":
                 in_test = False
-
-    def _peek_array(self, match: re.Match[str]) -> bool:
-        return self.text.startswith("(", match.end())
 
     def _declared(self, match: re.Match[str]) -> Word:
         start = self.at

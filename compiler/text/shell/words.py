@@ -11,28 +11,8 @@ from .syntax import Arithmetic, Cursor, Expansion, Literal, Substitution, Word, 
 _PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _IN_QUOTES = re.compile(r"""[^"\\$`]+""")
-_OPERATORS = (
-    ":-",
-    ":=",
-    ":+",
-    ":?",
-    "-",
-    "=",
-    "+",
-    "?",
-    "%%",
-    "%",
-    "##",
-    "#",
-    "//",
-    "/",
-    ":",
-    "^^",
-    "^",
-    ",,",
-    ",",
-    "@",
-)
+_OPERATOR = re.compile(r":[-=+?]?|%%?|##?|//?|\^\^?|,,?|[-=+?@]")
+"""Of `${name…}`."""
 
 _HEREDOC = re.compile(r"""<<(-?)[ \t]*(?:'([^'\n]+)'|"([^"\n]+)"|\\?([\w.-]+))""")
 _REDIRECT = re.compile(r"\d*(?:&>>|&>|>>|>&|<&|<<<|>\||<>|>|<)")
@@ -77,11 +57,7 @@ class WordReader(Cursor):
                 parts.append(Literal(text[self.at + 1 : self.at + 2], self.at + 1, quoted=True))
                 self.at += 2
             elif here == "'":
-                end = text.find("'", self.at + 1)
-                if end < 0:
-                    raise self.unclosed("'")
-                parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
-                self.at = end + 1
+                parts.append(self._in_single_quotes(self.at + 1))
             elif here == '"':
                 self.at += 1
                 parts += self._in_double_quotes()
@@ -97,6 +73,13 @@ class WordReader(Cursor):
             else:
                 break
         return tuple(parts)
+
+    def _in_single_quotes(self, start: int) -> Literal:
+        end = self.text.find("'", start)
+        if end < 0:
+            raise self.unclosed("'")
+        self.at = end + 1
+        return Literal(self.text[start:end], start, quoted=True)
 
     def _in_double_quotes(self) -> list[WordPart]:
         parts: list[WordPart] = []
@@ -139,11 +122,7 @@ class WordReader(Cursor):
             self.at += 2
             return self._braces(start, quoted=quoted)
         if text.startswith("$'", start) and not quoted:
-            end = text.find("'", start + 2)
-            if end < 0:
-                raise self.unclosed("'")
-            self.at = end + 1
-            return Literal(text[start + 2 : end], start + 2, quoted=True)
+            return self._in_single_quotes(start + 2)
         match = _NAME.match(text, start + 1)
         if match:
             self.at = match.end()
@@ -188,13 +167,13 @@ class WordReader(Cursor):
         if self.peek("}"):
             self.at += 1
             return Expansion(name, start, self.at, quoted, index)
-        operator = next((one for one in _OPERATORS if self.peek(one)), None)
+        operator = _OPERATOR.match(text, self.at)
         if operator is None:
             self._to_closing_brace()
             return Substitution(text[start : self.at], start, self.at, quoted)
-        self.at += len(operator)
+        self.at = operator.end()
         argument = self._argument(quoted=quoted)
-        return Expansion(name, start, self.at, quoted, index, operator, argument)
+        return Expansion(name, start, self.at, quoted, index, operator[0], argument)
 
     def _argument(self, *, quoted: bool) -> Word:
         """The word after the operator of `${…}`, up to its closing brace."""
@@ -211,11 +190,7 @@ class WordReader(Cursor):
                 self.at += 1
                 parts += self._in_double_quotes()
             elif here == "'" and not quoted:
-                end = text.find("'", self.at + 1)
-                if end < 0:
-                    raise self.unclosed("'")
-                parts.append(Literal(text[self.at + 1 : end], self.at + 1, quoted=True))
-                self.at = end + 1
+                parts.append(self._in_single_quotes(self.at + 1))
             elif here == "`":
                 parts.append(self._backquotes(quoted=quoted))
             elif here == "\\":
