@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -44,3 +46,8 @@ def format_compute(flops_per_s: float) -> str:
     """Floating-point operations per second in the decimal unit of data sheets: `989 TFLOP/s`, `2250 TFLOP/s`."""
     digits = ".0f" if flops_per_s >= 1e14 else ".3g"
     return f"{flops_per_s / 1e12:{digits}} TFLOP/s"
+
+
+def first_of(values: Sequence[object], most: int) -> str:
+    """As many as `most` of them, and the number of the others: `a, b and 3 more`."""
+    return ", ".join(map(str, values[:most])) + (f" and {len(values) - most} more" if len(values) > most else "")

@@ -7,6 +7,7 @@ fills a `Draft`. The source remembers which options fed which value of the spec,
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from parcompile.schema import type_of
 from parcompile.schema.keys import refused_optimizer
 from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
+from parcompile.units import first_of
 from parcompile.user_files import shipped
 
 from .artefacts import Loss
@@ -231,6 +233,23 @@ class Draft:
         return found
 
 
+def leaving_open(path: SpecPath) -> Callable[[Reader], Reader]:
+    """Readers that ask for a value of the spec where the file does not decide an option that they need."""
+
+    def of(read: Reader) -> Reader:
+        @functools.wraps(read)
+        def reading(source: Source, draft: Draft) -> None:
+            try:
+                read(source, draft)
+            except UndecidedError as error:
+                draft.leave_open(source, error, path)
+
+        return reading
+
+    return of
+
+
+Reader = Callable[[Source, Draft], None]
 _TYPED: Mapping[str | None, Callable[[object, str], Any]] = {"integer": typed.integer, "number": typed.number}
 
 
@@ -255,8 +274,7 @@ def decay_losses(spec: Spec, tool: str, left_out: str | None) -> Iterator[Loss]:
         yield Loss("biases and norms", f"{tool} does not decay them", instead)
     else:
         decays = "all weights" if left_out is None else f"what no_weight_decay {left_out} leaves"
-        named = ", ".join(differing[:2]) + (f" and {len(differing) - 2} more" if len(differing) > 2 else "")
-        yield Loss(f"no_weight_decay {own}", f"{tool} decays {decays}: {named} differ", instead)
+        yield Loss(f"no_weight_decay {own}", f"{tool} decays {decays}: {first_of(differing, 2)} differ", instead)
 
 
 def refuse_optimizer(
@@ -363,7 +381,7 @@ class Bundle:
 
     options: tuple[str, ...]
     write: Callable[[Spec], Arguments]
-    read: Callable[[Source, Draft], None]
+    read: Reader
     losses: Callable[[Spec], Iterable[Loss]] = lambda _spec: ()
 
 

@@ -18,6 +18,7 @@ from parcompile.text.shell import ShellLimitError, Value, invocations
 from parcompile.text.shell.state import State
 from parcompile.text.shell.words import known, missing, shown
 from parcompile.text.typed import decimal
+from parcompile.units import first_of
 
 from .kinds import BRIDGE, MEGATRON_SWIFT, SWIFT, TORCHTITAN
 from .reading import Undecided, leaves
@@ -97,8 +98,8 @@ def _chosen(source: SourceText, function: str | None) -> str:
         return "apply"
     if not found:
         raise SourceError(f"{source.file}: no function of it builds a configuration")
-    listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    raise SourceError(f"{source.file} has {len(found)} configurations: name one with --function: {listed}")
+    said = f"{source.file} has {len(found)} configurations: name one with --function"
+    raise SourceError(f"{said}: {first_of(found, 8)}")
 
 
 def flattened(tree: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

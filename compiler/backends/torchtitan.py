@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.layout.sequence import CpImplementation, CpLayout
@@ -33,6 +32,7 @@ from .reading import (
     UndecidedError,
     decay_losses,
     fate_of,
+    leaving_open,
     refuse_optimizer,
 )
 from .recipes import built, flattened
@@ -124,26 +124,21 @@ _DEGREE = "parallelism.data_parallel_shard_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _REPLICAS = "parallelism.data_parallel_replicate_degree"
 _STAGE: SpecPath = ("zero", "stage")
+_DP: SpecPath = ("parallelism", "dp")
 
 
 def _write_sharding(spec: Spec) -> Arguments:
     return {_REPLICAS: 1, _DEGREE: spec.parallelism.dp, _RESHARD: "always" if spec.zero_stage == 3 else "never"}
 
 
+@leaving_open(_STAGE)
 def _read_sharding(source: Source, draft: Draft) -> None:
     """FSDP is ZeRO stage 3, or 2 where weights stay gathered after the forward; DDP, which shards nothing, is 0."""
-    try:
-        replicas, degree = (
-            source.integer(_REPLICAS, ("parallelism", "dp")),
-            source.value(_DEGREE, ("parallelism", "dp")),
-        )
-        reshard, cp, pp = source.value(_RESHARD, _STAGE), source.value(_AXES["cp"]), source.value(_AXES["pp"])
-    except UndecidedError as error:
-        draft.leave_open(source, error, _STAGE)
-        return
+    replicas, degree = source.integer(_REPLICAS, _DP), source.value(_DEGREE, _DP)
+    reshard, cp, pp = source.value(_RESHARD, _STAGE), source.value(_AXES["cp"]), source.value(_AXES["pp"])
     degree = -1 if degree is None else integer(degree, _DEGREE, least=-1)
     if degree > 0:
-        draft.set(("parallelism", "dp"), degree * (replicas or 1), said=source.has(_DEGREE) or source.has(_REPLICAS))
+        draft.set(_DP, degree * (replicas or 1), said=source.has(_DEGREE) or source.has(_REPLICAS))
     elif source.has(_DEGREE):
         source.ignore(_DEGREE, "all ranks that are left: dp auto")
     if replicas and replicas > 1 and degree != 1:
@@ -199,15 +194,12 @@ def _write_batch(spec: Spec) -> Arguments:
     return found | {_LOCAL: training.micro_batch_size * passes, _GLOBAL: training.global_batch_size}
 
 
+@leaving_open(("training", "micro_batch_size"))
 def _read_batch(source: Source, draft: Draft) -> None:
     stages = draft.values.get(("parallelism", "pp"), 1)
     path = ("training", "micro_batch_size")
-    try:
-        schedule = source.value(_SCHEDULE_OF_STAGES, ("parallelism", _VIRTUAL)) if stages != 1 else None
-        local, total = source.integer(_LOCAL, path, least=1), source.integer(_GLOBAL, _BATCH, least=-1)
-    except UndecidedError as error:
-        draft.leave_open(source, error, path)
-        return
+    schedule = source.value(_SCHEDULE_OF_STAGES, ("parallelism", _VIRTUAL)) if stages != 1 else None
+    local, total = source.integer(_LOCAL, path, least=1), source.integer(_GLOBAL, _BATCH, least=-1)
     micro = draft.carry(source, _MICRO if stages != 1 else _LOCAL, path, integer)
     if stages == 1:
         for name in (_MICRO, _SCHEDULE_OF_STAGES):
@@ -289,15 +281,12 @@ def _write_schedule(spec: Spec) -> Arguments:
 _FALLS_ON = "torchtitan's rate falls on below its lowest after total_steps"
 
 
+@leaving_open(_RATES)
 def _read_schedule(source: Source, draft: Draft) -> None:
     """A rise, a level and a fall (components/optimizer/lr_scheduler.py): linear and cosine fall at once, wsd last."""
-    try:
-        warmup, ratio = (source.value(name, _RATES) for name in _RATE_OPTIONS[:2])
-        kind, floor, total = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
-        lr = source.number("optimizer.lr")
-    except UndecidedError as error:
-        draft.leave_open(source, error, _RATES)
-        return
+    warmup, ratio = (source.value(name, _RATES) for name in _RATE_OPTIONS[:2])
+    kind, floor, total = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
+    lr = source.number("optimizer.lr")
     try:
         steps = source.integer("training.steps")
     except UndecidedError:
@@ -372,34 +361,32 @@ ROWS: tuple[Row, ...] = (
     Entry("activation_checkpoint", ("training", "activation_checkpointing"), read=_recompute),
     _read_optional("debug.seed", ("training", "seed")),
 )
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        **dict.fromkeys(_AXES.values(), 1),
-        _REPLICAS: 1,
-        _RESHARD: "default",
-        _SP: True,
-        _BALANCER: "headtail",
-        _SCHEDULE_OF_STAGES: "1F1B",
-        _MICRO: 1,
-        _LOCAL: 8,
-        "training.seq_len": 2048,
-        "training.max_norm": 1.0,
-        "training.steps": 10000,
-        _DTYPE: "float32",
-        _WORK: "bfloat16",
-        "optimizer.lr": 8e-4,
-        "optimizer.betas": [0.9, 0.95],
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.1,
-        "lr_scheduler.warmup_steps": 200,
-        "lr_scheduler.decay_ratio": None,
-        "lr_scheduler.decay_type": "linear",
-        "lr_scheduler.min_lr_factor": 0.0,
-        "lr_scheduler.total_steps": None,
-        "activation_checkpoint": "selective",
-        "debug.seed": None,
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(_AXES.values(), 1),
+    _REPLICAS: 1,
+    _RESHARD: "default",
+    _SP: True,
+    _BALANCER: "headtail",
+    _SCHEDULE_OF_STAGES: "1F1B",
+    _MICRO: 1,
+    _LOCAL: 8,
+    "training.seq_len": 2048,
+    "training.max_norm": 1.0,
+    "training.steps": 10000,
+    _DTYPE: "float32",
+    _WORK: "bfloat16",
+    "optimizer.lr": 8e-4,
+    "optimizer.betas": [0.9, 0.95],
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.1,
+    "lr_scheduler.warmup_steps": 200,
+    "lr_scheduler.decay_ratio": None,
+    "lr_scheduler.decay_type": "linear",
+    "lr_scheduler.min_lr_factor": 0.0,
+    "lr_scheduler.total_steps": None,
+    "activation_checkpoint": "selective",
+    "debug.seed": None,
+}
 """torchtitan's own values of the options that the table speaks of, of its classes and of its earlier TOML."""
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from parcompile.entry_points import PluginError, end
-from parcompile.version import __version__
+from parcompile.version import __version__, how_to_install
 
 _TOGETHER = {
     "accelerators": "reference",
@@ -55,6 +55,15 @@ def told(*kinds: type[Exception], by: Callable[[str], click.ClickException] = cl
         yield
     except kinds as error:
         raise by(str(error)) from None
+
+
+@contextlib.contextmanager
+def needing(extras: str) -> Iterator[None]:
+    """Imports of the runtime, only where a command uses it: the compiler itself works without torch."""
+    try:
+        yield
+    except ImportError as error:
+        raise click.ClickException(f"this needs the runtime ({error}): {how_to_install(extras)}") from None
 
 
 @contextlib.contextmanager

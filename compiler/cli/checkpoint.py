@@ -14,9 +14,8 @@ import click
 from parcompile.backends.artefacts import to_text
 from parcompile.layout.groups import DENSE_AXES
 from parcompile.plan import PlanError, load_plan
-from parcompile.version import how_to_install
 
-from . import say
+from . import needing, say, told
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
@@ -24,14 +23,10 @@ _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
     """Errors of the runtime as messages; and what to install where it is missing."""
-    try:
+    with needing("runtime,hf"):
         from parcompile.runtime.errors import RunError
-    except ImportError as error:
-        raise click.ClickException(f"this needs the runtime ({error}): {how_to_install('runtime,hf')}") from None
-    try:
+    with told(RunError, PlanError):
         yield
-    except (RunError, PlanError) as error:
-        raise click.ClickException(str(error)) from None
 
 
 @click.group("checkpoint")

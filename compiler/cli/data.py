@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from parcompile.backends.artefacts import to_text
-from parcompile.version import how_to_install
 
-from . import say
+from . import needing, say, told
 from .options import read_plan
 
 
@@ -45,15 +44,12 @@ def command(
     if write is not None and len(data) > 1:
         raise click.UsageError("--write takes one file or folder: weights have no place in Megatron's files")
     loaded = read_plan(plan)[0]
-    try:
-        # Only here: the compiler itself works without torch.
+    with needing("runtime,hf"):
         from parcompile.runtime import RunError
         from parcompile.runtime.data.ledger import ledger, samples_before, text
         from parcompile.runtime.data.megatron_files import write_megatron
         from parcompile.runtime.data.training_files import documents_of, read_training_data
-    except ImportError as error:
-        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
-    try:
+    with told(RunError):
         if write is not None:
             vocab_size = loaded.spec.model.shape.vocab_size
             said = write_megatron(documents_of(data[0], tokenizer), write, vocab_size)
@@ -70,6 +66,4 @@ def command(
             )
             return
         rows = ledger(step, loaded, sequences, before)
-    except RunError as error:
-        raise click.ClickException(str(error)) from None
     say(to_text(rows) if form == "json" else text(rows), nl=form == "text")

@@ -84,7 +84,7 @@ def command(
         raise click.UsageError("--plot and --sweep cannot be combined: --plot draws one layout")
     fitted = read_set(coefficients) if coefficients else None
     axes = dict(_values(text) for text in (*sweep, *more))
-    checked = checked_spec(spec, ignore_memory=True, ignore_open=bool(axes), whole=bool(axes))
+    checked = checked_spec(spec, ignore_open=bool(axes), whole=bool(axes))
     assert checked.document is not None
     folder = Path() if spec == "-" else Path(spec).resolve().parent
     if axes:
@@ -160,9 +160,10 @@ def _plot(file: Path, plan: Plan, result: Estimate) -> None:
         write_file(file, drawn)
 
 
-def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, whole: bool = False) -> Checked:
+def checked_spec(spec: str, *, ignore_open: bool = False, whole: bool = False) -> Checked:
     """The spec, when nothing is wrong with it but what is ignored; otherwise the diagnostics are printed.
 
+    Too little memory is what an estimate says; open layouts are what a search closes (`ignore_open`).
     With `whole`, a plan is taken only where its spec says all that the plan does.
 
     Raises:
@@ -173,7 +174,12 @@ def checked_spec(spec: str, *, ignore_memory: bool, ignore_open: bool = False, w
         if whole:
             require_lossless_spec(spec)
         checked = check_file(spec)
-    errors = [one for one in checked.diagnostics if one.is_error and not _ignored(one, ignore_memory, ignore_open)]
+    errors = [
+        one
+        for one in checked.diagnostics
+        # Syntax and schema errors (J, K) stop everything.
+        if one.is_error and one.code not in MEMORY_RULES and not (ignore_open and one.code[:1] not in ("J", "K"))
+    ]
     if errors or checked.document is None:
         refuse(checked, errors)
     return checked
@@ -187,14 +193,6 @@ def refuse(checked: Checked, errors: Sequence[Diagnostic]) -> NoReturn:
     """
     report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
     raise click.exceptions.Exit(SPEC_HAS_ERRORS)
-
-
-def _ignored(one: Diagnostic, memory: bool, open_: bool) -> bool:
-    """Whether an error does not stop: too little memory is what an estimate says, open layouts what a search closes."""
-    if memory and one.code in MEMORY_RULES:
-        return True
-    # Syntax and schema errors (J, K) stop everything.
-    return open_ and one.code[:1] not in ("J", "K")
 
 
 def _values(text: str) -> tuple[str, list[object]]:

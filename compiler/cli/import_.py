@@ -17,6 +17,7 @@ from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.importing import ImportConflictError, Imported, foreign, import_document
 from parcompile.schema import example
 from parcompile.text import SourceError
+from parcompile.units import first_of
 from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, say, told, writing
@@ -157,7 +158,7 @@ def _account(result: Imported, file: str, width: int, *, verbose: bool, output: 
         lines.append("every option: -v")
     kept = sorted(result.spec.get("backends", {}).get("megatron", {}))
     if kept:
-        said = f"{_listed(kept)}; not supported by a spec"
+        said = f"{first_of(kept, _NAMES_SHOWN)}; not supported by a spec"
         lines.append(hanging("only the target megatron keeps: ", said, width))
     if result.questions:
         lines.append("missing:")
@@ -178,12 +179,9 @@ def _reasons(result: Imported, width: int) -> list[str]:
     for one in result.of(Outcome.LOST):
         if not one.changes:
             by_reason.setdefault(one.detail, []).append(one.option)
-    return [hanging("lost: ", f"{_listed(names)}: {reason}", width) for reason, names in by_reason.items()]
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return [
+        hanging("lost: ", f"{first_of(names, _NAMES_SHOWN)}: {reason}", width) for reason, names in by_reason.items()
+    ]
 
 
 def _changes(result: Imported, width: int) -> list[str]:
@@ -195,7 +193,7 @@ def _changes(result: Imported, width: int) -> list[str]:
     shown = found if len(found) <= _MOST_LINES else found[: _MOST_LINES - 1]
     lines = [f"{count} your training:", *(hanging("  ", f"{one.option}: {one.detail}", width) for one in shown)]
     rest = [one.option for one in found[len(shown) :]]
-    return [*lines, *([hanging("  ", f"and {_listed(rest)}", width)] if rest else [])]
+    return [*lines, *([hanging("  ", f"and {first_of(rest, _NAMES_SHOWN)}", width)] if rest else [])]
 
 
 def _answer(path: SpecPath) -> str:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from parcompile.backends.artefacts import to_text
-from parcompile.cli import say, told
+from parcompile.cli import needing, say, told
 from parcompile.cli.options import positive_number, read_plan
 from parcompile.diagnostics.reporters import writable
-from parcompile.version import how_to_install
 
 if TYPE_CHECKING:
     from parcompile.runtime.preflight.findings import Report
@@ -39,15 +38,12 @@ def check_job(plan: Path, form: str, checkpoints: Path | None, times: Mapping[st
     # Warnings would come from every rank; what torch's networking says when a rank ends is told in the report.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     warnings.simplefilter("ignore")
-    try:
-        # Only here: the compiler itself works without torch.
+    with needing("runtime,hf"):
         from deepspeed.utils import logger
 
         from parcompile.runtime import leave, report_errors
         from parcompile.runtime.preflight.live import Limits
         from parcompile.runtime.preflight.live import check_job as check
-    except ImportError as error:
-        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
     logger.setLevel("ERROR")
     names = {"wait": "wait_seconds", "limit": "whole_seconds", "seconds": "measure_seconds"}
     limits = Limits(**{names[name]: value for name, value in times.items() if value is not None})
@@ -131,12 +127,9 @@ def preflight_builder() -> Callable[..., Report]:
     """
     # torch warns that the fake group has no hooks, on every rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        # Only here: the compiler itself works without torch.
+    with needing("runtime,hf"):
         from parcompile.runtime import RunError
         from parcompile.runtime.preflight import preflight
-    except ImportError as error:
-        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
 
     @told(RunError)
     def build(*given: Any) -> Report:
@@ -191,13 +184,10 @@ def local_command(context: click.Context, plan: str, timeout: float, form: str) 
     is 1 when something differs.
     """
     loaded = read_plan(plan)[0]
-    try:
-        # Only here: the compiler itself works without torch.
+    with needing("runtime,hf"):
         from parcompile.runtime import RunError
         from parcompile.runtime.local import RankError
         from parcompile.runtime.local.comparison import run_and_compare
-    except ImportError as error:
-        raise click.ClickException(f"{error}; {how_to_install('runtime,hf')}") from None
     with told(RunError, RankError):
         found = run_and_compare(loaded, timeout)
     say(to_text(found.to_json()) if form == "json" else found.text(), nl=form == "text")

@@ -16,7 +16,7 @@ from parcompile import schema
 from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import write
-from parcompile.cli import say, told, writing
+from parcompile.cli import needing, say, told, writing
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
@@ -72,26 +72,20 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
 def _measured(
     ranks: int | None, seconds: float, like: str | None, name: str | None, *, launched: bool
 ) -> dict[str, Any] | None:
-    try:
+    with needing("runtime"):
         from parcompile.runtime import RunError, report_errors
         from parcompile.runtime.local import RankError, run_local
         from parcompile.runtime.profiling import measure, measure_rank
-    except ImportError as error:
-        raise click.ClickException(f"this needs the runtime ({error}): {how_to_install('runtime')}") from None
     if launched:
         # What every rank finds is said once.
         with report_errors():
             return measure(seconds, like=like, name=name)
-    try:
+    with told(RunError), told(RankError, by=lambda said: click.ClickException(said.strip().splitlines()[-1])):
         if ranks:
             found = run_local(ranks, measure_rank, seconds, like, name, timeout=10 * seconds + 120)[0]
             assert isinstance(found, dict)
             return found
         return measure(seconds, like=like, name=name)
-    except RunError as error:
-        raise click.ClickException(str(error)) from None
-    except RankError as error:
-        raise click.ClickException(str(error).strip().splitlines()[-1]) from None
 
 
 def _text(tree: dict[str, Any]) -> str:

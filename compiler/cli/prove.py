@@ -16,9 +16,8 @@ from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
 from parcompile.user_files import parse_json
-from parcompile.version import how_to_install
 
-from . import say, told
+from . import needing, say, told
 from .options import positive_number
 
 if TYPE_CHECKING:
@@ -67,11 +66,8 @@ def command(
     A cell is equal; rounding, where the last bits of the weights do as much to one process; red; or not runnable.
     Exit code 1 when one is red, or when none ran. Needs the extras [runtime] and [hf].
     """
-    try:
-        # Only here: the compiler itself works without torch.
+    with needing("runtime,hf"):
         from parcompile.runtime.prove import Certificate, Engine, EngineError, Proved, prove, undrawn
-    except ImportError as error:
-        raise click.ClickException(f"{error}: {how_to_install('runtime,hf')}") from None
 
     def tell(number: int, one: Proved) -> None:
         say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "), err=form != "text")

@@ -60,7 +60,7 @@ def command(
     fit at stage 1. docs/accuracy.md lists the errors of the predictions. SPEC is a spec, a plan.json, or the folder
     that holds one.
     """
-    checked = checked_spec(spec, ignore_memory=True, ignore_open=True, whole=True)
+    checked = checked_spec(spec, ignore_open=True, whole=True)
     assert checked.document is not None
     tree, folder = checked.document.tree, Path() if spec == "-" else Path(spec).resolve().parent
     assert isinstance(tree, dict)

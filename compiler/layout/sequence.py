@@ -136,23 +136,22 @@ class KeySource(str, enum.Enum):
         return cls.OWN if source == rank else cls.EARLIER if source < rank else cls.LATER
 
 
-def source_blocks(layout: CpLayout, cp: int, *, causal: bool = True) -> dict[KeySource, tuple[Block, ...]]:
+def source_blocks(layout: CpLayout, cp: int) -> dict[KeySource, tuple[Block, ...]]:
     """The blocks for each kind of source: the whole ring schedule of every rank in three entries."""
     first, last = 0, cp - 1
     return {
-        KeySource.OWN: blocks_between(layout, cp, first, first, causal=causal),
-        KeySource.EARLIER: blocks_between(layout, cp, last, first, causal=causal) if cp > 1 else (),
-        KeySource.LATER: blocks_between(layout, cp, first, last, causal=causal) if cp > 1 else (),
+        KeySource.OWN: blocks_between(layout, cp, first, first, causal=True),
+        KeySource.EARLIER: blocks_between(layout, cp, last, first, causal=True) if cp > 1 else (),
+        KeySource.LATER: blocks_between(layout, cp, first, last, causal=True) if cp > 1 else (),
     }
 
 
-def work(layout: CpLayout, cp: int, rank: int, *, causal: bool = True) -> Fraction:
+def work(layout: CpLayout, cp: int, rank: int) -> Fraction:
     """The share of the whole sequence × sequence square that `rank` computes."""
     _check_rank(cp, rank)
     chunks = layout.chunks_per_rank * cp
     areas = {
-        kind: sum((block.area for block in blocks), Fraction(0))
-        for kind, blocks in source_blocks(layout, cp, causal=causal).items()
+        kind: sum((block.area for block in blocks), Fraction(0)) for kind, blocks in source_blocks(layout, cp).items()
     }
     sources = {KeySource.OWN: 1, KeySource.EARLIER: rank, KeySource.LATER: cp - 1 - rank}
     return sum((areas[kind] * count for kind, count in sources.items()), Fraction(0)) / chunks**2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,27 +187,25 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
         assumed.insert(0, "bf16_flops_per_s")
     size = "the memory of its host" if memory is None else format_bytes(memory)
     note = tree.get("source", "described in the file")
-    return Accelerator(
+    return replace(
+        base,
         name=tree.get("name", name or f"accelerator with {size}"),
         title=tree.get("title", f"{size}, otherwise like {base.title}"),
-        vendor=base.vendor,
-        compute_capability=base.compute_capability,
         memory_bytes=memory,
         flops_per_s=base.flops_per_s if flops is None else flops,
         fp32_flops_per_s=_fp32_flops(tree, flops, base),
         memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
         node_link=base.node_link if "node_link" in assumed else _link("node_link", tree["node_link"]),
         network_link=base.network_link if "network_link" in assumed else _link("network_link", tree["network_link"]),
-        host_link=base.host_link,
         sources={
             key: f"assumed, as {base.name}" if key in assumed else note
             for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")
         },
-        like=base.name,
         measured=Measured(tree["attention_flops_per_s"], tree["layer_seconds"])
         if tree.get("layer_seconds") is not None
         else None,
         assumed=tuple(assumed),
+        host_memory_bytes=None,
     )
 
 

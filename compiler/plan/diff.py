@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import groupby
 from typing import Any
 
@@ -334,8 +334,10 @@ def _numerics(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {} if value is None else asdict(value)
+def _under(section: str, values: Any) -> dict[str, Any]:
+    """What a section, or a value of several parts, holds; nothing for None."""
+    parts = asdict(values) if is_dataclass(values) and not isinstance(values, type) else values or {}
+    return {f"{section}.{key}": value for key, value in parts.items()}
 
 
 def _rounding(plan: Plan) -> dict[str, Any]:

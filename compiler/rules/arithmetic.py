@@ -31,6 +31,11 @@ def listed(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in sorted(numbers))
 
 
+def to_switch_off(message: str, place: tuple[str, ...], advice: str = "set it to false") -> Finding:
+    """A switch that the plan does not need, or that nothing acts on; the fix sets it to false."""
+    return Finding(message, place, help=advice, fixes=(Fix.setting(place, False, Safety.CHANGES_COST),))
+
+
 # Where a spec says something, for the second place of a conflict.
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
+from parcompile.units import first_of
 from parcompile.user_files import shipped
 
 from .values import (
@@ -284,8 +285,7 @@ def choice(
     if not any(type(one) is type(value) for one in allowed) and len(allowed) <= FEW:
         message = f"{named(path)}: expected {' or '.join(alternatives)}, found {describe_found(value)}"
     message += f": {refused}" if refused else ""
-    some = ", ".join(str(one) for one in allowed[:MANY]) + (f" and {len(allowed) - MANY} more" * (len(allowed) > MANY))
-    findings.say("K004", path, message, f"write {' or '.join(alternatives) or f'one of {some}'}")
+    findings.say("K004", path, message, f"write {' or '.join(alternatives) or f'one of {first_of(allowed, MANY)}'}")
 
 
 def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:

@@ -18,6 +18,7 @@ from json.decoder import (  # type: ignore[attr-defined]  # the type stubs leave
 from typing import NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Path, Severity
+from parcompile.units import first_of
 
 from .document import SourceText
 
@@ -87,8 +88,7 @@ FILL_IN = "fill in the values, then check the result"
 def a_template(words: Iterable[str]) -> str:
     """What is said of words that stand for values: all of them in one finding."""
     names = list(dict.fromkeys(words))
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"a template: {listed} {'stands for a value' if len(names) == 1 else 'stand for values'}"
+    return f"a template: {first_of(names, 4)} {'stands for a value' if len(names) == 1 else 'stand for values'}"
 
 
 # JSON tokens.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.user_files import shipped
@@ -15,19 +14,17 @@ from parcompile.user_files import shipped
 Biases = tuple[bool, bool, bool]
 """Biases of queries, keys and values; of the attention's output; of the MLP."""
 
-ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "silu": "silu",
-        "swish": "silu",
-        "gelu": "gelu",
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_fast": "gelu_tanh",
-        "quick_gelu": "quick_gelu",
-        "relu": "relu",
-        "relu2": "squared_relu",
-    }
-)
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
 """Hugging Face's names of activations, by what they compute: gelu_tanh is GELU's approximation with tanh."""
 
 
@@ -160,9 +157,7 @@ def _read(tree: Mapping[str, Any]) -> Switches:
     return Switches(**given)
 
 
-FAMILIES: Mapping[str, Switches] = MappingProxyType(
-    {name: _read(one) for name, one in shipped(__package__, "families.json").items()}
-)
+FAMILIES: Mapping[str, Switches] = {name: _read(one) for name, one in shipped(__package__, "families.json").items()}
 """The model types whose layers these switches describe in full, the plainest first: that is the order of the search.
 
 `families.json` says of each what is not Llama's; `biases` names the places that have one.

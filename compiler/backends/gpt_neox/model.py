@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, config_of
@@ -27,19 +26,17 @@ OPTIONS = (
 )
 """The keys that this module reads."""
 
-_ACTIVATIONS: Mapping[str, tuple[bool, str]] = MappingProxyType(
-    {
-        "gelu": (False, "gelu"),
-        "relu": (False, "relu"),
-        "swish": (False, "silu"),
-        "silu": (False, "silu"),
-        "swiglu": (True, "silu"),
-        "geglu": (True, "gelu"),
-        "reglu": (True, "relu"),
-    }
-)
+_ACTIVATIONS: Mapping[str, tuple[bool, str]] = {
+    "gelu": (False, "gelu"),
+    "relu": (False, "relu"),
+    "swish": (False, "silu"),
+    "silu": (False, "silu"),
+    "swiglu": (True, "silu"),
+    "geglu": (True, "gelu"),
+    "reglu": (True, "relu"),
+}
 """Whether each is gated, and what it computes."""
-_NORMS = MappingProxyType({"layernorm": False, "te_layernorm": False, "rmsnorm": True, "te_rmsnorm": True})
+_NORMS: Mapping[str, bool] = {"layernorm": False, "te_layernorm": False, "rmsnorm": True, "te_rmsnorm": True}
 """Whether each is an RMSNorm."""
 
 

@@ -21,6 +21,7 @@ from parcompile.backends.reading import (
     SpecPath,
     UndecidedError,
     leaves,
+    leaving_open,
     refuse_optimizer,
 )
 from parcompile.diagnostics import Diagnostic, Path
@@ -173,13 +174,10 @@ def read(source: Source, draft: Draft) -> None:
     _handed_on(source, draft)
 
 
+@leaving_open(_PRECISION)
 def _precision(source: Source, draft: Draft) -> None:
-    try:
-        on = [name for name in ("fp16", "bf16") if source.value(f"{name}.enabled", _PRECISION) is True]
-        said = source.value("precision", _PRECISION)
-    except UndecidedError as error:
-        draft.leave_open(source, error, _PRECISION)
-        return
+    on = [name for name in ("fp16", "bf16") if source.value(f"{name}.enabled", _PRECISION) is True]
+    said = source.value("precision", _PRECISION)
     precision = _DTYPES.get(str(said), on[0] if on else "fp32")
     draft.set(_PRECISION, precision, said=bool(on) or said is not None)
     if precision == "fp16":
@@ -194,17 +192,14 @@ def _precision(source: Source, draft: Draft) -> None:
         sum_as_weights(draft, precision)
 
 
+@leaving_open(_OPTIMIZER)
 def _optimizer(source: Source, draft: Draft) -> None:
     """Its Adam is apex's or DeepSpeed's FusedAdam, which decays weights directly, by the top-level `weight_decay`.
 
     On the host `cpu_adam` is DeepSpeedCPUAdam, which does so too; so is `cpu_torch_adam`, which its code looks for in
     the wrong place (megatron/training.py, `get_optimizer`).
     """
-    try:
-        kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
-    except UndecidedError as error:
-        draft.leave_open(source, error, _OPTIMIZER)
-        return
+    kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
     on_host = source.given.get("zero_optimization.offload_optimizer.device") == "cpu"
     if str(kind).lower() not in ("adam", *(ADAM_ON_HOST if on_host else ())):
         made = "MuSGD" if str(kind).lower() == "sgd" else kind
@@ -218,16 +213,13 @@ def _optimizer(source: Source, draft: Draft) -> None:
     draft.carry_decay(source, "weight_decay", BIASES_AND_NORMS)
 
 
+@leaving_open(_SCHEDULE)
 def _schedule(source: Source, draft: Draft) -> None:
     """That of gpt-neox rises from nearly nothing (megatron/learning_rates.py)."""
     names = ("lr_decay_style", "warmup", "min_lr", "lr_decay_iters")
-    try:
-        style = source.value("lr_decay_style", _SCHEDULE)
-        warmup, least = (number(source.value(name, _SCHEDULE), name) for name in ("warmup", "min_lr"))
-        until, steps = source.integer("lr_decay_iters", _SCHEDULE), source.integer("train_iters")
-    except UndecidedError as error:
-        draft.leave_open(source, error, _SCHEDULE)
-        return
+    style = source.value("lr_decay_style", _SCHEDULE)
+    warmup, least = (number(source.value(name, _SCHEDULE), name) for name in ("warmup", "min_lr"))
+    until, steps = source.integer("lr_decay_iters", _SCHEDULE), source.integer("train_iters")
     why, rise = None, warmup * (steps or 0)
     if style not in ("constant", "linear", "cosine"):
         why = f"a spec has the schedules constant, linear and cosine, not {style}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.backends.artefacts import Loss, effective_order, memory_losses, order_loss, sequence_loss
-from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, UndecidedError, flag
+from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.spec import Spec
@@ -52,15 +52,12 @@ def _write_context(spec: Spec) -> Arguments:
     return found
 
 
+@leaving_open(_IMPLEMENTATION)
 def _read_context(source: Source, draft: Draft) -> None:
     """The implementation, when it is one for all layers and there is a context axis."""
-    try:
-        kinds = source.value("cp_comm_type", _IMPLEMENTATION)
-        sizes = source.value("hierarchical_context_parallel_sizes", _SIZES)
-        cp = source.value("context_parallel_size")
-    except UndecidedError as error:
-        draft.leave_open(source, error, _IMPLEMENTATION)
-        return
+    kinds = source.value("cp_comm_type", _IMPLEMENTATION)
+    sizes = source.value("hierarchical_context_parallel_sizes", _SIZES)
+    cp = source.value("context_parallel_size")
     if not isinstance(cp, int) or cp == 1:
         source.ignore("cp_comm_type", "one rank holds the whole sequence")
         source.ignore("hierarchical_context_parallel_sizes", "one rank holds the whole sequence")
@@ -101,12 +98,9 @@ def _write_order(spec: Spec) -> Arguments:
     return {"use_tp_pp_dp_mapping": True} if inverted else {}
 
 
+@leaving_open(_ORDER)
 def _read_order(source: Source, draft: Draft) -> None:
-    try:
-        inverted = source.value("use_tp_pp_dp_mapping", _ORDER) is True
-    except UndecidedError as error:
-        draft.leave_open(source, error, _ORDER)
-        return
+    inverted = source.value("use_tp_pp_dp_mapping", _ORDER) is True
     draft.set(_ORDER, "-".join(ORDERS[inverted]), said=source.has("use_tp_pp_dp_mapping"))
 
 
@@ -134,6 +128,7 @@ def _write_stages(spec: Spec) -> Arguments:
     return found
 
 
+@leaving_open(_VIRTUAL)
 def _read_stages(source: Source, draft: Draft) -> None:
     for part in ("embedding", "loss"):
         name = f"account_for_{part}_in_pipeline_split"
@@ -144,12 +139,8 @@ def _read_stages(source: Source, draft: Draft) -> None:
     source.lose("pipeline_model_parallel_layout", "a spec gives layers to stages by numbers, not by a pattern")
     draft.carry(source, _VIRTUAL[1], _VIRTUAL)
     each = "num_layers_per_virtual_pipeline_stage"
-    try:
-        layers = source.value(each, _VIRTUAL)
-        virtual = None if layers is None else virtual_stages(source, layers)
-    except UndecidedError as error:
-        draft.leave_open(source, error, _VIRTUAL)
-        return
+    layers = source.value(each, _VIRTUAL)
+    virtual = None if layers is None else virtual_stages(source, layers)
     if virtual is not None:
         draft.set(_VIRTUAL, virtual, said=True)
     if draft.values.get(_VIRTUAL, 1) != 1:
@@ -172,18 +163,15 @@ def virtual_stages(source: Source, each: int) -> int | None:
     return layers // (pp * each) if layers % (pp * each) == 0 else None
 
 
+@leaving_open(_STAGE)
 def _read_sharding(source: Source, draft: Draft) -> None:
     """The stage of ZeRO that shards as much: the distributed optimizer is stage 1, FSDP is 3 if not told less."""
-    try:
-        # Its former name for Muon with the distributed optimizer.
-        distributed = source.given.get("optimizer") == "dist_muon"
-        distributed = source.value("use_distributed_optimizer", _STAGE) is True or distributed
-        fsdp = source.value("use_megatron_fsdp", _STAGE) is True or source.value("use_custom_fsdp", _STAGE) is True
-        strategy = source.value("data_parallel_sharding_strategy", _STAGE)
-        torch_fsdp = source.value("use_torch_fsdp2", _STAGE) is True
-    except UndecidedError as error:
-        draft.leave_open(source, error, _STAGE)
-        return
+    # Its former name for Muon with the distributed optimizer.
+    distributed = source.given.get("optimizer") == "dist_muon"
+    distributed = source.value("use_distributed_optimizer", _STAGE) is True or distributed
+    fsdp = source.value("use_megatron_fsdp", _STAGE) is True or source.value("use_custom_fsdp", _STAGE) is True
+    strategy = source.value("data_parallel_sharding_strategy", _STAGE)
+    torch_fsdp = source.value("use_torch_fsdp2", _STAGE) is True
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     stage = 3 if torch_fsdp else stages.get(strategy, 3) if fsdp else 1 if distributed else 0
     if not fsdp:

@@ -6,7 +6,6 @@ What kind of layers there are decides the model type; see `architecture`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
@@ -32,15 +31,13 @@ from . import experts, positions
 
 ACTIVATION_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["activations"])
 
-_ACTIVATIONS: Mapping[tuple[bool, str], str | None] = MappingProxyType(
-    {
-        (True, "silu"): "swiglu",
-        (True, "quick_gelu"): "quick_geglu",
-        (False, "squared_relu"): "squared_relu",
-        (False, "gelu"): None,
-        (False, "gelu_tanh"): None,
-    }
-)
+_ACTIVATIONS: Mapping[tuple[bool, str], str | None] = {
+    (True, "silu"): "swiglu",
+    (True, "quick_gelu"): "quick_geglu",
+    (False, "squared_relu"): "squared_relu",
+    (False, "gelu"): None,
+    (False, "gelu_tanh"): None,
+}
 """The flag of each activation, gated or not."""
 
 

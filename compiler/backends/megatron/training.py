@@ -17,6 +17,7 @@ from parcompile.backends.reading import (
     Undecided,
     UndecidedError,
     decay_losses,
+    leaving_open,
     refuse_optimizer,
 )
 from parcompile.layout.shards import VECTORS
@@ -43,12 +44,9 @@ def _write_ramp(spec: Spec) -> Arguments:
     return {} if ramp is None else {"rampup_batch_size": [ramp.start, ramp.increment, ramp.samples]}
 
 
+@leaving_open(_RAMP)
 def _read_ramp(source: Source, draft: Draft) -> None:
-    try:
-        given = source.value("rampup_batch_size", _RAMP)
-    except UndecidedError as error:
-        draft.leave_open(source, error, _RAMP)
-        return
+    given = source.value("rampup_batch_size", _RAMP)
     if given is None:
         return
     unknown = [one for one in given if isinstance(one, Undecided)]
@@ -79,14 +77,11 @@ def _write_length(spec: Spec) -> Arguments:
     return {"train_iters": training.train_steps}
 
 
+@leaving_open(_STEPS)
 def _read_length(source: Source, draft: Draft) -> None:
     """The steps of the run, or the samples in steps."""
     draft.carry(source, "train_iters", _STEPS)
-    try:
-        samples, batch = source.value("train_samples", _STEPS), source.value("global_batch_size")
-    except UndecidedError as error:
-        draft.leave_open(source, error, _STEPS)
-        return
+    samples, batch = source.value("train_samples", _STEPS), source.value("global_batch_size")
     if samples is None:
         return
     if batch is not None:
@@ -199,16 +194,13 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
             draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
 
 
+@leaving_open(_DECAY)
 def _read_decays(source: Source, draft: Draft) -> None:
     """A weight decay that goes from one value to another until the end of the run (core/optimizer_param_scheduler.py).
 
     The scheduler sets it, whatever the optimizer says; that of Megatron-Bridge's recipes stays.
     """
-    try:
-        start, end, style = (source.value(name, _DECAY) for name in _DECAYS)
-    except UndecidedError as error:
-        draft.leave_open(source, error, _DECAY)
-        return
+    start, end, style = (source.value(name, _DECAY) for name in _DECAYS)
     if start is None and end is None and style in (None, "constant"):
         return
     why = None
@@ -487,17 +479,14 @@ def _read_modules(source: Source, modules: Sequence[str]) -> str:
     return "+".join(part for part in PARTS if part in parts) or "selective"
 
 
+@leaving_open(_RECOMPUTE)
 def _read_recomputation(source: Source, draft: Draft) -> None:
     """How much is recomputed changes memory and time, no numbers."""
-    try:
-        kind = source.value("recompute_granularity", _RECOMPUTE)
-        if source.value("recompute_activations", _RECOMPUTE) is True:
-            kind = "selective"
-        values = [source.value(name, _RECOMPUTE) for name in ("recompute_method", "recompute_num_layers")]
-        modules = source.value("recompute_modules", _RECOMPUTE)
-    except UndecidedError as error:
-        draft.leave_open(source, error, _RECOMPUTE)
-        return
+    kind = source.value("recompute_granularity", _RECOMPUTE)
+    if source.value("recompute_activations", _RECOMPUTE) is True:
+        kind = "selective"
+    values = [source.value(name, _RECOMPUTE) for name in ("recompute_method", "recompute_num_layers")]
+    modules = source.value("recompute_modules", _RECOMPUTE)
     if kind != "selective":
         source.ignore("recompute_modules", "only --recompute-granularity selective reads it")
     elif modules == ["core_attn"]:

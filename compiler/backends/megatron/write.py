@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -105,7 +104,7 @@ _STORED: Mapping[str, Mapping[str, list[str]]] = shipped(__package__, "effects.j
 
 
 def _by_name(listed: Mapping[str, list[str]]) -> Mapping[str, Effect]:
-    return MappingProxyType({name: Effect[effect.upper()] for effect, names in listed.items() for name in names})
+    return {name: Effect[effect.upper()] for effect, names in listed.items() for name in names}
 
 
 _GROUPS = _by_name(_STORED["groups"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from parcompile.backends import deepspeed
@@ -165,20 +164,18 @@ ROWS: tuple[Row, ...] = (
     Bundle(_SCHEDULE, _unwritten, _read_schedule),
     Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
 )
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        **{f"distributed.{axis}_size": 1 for axis in ("tp", "cp", "pp", "ep")},
-        _STRATEGY: "fsdp2",
-        _ZERO3: 3,
-        _RECOMPUTE: False,
-        "clip_grad_norm.max_norm": 1.0,
-        _TARGET: "AdamW",
-        "optimizer.betas": [0.9, 0.999],
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.01,
-        "lr_scheduler.lr_decay_style": "cosine",
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    **{f"distributed.{axis}_size": 1 for axis in ("tp", "cp", "pp", "ep")},
+    _STRATEGY: "fsdp2",
+    _ZERO3: 3,
+    _RECOMPUTE: False,
+    "clip_grad_norm.max_norm": 1.0,
+    _TARGET: "AdamW",
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.eps": 1e-8,
+    "optimizer.weight_decay": 0.01,
+    "lr_scheduler.lr_decay_style": "cosine",
+}
 _CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization": QUANTISED, "teacher_model": METHOD}
 """Sections that make another training."""
 

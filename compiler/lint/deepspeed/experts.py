@@ -212,16 +212,17 @@ def autoep_has_the_layout(settings: Settings) -> Iterator[Finding]:
 
 def _at_stage_3(settings: Settings, sequence: float | None) -> Iterator[Finding]:
     related = (Related("AutoEP is enabled here", _at("enabled")),)
-    if sequence is not None:
-        message = f"sequence_parallel_size {sequence:g} with AutoEP at stage 3: DeepSpeed refuses the combination"
-        yield Finding(message, ("sequence_parallel_size",), help="use stage 1 or 2, or remove it", related=related)
-    if settings.get(ZERO, "zero_quantized_gradients") is True:
-        message = "zero_quantized_gradients with AutoEP at stage 3: DeepSpeed refuses the combination"
-        yield Finding(message, (ZERO, "zero_quantized_gradients"), help="remove it", related=related)
     shards = settings.number(ZERO, "zero_hpz_partition_size")
+    refused: list[tuple[str, Path, str]] = []
+    if sequence is not None:
+        refused.append((f" {sequence:g}", ("sequence_parallel_size",), "use stage 1 or 2, or remove it"))
+    if settings.get(ZERO, "zero_quantized_gradients") is True:
+        refused.append(("", (ZERO, "zero_quantized_gradients"), "remove it"))
     if shards is not None and shards > 1:
-        message = f"zero_hpz_partition_size {shards:g} with AutoEP at stage 3: DeepSpeed refuses the combination"
-        yield Finding(message, (ZERO, "zero_hpz_partition_size"), help="remove it", related=related)
+        refused.append((f" {shards:g}", (ZERO, "zero_hpz_partition_size"), "remove it"))
+    for value, path, advice in refused:
+        message = f"{path[-1]}{value} with AutoEP at stage 3: DeepSpeed refuses the combination"
+        yield Finding(message, path, help=advice, related=related)
 
 
 def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None) -> Iterator[Finding]:
@@ -240,16 +241,16 @@ def _with_autotp(settings: Settings, tp: int, size: int, sequence: float | None)
     if all(isinstance(one, str) for one in presets) and presets[0] != presets[1]:
         message = f'preset_model "{presets[1]}" of AutoEP with "{presets[0]}" of AutoTP: they must be the same'
         yield Finding(message, _at("preset_model"), related=(Related("AutoTP's", ("tensor_parallel", "preset_model")),))
-    if settings.get("use_data_before_expert_parallelism") is True:
-        message = "use_data_before_expert_parallelism cannot be combined with AutoEP and AutoTP"
-        yield Finding(message, ("use_data_before_expert_parallelism",), help="remove it")
-    for part in ("offload_param", "offload_optimizer"):
-        if isinstance(settings.get(ZERO, part), dict):
-            message = f"{part} cannot be combined with AutoEP and AutoTP"
-            yield Finding(message, (ZERO, part), help="remove it", related=related)
-    if settings.get("compile", "deepcompile") is True:
-        message = "deepcompile cannot be combined with AutoEP and AutoTP"
-        yield Finding(message, ("compile", "deepcompile"), help="remove it", related=related)
+    for path, kind in (
+        (("use_data_before_expert_parallelism",), bool),
+        ((ZERO, "offload_param"), dict),
+        ((ZERO, "offload_optimizer"), dict),
+        (("compile", "deepcompile"), bool),
+    ):
+        value = settings.get(*path)
+        if isinstance(value, kind) and value is not False:
+            message = f"{path[-1]} cannot be combined with AutoEP and AutoTP"
+            yield Finding(message, path, help="remove it", related=related)
 
 
 @file_rule("F036", DEEPSPEED, severity=Severity.WARNING)

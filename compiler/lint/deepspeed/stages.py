@@ -11,6 +11,7 @@ from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.deepspeed.constructors import ADAM
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules import Finding
+from parcompile.units import first_of
 
 # A DeepSpeed configuration on its own: keys of zero_optimization that the stage does not read.
 
@@ -55,11 +56,10 @@ def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
         )
     rest = [key for key in idle if key not in heavy]
     if rest:
-        names = ", ".join(rest[:3]) + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
         have = "has" if len(rest) == 1 else "have"
         edits = tuple(Edit((ZERO, key), remove=True) for key in rest)
         yield Finding(
-            f"{names} {have} no effect at stage {stage}",
+            f"{first_of(rest, 3)} {have} no effect at stage {stage}",
             (ZERO, rest[0]),
             help="remove what is not read",
             fixes=(Fix("remove what is not read", Safety.SAFE, edits),),

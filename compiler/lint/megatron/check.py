@@ -21,6 +21,7 @@ from parcompile.backends.megatron.file import OWN_PROGRAM, Call, from_tree
 from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings
 from parcompile.text import Document
+from parcompile.units import first_of
 from parcompile.user_files import shipped
 
 from . import MegatronSettings
@@ -85,8 +86,7 @@ def _of_words(call: Call) -> Iterator[Diagnostic]:
     are_together = not program.is_own and len(strange) >= _SEVERAL
     if are_together:
         flags = list(dict.fromkeys(one.flag for one in strange))
-        more = f" and {len(flags) - _NAMED} more" if len(flags) > _NAMED else ""
-        message = f"{_tool(arguments.line)} has none of {', '.join(flags[:_NAMED])}{more}"
+        message = f"{_tool(arguments.line)} has none of {first_of(flags, _NAMED)}"
         help_ = "check how they are spelled, unless the program that is called adds them"
         yield _placed(call, Diagnostic("K001", Severity.WARNING, message, (), help=help_), strange[0].span)
     for problem in arguments.problems:
