@@ -10,35 +10,23 @@ the end, and how far its two times are apart is printed beside the errors.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import csv
 import json
-import os
 import random
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import BIN, ROOT, free_port, parsed, run_for
+
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
 from parcompile.cost.step import timing
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
-ENVIRONMENT = {
-    **os.environ,
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-}
 STEPS = 12
 """The recorder leaves three of them out and takes the median of the others."""
 LIMIT_SECONDS = 300
@@ -86,20 +74,14 @@ def drawn(chance: random.Random, ranks: int) -> dict[str, Any]:
 
 
 def finish(words: Sequence[str], log: Path) -> None:
-    """Runs a command in a session of its own; whatever it leaves running is ended.
+    """Runs a command.
 
     Raises:
-        SystemExit: it failed; its output is printed.
+        SystemExit: it failed, or took too long; its output is printed.
     """
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(words, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True)
-        try:
-            code = process.wait(LIMIT_SECONDS)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if code:
+        code = run_for(words, LIMIT_SECONDS, output)
+    if code != 0:
         sys.exit(f"exit code {code} of {' '.join(words)}\n{log.read_text(encoding='utf-8')[-3000:]}")
 
 
@@ -108,12 +90,9 @@ def run(spec: Path, folder: Path) -> Measurement:
     shutil.rmtree(folder, ignore_errors=True)
     log = spec.with_suffix(".log")
     finish([sys.executable, "-m", "parcompile", str(spec), "-o", str(folder)], log)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
     ranks = str(json.loads(spec.read_text(encoding="utf-8"))["cluster"]["gpus_per_node"])
     script = [str(ROOT / "examples" / "train.py"), "--plan", str(folder), "--checkpoint-every", "0"]
-    finish([str(BIN / "deepspeed"), "--num_gpus", ranks, "--master_port", port, *script], log)
+    finish([str(BIN / "deepspeed"), "--num_gpus", ranks, "--master_port", free_port(), *script], log)
     (found,) = read_plain(folder / "measurements.csv")
     return found
 
@@ -159,14 +138,15 @@ def text(one: Measurement) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="a power of two, at most the processor's cores")
-    parser.add_argument("--fitted", type=int, default=5)
-    parser.add_argument("--judged", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=Path, help="judge the runs of this file, which an earlier benchmark kept")
-    parser.add_argument("--keep", type=Path, help="write all runs here")
-    options = parser.parse_args()
+    options = parsed(
+        __doc__,
+        ranks=(2, "a power of two, at most the processor's cores"),
+        fitted=5,
+        judged=15,
+        seed=1,
+        rows=(Path, "judge the runs of this file, which an earlier benchmark kept"),
+        keep=(Path, "write all runs here"),
+    )
     if options.rows is not None:
         *rows, again = read_plain(options.rows)
         report(rows[: options.fitted], rows[options.fitted :], again)

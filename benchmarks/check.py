@@ -9,7 +9,6 @@ noise; the ratio of each pair is taken, and the median and the quartiles of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from harness import parsed, ratios, spread
 
 from parcompile.rules import example_spec
 
@@ -30,12 +31,7 @@ def seconds_of(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return low, middle, high
-
-
-def cold_start(folder: Path, runs: int) -> dict[str, float]:
+def cold_start(folder: Path, runs: int) -> str:
     file = folder / "one.json"
     file.write_text(json.dumps(example_spec({}), indent=2), encoding="utf-8")
     ours = [sys.executable, "-m", "parcompile", "check", str(file)]
@@ -43,14 +39,11 @@ def cold_start(folder: Path, runs: int) -> dict[str, float]:
     for command in (ours, theirs):
         seconds_of(command)
     pairs = [(seconds_of(ours), seconds_of(theirs)) for _ in range(runs)]
-    low, middle, high = spread([mine / other for mine, other in pairs])
-    return {
-        "check_seconds": statistics.median(mine for mine, _ in pairs),
-        "baseline_seconds": statistics.median(other for _, other in pairs),
-        "ratio_low": low,
-        "ratio": middle,
-        "ratio_high": high,
-    }
+    mine, other = zip(*pairs, strict=True)
+    return (
+        f"cold start: {statistics.median(mine):.3f} s, baseline {statistics.median(other):.3f} s: "
+        f"ratio {spread(ratios(mine, other))}, goal {GOAL_RATIO}"
+    )
 
 
 def write_specs(folder: Path, specs: int) -> None:
@@ -64,33 +57,26 @@ def write_specs(folder: Path, specs: int) -> None:
         (folder / f"spec-{index}.json").write_text(json.dumps(example_spec(part), indent=2), encoding="utf-8")
 
 
-def many(folder: Path, specs: int, rounds: int = 3) -> dict[str, float]:
+def many(folder: Path, specs: int, rounds: int = 3) -> str:
     write_specs(folder, specs)
     command = [sys.executable, "-m", "parcompile", "check", f"{folder}/*.json", "--format", "concise"]
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         subprocess.run(command, check=False, capture_output=True)
-        times.append((time.perf_counter() - start) / specs)
-    return {"seconds_per_spec": statistics.median(times), "fastest": min(times), "slowest": max(times)}
+        times.append((time.perf_counter() - start) / specs * 1000)
+    return (
+        f"{specs} specs in one call: {statistics.median(times):.2f} ms each "
+        f"({min(times):.2f} to {max(times):.2f}), goal {GOAL_SECONDS * 1000:.0f} ms"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--specs", type=int, default=1000)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as folder:
-        cold = cold_start(Path(one), arguments.runs)
-        warm = many(Path(folder), arguments.specs)
-    print(
-        f"cold start: {cold['check_seconds']:.3f} s, baseline {cold['baseline_seconds']:.3f} s: "
-        f"ratio {cold['ratio']:.2f} ({cold['ratio_low']:.2f} to {cold['ratio_high']:.2f}), goal {GOAL_RATIO}"
-    )
-    print(
-        f"{arguments.specs} specs in one call: {warm['seconds_per_spec'] * 1000:.2f} ms each "
-        f"({warm['fastest'] * 1000:.2f} to {warm['slowest'] * 1000:.2f}), goal {GOAL_SECONDS * 1000:.0f} ms"
-    )
+    options = parsed(__doc__, runs=15, specs=1000)
+    with tempfile.TemporaryDirectory() as folder:
+        print(cold_start(Path(folder), options.runs))
+    with tempfile.TemporaryDirectory() as folder:
+        print(many(Path(folder), options.specs))
 
 
 if __name__ == "__main__":

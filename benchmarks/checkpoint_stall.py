@@ -11,24 +11,19 @@ serialisation. DeepSpeed's own neither hashes its files nor brings them to the d
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from adapter import MODEL, RANKS, SETTINGS, spec
-from meters import quartiles
+from harness import JSON, heads, parsed, plan_of, ratios, row, spread, write_json
+from meters import slowest_seconds as seconds
 
-from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 from parcompile.runtime.local import run_local
 
@@ -59,14 +54,6 @@ def measure(rank: int, plan: Plan, folder: str, rounds: int) -> dict[str, list[f
             stream.flush()
             os.fsync(stream.fileno())
 
-    def seconds(work: Callable[[], Any]) -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        taken = torch.tensor(time.perf_counter() - started)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken)
-
     found: dict[str, list[float]] = {}
     train()
     for number in range(rounds + 1):
@@ -90,43 +77,26 @@ def measure(rank: int, plan: Plan, folder: str, rounds: int) -> dict[str, list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parsed(__doc__, rounds=7, json=JSON)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-stall-"))
+    folder = tempfile.mkdtemp(prefix="checkpoint-stall-")
     try:
-        (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        (folder / "spec.json").write_text(json.dumps(spec({"tp": RANKS})), encoding="utf-8")
-        plan, checked = compile_file(folder / "spec.json")
-        assert plan is not None, checked.diagnostics
-        found = run_local(RANKS, measure, plan, str(folder), options.rounds, timeout=3600)[0]
+        found = run_local(RANKS, measure, plan_of(spec({"tp": RANKS})), folder, options.rounds, timeout=3600)[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    whole = found["at once"]
-
-    def share(name: str) -> list[float]:
-        return [one / all_ for one, all_ in zip(found[name], whole, strict=True)]
-
+    share = {name: ratios(values, found["at once"]) for name, values in found.items() if len(values) == options.rounds}
+    beside, quiet = share["steps beside it"], share["quiet steps"]
     shares = {
-        "`save(…, wait=False)`: stall": share("in the background"),
-        "`save(…, wait=False)`: slower steps": [
-            beside - quiet for beside, quiet in zip(share("steps beside it"), share("quiet steps"), strict=True)
-        ],
+        "`save(…, wait=False)`: stall": share["in the background"],
+        "`save(…, wait=False)`: slower steps": [one - other for one, other in zip(beside, quiet, strict=True)],
         "`save(…, wait=False)`: the first, which reserves memory": found["first in the background"],
-        "DeepSpeed's own `save_checkpoint`": share("DeepSpeed's own"),
-        "the bytes alone, written": share("write"),
+        "DeepSpeed's own `save_checkpoint`": share["DeepSpeed's own"],
+        "the bytes alone, written": share["write"],
     }
-    print(f"| of a synchronous save ({statistics.median(whole):.2f} s) | median (quartiles) |\n|---|---|")
+    heads(f"of a synchronous save ({statistics.median(found['at once']):.2f} s)", "median (quartiles)")
     for name, values in shares.items():
-        if len(values) == 1:
-            print(f"| {name} | {values[0]:.2f} |")
-            continue
-        low, middle, high = quartiles(values)
-        print(f"| {name} | {middle:.2f} ({low:.2f} … {high:.2f}) |")
-    if options.json:
-        options.json.write_text(json.dumps({"seconds": found, "shares": shares}, indent=1) + "\n", encoding="utf-8")
+        row(name, f"{values[0]:.2f}" if len(values) == 1 else spread(values))
+    write_json(options.json, {"seconds": found, "shares": shares})
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ not its most exact one (`selection.BACKWARD_ROWS`). Errors are relative L2 of th
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from meters import quartiles
+from harness import heads, parsed, ratios, row, spread
 from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
@@ -41,8 +40,8 @@ BLOCKS += [Block(4, 4, 64, 2048), Block(4, 1, 128, 2048), Block(32, 8, 128, 1024
 KERNELS: dict[str, Kernel] = {"fused": CpuFlashKernel(), "tiles": CpuTileKernel()}
 
 
-def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> str:
-    """A row of the table."""
+def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> None:
+    """Prints a row of the table."""
     generator = torch.Generator().manual_seed(0)
     heads = (block.heads, block.kv_heads, block.kv_heads, block.heads)
     query, key, value, grad = (
@@ -61,14 +60,13 @@ def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> str:
             read, into = Queries(query, grad, out, lse, scale), sums[name]
             _, taken = _timed(lambda k=kernel, r=read, s=into: k.backward(r, key, value, band=band, terms=None, into=s))
             seconds[name]["backward"].append(taken)
-    cells = []
-    for direction in ("forward", "backward"):
-        # The first round warms up.
-        both = zip(*(seconds[name][direction][1:] for name in ("fused", "tiles")), strict=True)
-        low, middle, high = quartiles([fused / tiles for fused, tiles in both])
-        cells.append(f"{middle:.2f} ({low:.2f} … {high:.2f})")
+    # The first round warms up.
+    cells = [
+        spread(ratios(*(seconds[name][direction][1:] for name in ("fused", "tiles"))))
+        for direction in ("forward", "backward")
+    ]
     errors = _key_errors(query, key, value, grad, band, scale, sums)
-    return f"| {block} | {'causal' if band == CAUSAL else 'full'} | {cells[0]} | {cells[1]} | {errors} |"
+    row(block, "causal" if band == CAUSAL else "full", *cells, errors)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -92,19 +90,15 @@ def _key_errors(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parsed(__doc__, rounds=9, threads=1, dtype="bfloat16")
+    torch.set_num_threads(options.threads)
     if not has_bf16_products_alone():
         print("this CPU has no bf16 dot products, or a matrix unit too: the fused kernel is taken for bf16 here")
-    print("| block | mask | forward | backward | error of dK: fused · tiles |\n|---|---|---|---|---|")
+    heads("block", "mask", "forward", "backward", "error of dK: fused · tiles")
     for block in BLOCKS:
         for band in (CAUSAL, FULL):
             with kept_memory():  # as around the tiles of a ring's step
-                print(measure(block, band, getattr(torch, arguments.dtype), arguments.rounds), flush=True)
+                measure(block, band, getattr(torch, options.dtype), options.rounds)
 
 
 if __name__ == "__main__":

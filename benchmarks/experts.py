@@ -15,7 +15,6 @@ deals rows nearly evenly.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -28,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from meters import Wire, in_turns, quartiles
+from harness import JSON, heads, parsed, quartiles, row, spread, write_json
+from meters import Wire, in_turns
 from peers.experts import Megatron, keep_local, of_autoep, of_deepspeed, of_transformers
 from torch import Tensor, nn
 
@@ -232,13 +232,14 @@ def difference(method: dict[str, Any], ours: dict[str, Any], figure: str) -> str
 
 def main() -> None:
     """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sizes", default="", help="only those whose name has this in it")
-    parser.add_argument("--layouts", default="", help="only those whose name has this in it")
-    parser.add_argument("--tokens", type=int, help="of a batch, instead of 1,024")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parsed(
+        __doc__,
+        rounds=15,
+        sizes=("", "only those whose name has this in it"),
+        layouts=("", "only those whose name has this in it"),
+        tokens=(int, "of a batch, instead of 1,024"),
+        json=JSON,
+    )
     sizes = {name: (*size[:-1], options.tokens or size[-1]) for name, size in SIZES.items() if options.sizes in name}
     found: dict[str, Any] = {}
     for layout, tp in LAYOUTS.items():
@@ -249,27 +250,21 @@ def main() -> None:
             arguments = (str(Path(folder) / "rendezvous"), layout, sizes, options.rounds, str(results))
             mp.start_processes(measure, arguments, nprocs=BATCHES * tp, start_method="spawn")
             found |= json.loads(results.read_text(encoding="utf-8"))
-    if options.json:
-        options.json.write_text(json.dumps(found), encoding="utf-8")
+    write_json(options.json, found)
     for name, methods in found.items():
-        print(f"\n{name}\n| method | ms per step (quartiles) | to ours | MB sent | exchanged | loss | input gradient |")
-        print("|---|---|---|---|---|---|---|")
+        print(f"\n{name}")
+        heads("method", "ms per step (quartiles)", "to ours", "MB sent", "exchanged", "loss", "input gradient")
         ours = next(iter(methods.values()))
         if isinstance(ours, str):
             raise SystemExit(f"this project's layer does not run: {ours}")
-        our_middle = 1e3 * quartiles(ours["seconds"])[1]
         for method, one in methods.items():
             if isinstance(one, str):
-                print(f"| {method} | does not run: {one} | – | – | – | – | – |")
+                row(method, f"does not run: {one}", *"–––––")
                 continue
-            low, middle, high = (1e3 * value for value in quartiles(one["seconds"]))
-            part = one["exchanged_to_rows"]
-            exchanged = "–" if part is None else f"{part:.4f}"
-            print(
-                f"| {method} | {middle:.1f} ({low:.1f}-{high:.1f}) | {middle / our_middle:.2f} | "
-                f"{one['bytes'] / 1e6:.1f} | {exchanged} | {difference(one, ours, 'loss')} | "
-                f"{difference(one, ours, 'input_gradient')} |"
-            )
+            part, share = one["exchanged_to_rows"], quartiles(one["seconds"])[1] / quartiles(ours["seconds"])[1]
+            sent, exchanged = f"{one['bytes'] / 1e6:.1f}", "–" if part is None else f"{part:.4f}"
+            errors = (difference(one, ours, figure) for figure in ("loss", "input_gradient"))
+            row(method, spread([1e3 * one for one in one["seconds"]], ".1f"), f"{share:.2f}", sent, exchanged, *errors)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,10 @@ one that fails or takes too long is written down, and the others go on. The exit
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +32,11 @@ import torch
 import parcompile
 
 HERE = Path(__file__).resolve().parent
-EXAMPLES = HERE.parent / "examples"
+sys.path.insert(0, str(HERE))
+
+from harness import ROOT, parsed, run_for, write_json  # noqa: E402
+
+EXAMPLES = ROOT / "examples"
 STEPS = 10
 """Enough for a row of measurements, which is written after eight."""
 TOLERANCE = {"fp32": {"loss": 1e-3, "gradient_norm": 1e-3}, "bf16": {"loss": 3e-2, "gradient_norm": 1e-1}}
@@ -69,15 +70,8 @@ class Parts:
         start = time.monotonic()
         log = self.output / f"{name}.log"
         with log.open("w", encoding="utf-8") as stream:
-            process = subprocess.Popen(
-                command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code: int | str = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                code = f"longer than {seconds:.0f} s"
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            ended = run_for(command, seconds, stream, environment)
+        code = f"longer than {seconds:.0f} s" if ended is None else ended
         self.found[name] = {"exit": code, "seconds": round(time.monotonic() - start, 1)}
         print(f"{name}: {'ok' if code == 0 else f'failed ({code}), see {log}'}", flush=True)
         return code == 0
@@ -108,7 +102,7 @@ def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers |
     folder = parts.output / name
     folder.mkdir(parents=True, exist_ok=True)
     source, plan, trained = folder / "spec.json", folder / "plan", folder / "run"
-    source.write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+    write_json(source, spec)
     compiler = [sys.executable, "-m", "parcompile", str(source), "-o", str(plan)]
     if not parts.run(f"{name}-compile", compiler, 60):
         return None
@@ -200,19 +194,20 @@ def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
             compare(parts, name, future.result(), wanted[reference].result(), tolerance)
 
 
-PARTS = ("tests", "examples", "ranks", "steps", "speed")
-STEP_MODELS = ("llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "gemma-2-9b")
+PARTS = ["tests", "examples", "ranks", "steps", "speed"]
+STEP_MODELS = ["llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "gemma-2-9b"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("out/gpu"))
-    parser.add_argument("--minutes", type=float, default=12.0)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--without", default="", help="a kernel of attention that the steps do not take")
-    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--models", nargs="+", choices=STEP_MODELS, default=STEP_MODELS)
-    arguments = parser.parse_args()
+    arguments = parsed(
+        __doc__,
+        output=Path("out/gpu"),
+        minutes=12.0,
+        only=(PARTS, None, PARTS),
+        without=("", "a kernel of attention that the steps do not take"),
+        layouts=([*LAYOUTS], None, [*LAYOUTS]),
+        models=(STEP_MODELS, None, STEP_MODELS),
+    )
     if (why := missing()) is not None:
         print(f"make gpu: {why}.", file=sys.stderr)
         return 2
@@ -223,16 +218,8 @@ def main() -> int:
     names = [file.stem for file in sorted(EXAMPLES.glob("*.json")) if file.stem != "byte_finetune"]
     with ThreadPoolExecutor(1) as beside:
         if "tests" in arguments.only:
-            tests = [
-                *python,
-                "pytest",
-                "-q",
-                "-m",
-                "gpu",
-                "-p",
-                "no:cacheprovider",
-                str(HERE.parent / "tests" / "runtime" / "test_gpu.py"),
-            ]
+            tests = [*python, "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+            tests += [str(ROOT / "tests" / "runtime" / "test_gpu.py")]
             beside.submit(parts.run, "tests", tests, 150)
         examples(
             parts,
@@ -255,8 +242,7 @@ def main() -> int:
     machine = {"gpu": device.name, "gpus": gpus, "memory_bytes": device.total_memory, "torch": torch.__version__}
     machine |= {"cuda": torch.version.cuda, "python": platform.python_version()}
     failed = [name for name, part in parts.found.items() if part["exit"] != 0]
-    text = json.dumps({"machine": machine, "failed": failed, "parts": parts.found}, indent=1) + "\n"
-    (arguments.output / "figures.json").write_text(text, encoding="utf-8")
+    write_json(arguments.output / "figures.json", {"machine": machine, "failed": failed, "parts": parts.found})
     print(f"{len(parts.found) - len(failed)} of {len(parts.found)} parts are fine: {arguments.output / 'figures.json'}")
     return 1 if failed else 0
 

@@ -15,9 +15,7 @@ import argparse
 import collections
 import fcntl
 import gc
-import json
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -33,7 +31,10 @@ from parcompile.backends.deepspeed.write import ds_config
 from parcompile.machines import attention_kernels
 from parcompile.model.presets import find_preset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+from harness import spread, write_json  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {"training": {"sequence_length": 8192, "global_batch_size": 2}},
@@ -65,8 +66,7 @@ def write_spec(name: str, folder: Path) -> Path:
             if isinstance(model.get(key), list):
                 model[key] = model[key][: change["layers"]]
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(model | change.get("model", {}), indent=1)
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+    write_json(folder / "config.json", model | change.get("model", {}))
     spec = {
         "version": 1,
         "name": name,
@@ -83,7 +83,7 @@ def write_spec(name: str, folder: Path) -> Path:
         },
     }
     file = folder / "spec.json"
-    file.write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+    write_json(file, spec)
     return file
 
 
@@ -225,11 +225,6 @@ def of_peer(plan: parcompile.Plan, steps: int) -> dict[str, Any]:
     return figures | {"profile": kernels_of(step), "waits": waits_of(step)}
 
 
-def spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.4f} s ({low:.4f} to {high:.4f})"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(MODELS))
@@ -268,7 +263,7 @@ def main() -> int:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
         gc.collect()
         torch.cuda.empty_cache()
-        (folder / "figures.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "figures.json", found)
     for name in runs:
         one = found[name]
         if "error" in one:
@@ -276,7 +271,8 @@ def main() -> int:
             continue
         profile = one["profile"]
         kernels = ", ".join(profile["attention"])
-        print(f"{arguments.name}, {name}: {spread(one['seconds'])} a step, peak {one['peak_bytes'] / 2**30:.2f} GiB")
+        took, peak = spread(one["seconds"], ".4f"), one["peak_bytes"] / 2**30
+        print(f"{arguments.name}, {name}: {took} s a step, peak {peak:.2f} GiB")
         print(f"  attention by {kernels}: {profile['attention_seconds']:.4f} s")
         print(f"  the GPU computes {profile['computing_seconds']:.4f} s in {profile['launches']} launches")
         waits, losses = sum(one["waits"].values()), one["losses"]

@@ -7,12 +7,11 @@ Both step in turn; a ratio is of two neighbours. DeepSpeed compiles its extensio
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from harness import parsed, ratios, seconds_in_turns, spread
 
 BYTES = 28
 """Of an element that a step reads and writes: weight, gradient and two moments in fp32."""
@@ -20,28 +19,16 @@ BYTES = 28
 
 def main() -> None:
     """Prints seconds, bytes per second and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=128_000_000)
-    parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
+    given = parsed(__doc__, elements=128_000_000, rounds=9)
     weight = torch.nn.Parameter(torch.randn(given.elements))
     weight.grad = torch.randn(given.elements)
     makers = {"torch": lambda: torch.optim.AdamW([weight], fused=True), "deepspeed": lambda: DeepSpeedCPUAdam([weight])}
-    optimizers = {name: make() for name, make in makers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
-    for number in range(given.rounds + 1):
-        for name, optimizer in optimizers.items():
-            begin = time.perf_counter()
-            optimizer.step()
-            if number:  # the first makes the moments
-                seconds[name].append(time.perf_counter() - begin)
+    # The first round makes the moments.
+    seconds = seconds_in_turns({name: make().step for name, make in makers.items()}, given.rounds)
     for name, times in seconds.items():
-        low, middle, high = (round(one, 3) for one in statistics.quantiles(times, n=4))
         rate = given.elements * BYTES / statistics.median(times) / 1e9
-        print(f"{name}: {middle} s ({low} … {high}), {rate:.1f} GB/s, {torch.get_num_threads()} threads")
-    ratios = [own / other for own, other in zip(seconds["torch"], seconds["deepspeed"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"torch / deepspeed: {middle:.2f} ({low:.2f} … {high:.2f})")
+        print(f"{name}: {spread(times, '.3f')} s, {rate:.1f} GB/s, {torch.get_num_threads()} threads")
+    print(f"torch / deepspeed: {spread(ratios(seconds['torch'], seconds['deepspeed']))}")
 
 
 if __name__ == "__main__":

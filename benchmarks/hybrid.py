@@ -15,7 +15,6 @@ gradients are summed where they are scattered. The methods take turns, round by 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import warnings
@@ -24,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from meters import TIMEOUT, in_turns, quartiles
+from harness import heads, parsed, quartiles, ratios, row, spread
+from meters import TIMEOUT, in_turns
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
@@ -115,6 +115,8 @@ def scan_of(layer: Layer, layout: CpLayout, length: int, rank: int) -> Callable[
 
 def measure(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]:
     """Of this rank, each layer, length and method."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     found = []
     for name, (layer, features) in LAYERS.items():
         for length in lengths:
@@ -155,42 +157,25 @@ def measure(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]
     return found
 
 
-def on_rank(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]:
-    """What a rank measures."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    return measure(rank, ranks, lengths, rounds)
-
-
-def table(ranks: int, found: list[list[Row]]) -> list[str]:
+def show(ranks: int, found: list[list[Row]]) -> None:
     """A line for each layer, length and method."""
-    lines, gathered = [], found[0][0]
+    gathered = found[0][0]
     for rows in zip(*found, strict=True):
         first = rows[0]
         # Barriers stand around each step: the ranks agree on its time.
         gathered = first if first.method == "gathered" else gathered
-        low, middle, high = quartiles([one / own for one, own in zip(gathered.seconds, first.seconds, strict=True)])
-        ratio = "1" if first.method == "gathered" else f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        sent, apart = max(row.sent_bytes for row in rows), max(row.apart for row in rows)
-        milliseconds = 1e3 * quartiles(first.seconds)[1]
-        lines.append(
-            f"| {first.layer} | {ranks} | {first.length:,} | {first.method} | {milliseconds:.0f} | "
-            f"{ratio} | {sent / 1024:,.0f} | {apart:.0e} |"
-        )
-    return lines
+        ratio = "1" if first.method == "gathered" else spread(ratios(gathered.seconds, first.seconds))
+        sent, apart = max(one.sent_bytes for one in rows), max(one.apart for one in rows)
+        figures = f"{1e3 * quartiles(first.seconds)[1]:.0f}", ratio, f"{sent / 1024:,.0f}", f"{apart:.0e}"
+        row(first.layer, ranks, f"{first.length:,}", first.method, *figures)
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    print("| layer | ranks | tokens | method | ms | ratio | sent, KiB | apart |\n|---|---|---|---|---|---|---|---|")
+    given = parsed(__doc__, ranks=[2, 4], lengths=[2048, 8192], rounds=7)
+    heads("layer", "ranks", "tokens", "method", "ms", "ratio", "sent, KiB", "apart")
     for ranks in given.ranks:
-        found = run_local(ranks, on_rank, ranks, given.lengths, given.rounds, timeout=TIMEOUT)
-        print("\n".join(table(ranks, found)), flush=True)
+        show(ranks, run_local(ranks, measure, ranks, given.lengths, given.rounds, timeout=TIMEOUT))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ asked when a round took it longer than a second; a peer that is not installed is
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -23,6 +22,8 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from harness import JSON, parsed, quartiles, write_json
 
 from parcompile.backends.registry import render
 from parcompile.layout.groups import Grid, Groups
@@ -40,7 +41,6 @@ SHAPES = {
 """World size: tp, cp, pp; dp is what is left."""
 
 NAMES = ("tp", "cp", "dp", "pp", "dp-cp")
-AXES = {name: tuple(name.split("-")) for name in NAMES}
 ORDER = ("tp", "cp", "dp", "pp")
 LIMIT_SECONDS = 1.0
 
@@ -77,20 +77,14 @@ def sizes(world: int) -> dict[str, int]:
     return {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
 
 
-def ours_one(world: int) -> Callable[[], object]:
-    def run() -> object:
-        groups = Groups(Grid.of(ORDER, sizes(world)))
-        return [groups.of_rank(name, world // 3) for name in NAMES]
-
-    return run
+def ours_one(world: int) -> object:
+    groups = Groups(Grid.of(ORDER, sizes(world)))
+    return [groups.of_rank(name, world // 3) for name in NAMES]
 
 
-def ours_all(world: int) -> Callable[[], object]:
-    def run() -> object:
-        groups = Groups(Grid.of(ORDER, sizes(world)))
-        return [list(groups.all(name)) for name in NAMES]
-
-    return run
+def ours_all(world: int) -> object:
+    groups = Groups(Grid.of(ORDER, sizes(world)))
+    return [list(groups.all(name)) for name in NAMES]
 
 
 def megatron(world: int) -> Callable[[], object] | None:
@@ -133,9 +127,7 @@ def same(found: object, expected: object) -> bool:
 
 
 def quartile_spread(times: list[float]) -> float:
-    if len(times) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
+    low, middle, high = quartiles(times) if len(times) > 1 else (1.0, 1.0, 1.0)
     return (high - low) / middle
 
 
@@ -145,8 +137,8 @@ def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
         file.write_text(json.dumps(spec(world)), encoding="utf-8")
         methods: dict[str, Callable[[], object] | None] = {
             "compile": lambda: compiled(file),
-            "one rank": ours_one(world),
-            "all": ours_all(world),
+            "one rank": lambda: ours_one(world),
+            "all": lambda: ours_all(world),
             "megatron": megatron(world),
             "torch": torch_mesh(world),
         }
@@ -219,16 +211,11 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compile time and memory against the world size.")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = parsed(__doc__, rounds=5, json=JSON, plot=Path)
     skipped: set[str] = set()
     rows = [measure(world, options.rounds, skipped) for world in SHAPES]
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, rows)
     if options.plot:
         plot(rows, options.plot)
 

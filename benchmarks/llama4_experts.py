@@ -13,14 +13,14 @@ visit the expert that it chose, so that the routed experts do 1 / experts of its
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from meters import in_turns, kept_bytes, quartiles
+from harness import heads, parsed, ratios, row, spread
+from meters import in_turns, kept_bytes
 from torch import Tensor
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -32,11 +32,7 @@ HIDDEN, WIDTH = 512, 1024
 
 def main() -> None:
     """Prints a row for each block."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = parsed(__doc__, experts=16, tokens=1024, rounds=7)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Llama4TextConfig(
@@ -59,18 +55,12 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _, seconds = in_turns(steps, options.rounds)
     dist.destroy_process_group()
-    ratios = [one / other for one, other in zip(seconds["transformers"], seconds["this project"], strict=True)]
-    print("| block | ms | ratio | kept, MiB | apart |\n|---|---|---|---|---|")
-    for name, block in (("transformers", original), ("this project", ours)):
+    heads("block", "ms", "ratio", "kept, MiB", "apart")
+    own = spread(ratios(seconds["transformers"], seconds["this project"]), ".1f")
+    for name, block, more in (("transformers", original, ("1", "")), ("this project", ours, (own, f"{apart:.0e}"))):
         weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         kept = kept_bytes(lambda block=block: block(hidden.clone().requires_grad_()), weights)
-        low, median, high = quartiles(seconds[name])
-        of, distance = "1", ""
-        if block is ours:
-            low_ratio, median_ratio, high_ratio = quartiles(ratios)
-            of, distance = f"{median_ratio:.1f} ({low_ratio:.1f} to {high_ratio:.1f})", f"{apart:.0e}"
-        spread = f"{1e3 * median:.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})"
-        print(f"| {name} | {spread} | {of} | {kept / 2**20:.1f} | {distance} |")
+        row(name, spread([1e3 * one for one in seconds[name]], ".0f"), more[0], f"{kept / 2**20:.1f}", more[1])
 
 
 def results(block: Any, hidden: Tensor) -> list[Tensor]:

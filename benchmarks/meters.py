@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -112,6 +111,12 @@ def in_turns(
     return seconds, cpu_seconds
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+def slowest_seconds(work: Callable[[], object], times: int = 1) -> float:
+    """Seconds of a call, of so many, on the slowest rank; every rank calls it alike."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    taken = torch.tensor((time.perf_counter() - started) / times, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)

@@ -12,17 +12,16 @@ the most that a step has allocated at a time.
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meters import TIMEOUT, Wire, in_turns, peak_bytes, quartiles
-from peers.tensor_parallel import absent
+from harness import JSON, heads, parsed, quartiles, ratios, row, spread, write_json
+from meters import TIMEOUT, Wire, in_turns, peak_bytes
+from peers.tensor_parallel import absent, say_absent
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -90,11 +89,7 @@ def methods(weight: Tensor) -> dict[str, Method]:
 def step_of(method: Method, hidden: Tensor, labels: Tensor, parallel: bool) -> Callable[[], tuple[Tensor, Tensor]]:
     def step() -> tuple[Tensor, Tensor]:
         leaf = hidden.detach().requires_grad_()
-        if parallel:
-            with loss_parallel():
-                loss = method(leaf, labels)
-                loss.backward()
-        else:
+        with loss_parallel() if parallel else contextlib.nullcontext():
             loss = method(leaf, labels)
             loss.backward()
         found = loss.full_tensor() if isinstance(loss, DTensor) else loss
@@ -127,39 +122,32 @@ def run_rank(_: int, rounds: int, tokens: int) -> list[dict]:
                 step()
             rows.append({"dtype": str(dtype), "method": name, "sent_bytes": wire.bytes, "peak_bytes": peak_bytes(step)})
         seconds, cpu_seconds = in_turns(steps, rounds)
-        for row in rows[-len(steps) :]:
-            row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
+        for one in rows[-len(steps) :]:
+            one["seconds"], one["cpu_seconds"] = seconds[one["method"]], cpu_seconds[one["method"]]
     return rows
 
 
 def show(rows: list[dict]) -> None:
-    ours = {row["dtype"]: row for row in rows if row["method"] == "ours"}
-    print("| dtype | method | step ms | time / ours (quartiles) | CPU / ours | sent MB | peak MB |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        base = ours[row["dtype"]]
-        low, middle, high = quartiles([a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)])
-        cpu = quartiles([a / b for a, b in zip(row["cpu_seconds"], base["cpu_seconds"], strict=True)])[1]
-        print(
-            f"| {row['dtype'].removeprefix('torch.')} | {row['method']} | {1e3 * quartiles(row['seconds'])[1]:.0f} "
-            f"| {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} "
-            f"| {row['sent_bytes'] / 1e6:.2f} | {row['peak_bytes'] / 1e6:.0f} |"
+    ours = {one["dtype"]: one for one in rows if one["method"] == "ours"}
+    heads("dtype", "method", "step ms", "time / ours (quartiles)", "CPU / ours", "sent MB", "peak MB")
+    for one in rows:
+        base = ours[one["dtype"]]
+        cpu = quartiles(ratios(one["cpu_seconds"], base["cpu_seconds"]))[1]
+        times = (
+            f"{1e3 * quartiles(one['seconds'])[1]:.0f}",
+            spread(ratios(one["seconds"], base["seconds"])),
+            f"{cpu:.2f}",
         )
+        sizes = f"{one['sent_bytes'] / 1e6:.2f}", f"{one['peak_bytes'] / 1e6:.0f}"
+        row(one["dtype"].removeprefix("torch."), one["method"], *times, *sizes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each method")
-    parser.add_argument("--tokens", type=int, default=1024, help="T")
-    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
-    arguments = parser.parse_args()
-    rows, *_ = run_local(RANKS, run_rank, arguments.rounds, arguments.tokens, timeout=TIMEOUT)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows))
+    options = parsed(__doc__, rounds=(5, "steps of each method"), tokens=(1024, "T"), json=JSON)
+    rows, *_ = run_local(RANKS, run_rank, options.rounds, options.tokens, timeout=TIMEOUT)
+    write_json(options.json, rows)
     show(rows)
-    for name, reason in absent().items():
-        if name != "AutoTP":
-            print(f"absent: {name} ({reason})")
+    say_absent("AutoTP")
 
 
 if __name__ == "__main__":

@@ -11,31 +11,27 @@ a step waits for its samples, as a share of it. "Held" are whole micro-batches o
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from meters import TIMEOUT, quartiles
+from harness import JSON, ROOT, heads, parsed, plan_of, row, spread, write_json
+from meters import TIMEOUT
+from meters import slowest_seconds as seconds
 from torch import Tensor
 
-from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 from parcompile.runtime.data import Batch, PlanLoader
 from parcompile.runtime.local import run_local
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 RANKS, STEPS, BATCH, MICRO = 2, 4, 16, 4
 
@@ -114,18 +110,8 @@ def measure(_: int, plan: Plan, rounds: int) -> dict[str, Any]:
     engine, *_ = initialize(plan=plan, self_check=False)
     text = StandardLibrary(plan.spec.training.sequence_length, 0)
 
-    def seconds(work: Callable[[], Any], times: int) -> float:
-        """Of the slower rank, for each time."""
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(times):
-            work()
-        taken = torch.tensor((time.perf_counter() - started) / times, dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return float(taken)
-
     plain = iter(PlanLoader(text, engine.mesh))
-    step = statistics.median(seconds(lambda: engine.train_batch(plain), 1) for _ in range(12))
+    step = statistics.median(seconds(lambda: engine.train_batch(plain)) for _ in range(12))
     sort = statistics.median(seconds(lambda: np.sort(NUMBERS), 50) for _ in range(9))
     runs: dict[str, list[tuple[Counting, Any]]] = {}
     for name, (work, *ways) in CASES.items():
@@ -167,28 +153,19 @@ def measure(_: int, plan: Plan, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parsed(__doc__, rounds=9, json=JSON)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     tree = json.loads((EXAMPLES / "byte_llama.json").read_text(encoding="utf-8"))
     tree["cluster"]["gpus_per_node"], tree["parallelism"] = RANKS, {"tp": RANKS}
     tree["training"] |= {"global_batch_size": BATCH, "micro_batch_size": MICRO}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "spec.json").write_text(json.dumps(tree), encoding="utf-8")
-        plan, checked = compile_file(Path(folder) / "spec.json")
-    assert plan is not None, checked.diagnostics
     load = os.getloadavg()[0]
-    found = run_local(RANKS, measure, plan, options.rounds, timeout=TIMEOUT)[0]
+    found = run_local(RANKS, measure, plan_of(tree), options.rounds, timeout=TIMEOUT)[0]
     print(f"a step: {found['step']:.3f} s; load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}")
-    print("| | time (quartiles) | waits for data | held, in steps |\n|---|---|---|---|")
+    heads("", "time (quartiles)", "waits for data", "held, in steps")
     for name, case in found["cases"].items():
-        low, middle, high = quartiles(case["ratios"])
         waits, held = statistics.median(case["waits"]), case["held"] / (BATCH // MICRO)
-        print(f"| {name} | {middle:.2f} ({low:.2f} … {high:.2f}) | {waits:.1%} | {held:.2g} |")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        row(name, spread(case["ratios"]), f"{waits:.1%}", f"{held:.2g}")
+    write_json(options.json, found)
 
 
 if __name__ == "__main__":

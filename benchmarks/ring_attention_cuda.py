@@ -14,7 +14,6 @@ whole sequence alone, divided by their number. Without a GPU it says so and meas
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import parsed, ratios, spread, write_json
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
@@ -70,24 +70,11 @@ def check_kernels() -> dict[str, float]:
     """The largest relative error of output, log-sum-exp and gradients of each kernel against fp64, for each band."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
-        query, key, value, grad = draw(768, dtype)
-        kernel = select_kernel(query, value, banded=True)
+        tensors = draw(768, dtype)
+        kernel = select_kernel(tensors[0], tensors[2], banded=True)
         bands = [FULL, CAUSAL] + ([] if isinstance(kernel, CudaEfficientKernel) else [Band(-99, 0), Band(-300, 200)])
-        exact = PlainKernel()
         for band in bands:
-            wide = [tensor.double() for tensor in (query, key, value)]
-            wanted, wanted_lse = exact.forward(*wide, band=band, scale=0.1)
-            out, lse = kernel.forward(query, key, value, band=band, scale=0.1, terms=None)
-            sums, wanted_sums = (
-                Gradients(*(torch.zeros_like(tensor, dtype=dtype) for tensor in wide))
-                for dtype in (torch.float32, torch.float64)
-            )
-            wide_read = Queries(wide[0], grad.double(), wanted, wanted_lse, 0.1)
-            exact.backward(wide_read, *wide[1:], band=band, into=wanted_sums)
-            kernel.backward(Queries(query, grad, out, lse, 0.1), key, value, band=band, terms=None, into=sums)
-            pairs = [(out, wanted), (lse, wanted_lse)]
-            pairs += [(getattr(sums, name), getattr(wanted_sums, name)) for name in ("query", "key", "value")]
-            worst = max(float((got.double() - right).norm() / right.norm()) for got, right in pairs)
+            worst = max(errors_of(kernel, tensors, band, 0.1).values())
             found[f"{kernel.name} {str(dtype).removeprefix('torch.')} {band.lower, band.upper}"] = worst
     return found
 
@@ -264,18 +251,14 @@ def many_gpus(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results.get()
 
 
-def spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:6.1%} ({low:.1%} … {high:.1%})"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
-    parser.add_argument("--ranks", type=int, default=8, help="of the ring whose part one GPU computes")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write every measured second")
-    arguments = parser.parse_args()
+    arguments = parsed(
+        __doc__,
+        lengths=[16_384, 65_536],
+        ranks=(8, "of the ring whose part one GPU computes"),
+        rounds=20,
+        json=(Path, "also write every measured second"),
+    )
     if not torch.cuda.is_available():
         print("there is no GPU: nothing is measured")
         return 0
@@ -298,13 +281,10 @@ def main() -> int:
     for part in parts:
         for name in ("forward", "forward + backward"):
             times = part[name]
-            share = [
-                flash / part["ranks"] / own
-                for flash, own in zip(times["flash_seconds"], times["part_seconds"], strict=True)
-            ]
+            share = [one / part["ranks"] for one in ratios(times["flash_seconds"], times["part_seconds"])]
             print(
                 f"{part['kernel']}: {part['length']} tokens, 1 of {part['ranks']} ranks, {name}: "
-                f"share {spread(share)}, peak {times['peak_bytes'] / 1e6:.0f} MB"
+                f"share {spread(share, '.1%')}, peak {times['peak_bytes'] / 1e6:.0f} MB"
             )
     packs = [packed(16_384, documents, arguments.rounds) for documents in (4, 32)]
     for one in packs:
@@ -315,15 +295,10 @@ def main() -> int:
     for found in scaling:
         direction = "forward + backward" if found["backward"] else "forward"
         for name in sorted(set(found) & set(IMPLEMENTATIONS)):
-            share = [one / found["ranks"] / all_ for one, all_ in zip(found["one_gpu"], found[name], strict=True)]
-            print(f"{found['length']} tokens on {found['ranks']} GPUs, {direction}, {name}: {spread(share)}")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps(
-                {"errors": errors, "kernels": kernels, "parts": parts, "packed": packs, "scaling": scaling}, indent=1
-            )
-            + "\n"
-        )
+            share = [one / found["ranks"] for one in ratios(found["one_gpu"], found[name])]
+            print(f"{found['length']} tokens on {found['ranks']} GPUs, {direction}, {name}: {spread(share, '.1%')}")
+    found = {"errors": errors, "kernels": kernels, "parts": parts, "packed": packs, "scaling": scaling}
+    write_json(arguments.json, found)
     return 0
 
 

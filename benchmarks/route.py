@@ -9,12 +9,11 @@ process. "Tiles" are what a rank would launch one by one in each layer, forward;
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import time
 
 import torch
+from harness import heads, parsed, quartiles, row, spread
 
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention.kernels.packs import PackedTiles
@@ -42,11 +41,8 @@ def borders(length: int, count: int, unit: int, seed: int) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
-    print("| cp | tokens | documents | dealt | window | tiles | launches | ms (quartiles) | of the limit |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    rounds = parsed(__doc__, rounds=30).rounds
+    heads("cp", "tokens", "documents", "dealt", "window", "tiles", "launches", "ms (quartiles)", "of the limit")
     for cp, tokens, documents, layout, alone, window in CASES:
         local, spent = tokens // cp, []
         for turn in range(rounds + 1):
@@ -56,14 +52,10 @@ def main() -> None:
             tiles = [step.tiles for step in route if isinstance(step.tiles, PackedTiles)]
             launches = [len(each.launches(local, local, torch.device("cpu"))) if len(each) > 1 else 1 for each in tiles]
             spent.append((time.process_time() - start) * 1e3)
-        low, middle, high = statistics.quantiles(spent[1:], n=4)
-        how = "each document" if alone else "the sequence"
-        limit = SMALL_MS if documents < 2_000 else LARGE_MS
-        print(
-            f"| {cp} | {tokens:,} | {documents:,} | {how}, {layout.value} | {window or '–'} | "
-            f"{sum(map(len, tiles)):,} | {sum(launches)} | {middle:.2f} ({low:.2f} … {high:.2f}) | "
-            f"{middle / limit:.2f} |"
-        )
+        how = f"{'each document' if alone else 'the sequence'}, {layout.value}"
+        share = quartiles(spent[1:])[1] / (SMALL_MS if documents < 2_000 else LARGE_MS)
+        sizes = f"{tokens:,}", f"{documents:,}", how, window or "–", f"{sum(map(len, tiles)):,}", sum(launches)
+        row(cp, *sizes, spread(spent[1:]), f"{share:.2f}")
 
 
 if __name__ == "__main__":

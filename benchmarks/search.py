@@ -8,13 +8,13 @@ that pipelines are enumerated, too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from harness import JSON, parsed, write_json
 
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
@@ -59,10 +59,7 @@ def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parsed(__doc__, rounds=3, json=JSON)
     rows = [measure(model, world, options.rounds) for model, worlds in WORLDS.items() for world in worlds]
     print(f"Python {platform.python_version()}, {platform.machine()}, {options.rounds} rounds")
     for row in rows:
@@ -72,8 +69,7 @@ def main() -> None:
             f"({low:.2f} to {high:.2f})  {row['layouts_per_second']:>6} layouts/s  "
             f"{row['processor_seconds_median']:>6.2f} s of processor"
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

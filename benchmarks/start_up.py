@@ -12,7 +12,6 @@ leave: handshake, entry and one look at the others. The seconds are those of all
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import heads, parsed, row
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parcompile
@@ -124,25 +124,19 @@ def ask(size: int, rank: int) -> tuple[list[int], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    plan = plan_of(arguments.nodes)
+    options = parsed(__doc__, nodes=2048, rounds=3)
+    plan = plan_of(options.nodes)
     print(f"{plan.world_size:,} ranks, tp 8, cp 2, pp 16; of rank {plan.world_size // 2:,}")
-    print("| creates | calls | seconds (least … most) |")
-    print("|---|---|---|")
+    heads("creates", "calls", "seconds (least … most)")
     for name, create in (("every group of the world", every_group), ("its own groups", own_groups)):
-        spent, calls = seconds(plan, create, arguments.rounds)
-        print(f"| {name} | {calls:,} | {statistics.median(spent):.3f} ({min(spent):.3f} … {max(spent):.3f}) |")
-    print("\n| ranks | rank | handshake | entry and first look | each further look | ms |")
-    print("|---|---|---|---|---|---|")
+        spent, calls = seconds(plan, create, options.rounds)
+        row(name, f"{calls:,}", f"{statistics.median(spent):.3f} ({min(spent):.3f} … {max(spent):.3f})")
+    print()
+    heads("ranks", "rank", "handshake", "entry and first look", "each further look", "ms")
     for size in SIZES:
         for rank in (size // 2 + 1, 0):
-            counts, spent_once = ask(size, rank)
-            print(
-                f"| {size:,} | {rank:,} | " + " | ".join(f"{one:,}" for one in counts) + f" | {1e3 * spent_once:.0f} |"
-            )
+            counts, once = ask(size, rank)
+            row(f"{size:,}", f"{rank:,}", *(f"{one:,}" for one in counts), f"{1e3 * once:.0f}")
 
 
 if __name__ == "__main__":

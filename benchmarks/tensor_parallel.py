@@ -13,17 +13,14 @@ else counts, on a process group that sends nothing, less that of the limit.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meters import TIMEOUT, Wire, in_turns, kept_bytes, peak_bytes, quartiles
-from peers.tensor_parallel import absent, with_autotp, with_megatron
+from harness import JSON, heads, parsed, ratios, row, seconds_in_turns, spread, write_json
+from meters import TIMEOUT, Wire, in_turns, kept_bytes, peak_bytes
+from peers.tensor_parallel import absent, parts_of, say_absent, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -95,11 +92,11 @@ class Block(nn.Module):
 def ours(block: Block, sequence_parallel: bool, keep_gathered: bool = False) -> Block:
     group = dist.group.WORLD
     options = {"group": group, "sequence_parallel": sequence_parallel, "sequence_dim": 1}
-    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+    for module, columns, last in parts_of(block):
         for name in columns:
             full = getattr(module, name)
             setattr(module, name, ColumnParallelLinear.from_linear(full, keep_gathered=keep_gathered, **options))
-        setattr(module, row, RowParallelLinear.from_linear(getattr(module, row), **options))
+        setattr(module, last, RowParallelLinear.from_linear(getattr(module, last), **options))
         layers = [getattr(module, name) for name in columns]
         module.project = lambda x, layers=layers: column_parallel(x, layers)
     if sequence_parallel:
@@ -112,7 +109,7 @@ def ours(block: Block, sequence_parallel: bool, keep_gathered: bool = False) -> 
 def fused(block: Block, sequence_parallel: bool) -> Block:
     """q, k and v in one matmul, gate and up in another."""
     options = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel, "sequence_dim": 1}
-    parts = ((block.attention, ("q", "k", "v")), (block.mlp, ("gate", "up")))
+    parts = [(module, columns) for module, columns, _ in parts_of(block)]
     packed = [pack([getattr(module, name) for name in columns], options) for module, columns in parts]
     ours(block, sequence_parallel)
     for (module, columns), layer in zip(parts, packed, strict=True):
@@ -135,20 +132,19 @@ def pack(layers: list[nn.Linear], options: dict) -> ColumnParallelLinear:
 
 
 def with_dtensor(block: Block, sequence_parallel: bool) -> Block:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    column, row = dtensor.ColwiseParallel, dtensor.RowwiseParallel
+    mesh, rowwise = init_device_mesh("cpu", (RANKS,)), dtensor.RowwiseParallel
+    columns = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+    plan = {name: dtensor.ColwiseParallel() for name in columns}
     if not sequence_parallel:
-        plan = {f"attention.{name}": column() for name in "qkv"} | {f"mlp.{name}": column() for name in ("gate", "up")}
-        return dtensor.parallelize_module(block, mesh, plan | {"attention.o": row(), "mlp.down": row()})
+        return dtensor.parallelize_module(block, mesh, plan | {"attention.o": rowwise(), "mlp.down": rowwise()})
     gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    plan = {f"attention.{name}": column() for name in "qkv"} | {f"mlp.{name}": column() for name in ("gate", "up")}
     plan |= {
         "attention_norm": dtensor.SequenceParallel(),
         "mlp_norm": dtensor.SequenceParallel(),
         "attention": dtensor.PrepareModuleInput(**gathered),
         "mlp": dtensor.PrepareModuleInput(**gathered),
-        "attention.o": row(output_layouts=Shard(1), use_local_output=True),
-        "mlp.down": row(output_layouts=Shard(1), use_local_output=True),
+        "attention.o": rowwise(output_layouts=Shard(1), use_local_output=True),
+        "mlp.down": rowwise(output_layouts=Shard(1), use_local_output=True),
     }
     for norm in (block.attention_norm, block.mlp_norm):
         norm.register_forward_hook(lambda _m, _i, out: out.to_local() if isinstance(out, DTensor) else out)
@@ -156,12 +152,12 @@ def with_dtensor(block: Block, sequence_parallel: bool) -> Block:
 
 
 def limit(block: Block) -> Block:
-    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+    for module, columns, last in parts_of(block):
         for name in columns:
             full = getattr(module, name)
             setattr(module, name, nn.Linear(full.in_features, full.out_features // RANKS, bias=False))
-        full = getattr(module, row)
-        setattr(module, row, nn.Linear(full.in_features // RANKS, full.out_features, bias=False))
+        full = getattr(module, last)
+        setattr(module, last, nn.Linear(full.in_features // RANKS, full.out_features, bias=False))
     return block
 
 
@@ -200,12 +196,7 @@ def host_overhead(_: int, rounds: int) -> dict[str, float]:
         model = nn.Sequential(*(convert(Block(64, 176, 4, 2)) for _ in range(layers)))
         x = torch.randn(1, 8 // (RANKS if method.endswith("+ sp") else 1), 64)
         steps[method] = step_of(model, x)
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
-    for _ in range(4 * rounds):
-        for method, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[method].append(time.perf_counter() - start)
+    seconds = seconds_in_turns(steps, 4 * rounds)
     least = {method: min(values) / layers * 1e6 for method, values in seconds.items()}
     return {method: value - least["limit"] for method, value in least.items()}
 
@@ -227,14 +218,13 @@ def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
 
 def run_rank(rank: int, rounds: int, sizes: str) -> list[dict]:
     report = []
-    for name, (hidden, intermediate, heads, kv_heads, length, layers) in SIZES.items():
+    for name, (*shape, length, layers) in SIZES.items():
         if sizes not in name:
             continue
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
-            shape = (hidden, intermediate, heads, kv_heads)
             reference = nn.Sequential(*(Block(*shape) for _ in range(layers))).to(dtype)
-            x = torch.randn(1, length, hidden, dtype=dtype)
+            x = torch.randn(1, length, shape[0], dtype=dtype)
 
             def build(convert: Callable[[Block], Block], shape=shape, layers=layers, dtype=dtype, reference=reference):
                 blocks = [Block(*shape) for _ in range(layers)]
@@ -264,61 +254,39 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
         weights = {
             (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in model.parameters()
         }
-        kept = kept_bytes(step, weights)
-        rows.append(
-            {
-                "size": name,
-                "dtype": str(dtype),
-                "method": method,
-                "calls": wire.calls,
-                "sent_bytes": wire.bytes,
-                "kept_bytes": kept,
-                "peak_bytes": peak_bytes(step),
-            }
-        )
+        found = {"size": name, "dtype": str(dtype), "method": method, "calls": wire.calls, "sent_bytes": wire.bytes}
+        rows.append({**found, "kept_bytes": kept_bytes(step, weights), "peak_bytes": peak_bytes(step)})
     seconds, cpu_seconds = in_turns(steps, rounds)
-    for row in rows:
-        row["seconds"], row["cpu_seconds"] = seconds[row["method"]], cpu_seconds[row["method"]]
+    for one in rows:
+        one["seconds"], one["cpu_seconds"] = seconds[one["method"]], cpu_seconds[one["method"]]
     return rows
 
 
 def show(report: list[dict]) -> None:
     ours_seconds = {}
-    for row in report:
-        if row["method"] in ("ours", "ours + sp"):
-            ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")] = row["seconds"]
+    for one in report:
+        if one["method"] in ("ours", "ours + sp"):
+            ours_seconds[one["size"], one["dtype"], one["method"].endswith("sp")] = one["seconds"]
     columns = ("block", "dtype", "method", "step ms (quartiles)", "time / ours (quartiles)", "CPU ms (quartiles)")
-    print("|", " | ".join((*columns, "calls", "sent MB", "kept MB", "peak MB")), "|")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in report:
-        base = ours_seconds[row["size"], row["dtype"], row["method"].endswith("sp")]
-        ratios = quartiles([a / b for a, b in zip(row["seconds"], base, strict=True)])
-        low, middle, high = (1e3 * value for value in quartiles(row["seconds"]))
-        cpu_low, cpu, cpu_high = (1e3 * value for value in quartiles(row["cpu_seconds"]))
-        print(
-            f"| {row['size']} | {row['dtype'].removeprefix('torch.')} | {row['method']} "
-            f"| {middle:.1f} ({low:.1f}-{high:.1f}) | {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f}) "
-            f"| {cpu:.1f} ({cpu_low:.1f}-{cpu_high:.1f}) "
-            f"| {row['calls']} | {row['sent_bytes'] / 1e6:.2f} | {row['kept_bytes'] / 1e6:.1f} "
-            f"| {row['peak_bytes'] / 1e6:.1f} |"
-        )
+    heads(*columns, "calls", "sent MB", "kept MB", "peak MB")
+    for one in report:
+        base = ours_seconds[one["size"], one["dtype"], one["method"].endswith("sp")]
+        wall, cpu = (spread([1e3 * value for value in one[kind]], ".1f") for kind in ("seconds", "cpu_seconds"))
+        sizes = f"{one['sent_bytes'] / 1e6:.2f}", *(f"{one[what] / 1e6:.1f}" for what in ("kept_bytes", "peak_bytes"))
+        names = one["size"], one["dtype"].removeprefix("torch."), one["method"]
+        row(*names, wall, spread(ratios(one["seconds"], base)), cpu, one["calls"], *sizes)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each method")
-    parser.add_argument("--sizes", default="", help="only the blocks whose name contains this")
-    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
-    arguments = parser.parse_args()
-    report, *_ = run_local(RANKS, run_rank, arguments.rounds, arguments.sizes, timeout=TIMEOUT)
+    sizes = "", "only the blocks whose name contains this"
+    options = parsed(__doc__, rounds=(15, "steps of each method"), sizes=sizes, json=JSON)
+    report, *_ = run_local(RANKS, run_rank, options.rounds, options.sizes, timeout=TIMEOUT)
     with LocalWorld(1, process_group=False) as world:
-        (host,) = world.run(host_overhead, arguments.rounds, timeout=TIMEOUT)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report))
+        (host,) = world.run(host_overhead, options.rounds, timeout=TIMEOUT)
+    write_json(options.json, report)
     show(report)
     print("\nhost, µs per block:", ", ".join(f"{method} {value:+.0f}" for method, value in host.items()))
-    for name, reason in absent().items():
-        print(f"absent: {name} ({reason})")
+    say_absent()
 
 
 if __name__ == "__main__":

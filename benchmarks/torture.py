@@ -24,14 +24,10 @@ A kill comes at a random moment of up to 1.1 times what the program takes untouc
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,47 +35,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness import BIN, ENVIRONMENT, ROOT, free_port, heads, parsed, row, run_for
+
 from parcompile.atomic import read_set
 from parcompile.plan import load_plan
 
-ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
 STEPS = 8
-ENVIRONMENT = {
-    **os.environ,
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-}
 
 
 class Broken(Exception):  # noqa: N818 -- it is a finding
     """Something was lost."""
 
 
-def run_for(words: Sequence[str], seconds: float | None) -> int | None:
-    """Runs a command in a session of its own and kills all of it after that time; None when it was killed."""
-    process = subprocess.Popen(
-        words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def parcompile(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "parcompile", *map(str, words)]
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def script(plan: Path, output: Path, steps: int = STEPS) -> list[str]:
@@ -351,19 +320,13 @@ def torture(minutes: float, seed: int, names: Sequence[str]) -> int:
         print(f"BROKEN after the kills below (kept in {folder}): {found}")
         return 1
     print("nothing was lost; kills and other attacks:")
-    print(
-        "\n".join(
-            ["| attack | times |", "|---|---|", *(f"| {name} | {count} |" for name, count in victim.kills.items())]
-        )
-    )
+    heads("attack", "times")
+    for name, count in victim.kills.items():
+        row(name, count)
     shutil.rmtree(folder)
     return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=list(ATTACKS))
-    options = parser.parse_args()
+    options = parsed(__doc__, minutes=10.0, seed=1, attacks=([*ATTACKS], None, [*ATTACKS]))
     sys.exit(torture(options.minutes, options.seed, options.attacks))

@@ -9,7 +9,6 @@ both, and the median and the quartiles of the ratios of neighbours.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import shutil
@@ -20,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from check import write_specs
+from harness import ROOT, parsed, ratios, spread
 from layout import spec as world_spec
 
 from parcompile.rules import example_spec
@@ -68,16 +68,13 @@ def lines_of(python: str) -> tuple[int, int]:
 
 def lines_of_tools() -> int:
     """Lines of what earlier versions had in the compiler, and this one beside it."""
-    texts = [one.read_text(encoding="utf-8") for one in (Path(__file__).parents[1] / ".ci" / "pages").glob("*.py")]
+    texts = [one.read_text(encoding="utf-8") for one in (ROOT / ".ci" / "pages").glob("*.py")]
     return sum(bool(line.strip()) for text in texts for line in text.splitlines())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="This version beside an earlier one.")
-    parser.add_argument("--before", help="the interpreter of an environment with the earlier version")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--specs", type=int, default=1000)
-    options = parser.parse_args()
+    environment = str, "the interpreter of an environment with the earlier version"
+    options = parsed(__doc__, before=environment, runs=9, specs=1000)
     if options.before is None:
         print("left out: --before names the interpreter of an environment with an earlier version")
         return
@@ -95,9 +92,9 @@ def main() -> None:
                 # The first turn fills caches of files.
                 if turn:
                     pairs.append(times)
-            low, middle, high = statistics.quantiles([second / first for first, second in pairs], n=4)
-            first, second = (statistics.median(column) for column in zip(*pairs, strict=True))
-            print(f"{what:34}{first:>8.3f} s{second:>8.3f} s  {middle:.2f} ({low:.2f} … {high:.2f})", flush=True)
+            old, new = zip(*pairs, strict=True)
+            first, second = statistics.median(old), statistics.median(new)
+            print(f"{what:34}{first:>8.3f} s{second:>8.3f} s  {spread(ratios(new, old))}", flush=True)
     (old_compiler, old_runtime), (compiler, runtime) = lines_of(before), lines_of(after)
     counts = {
         "lines of the compiler": (old_compiler, compiler),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ def absent() -> dict[str, str]:
     """Peers that cannot take part, with the reason."""
     packages = {"Megatron-Core": "megatron", "AutoTP": "deepspeed"}
     return {name: f"no {it} here" for name, it in packages.items() if importlib.util.find_spec(it) is None}
+
+
+def parts_of(block: Any) -> list[tuple[Any, tuple[str, ...], str]]:
+    """Of a block, each module with the names of its column layers and of its row layer."""
+    return [(block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")]
+
+
+def say_absent(*without: str) -> None:
+    """Prints these, but for some."""
+    for name, reason in absent().items():
+        if name not in without:
+            print(f"absent: {name} ({reason})")
 
 
 def with_megatron(block: nn.Module, sequence_parallel: bool) -> nn.Module:
@@ -45,7 +58,7 @@ def with_megatron(block: nn.Module, sequence_parallel: bool) -> nn.Module:
         gradient_accumulation_fusion=False,
     )
     options = {"config": config, "init_method": lambda _: None, "bias": False, "skip_bias_add": False}
-    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+    for module, columns, row in parts_of(block):
         layers = [getattr(module, name) for name in columns]
         parts = [layer.weight.detach().chunk(ranks)[rank] for layer in layers]
         sizes = [len(part) for part in parts]
@@ -92,7 +105,7 @@ def with_autotp(block: nn.Module) -> nn.Module:
         deepspeed.init_distributed("gloo")
     set_autotp_mode(training=True)
     group = dist.group.WORLD
-    for module, columns, row in ((block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")):
+    for module, columns, row in parts_of(block):
         for name in columns:
             setattr(module, name, LinearLayer(getattr(module, name), group))
         setattr(module, row, LinearAllreduce(getattr(module, row), group))

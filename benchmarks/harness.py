@@ -1,0 +1,136 @@
+"""What benchmarks share: options, medians with quartiles, tables, plans of specs, commands that are ended in time."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {
+    **os.environ,
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}
+"""Of a command whose ranks are CPU processes of one thread."""
+
+
+def parsed(doc: str | None, **options: Any) -> argparse.Namespace:
+    """The options of a command, whose help begins with its docstring.
+
+    Each keyword is an option: its default, or its default, what it means and the values that it may have. A list takes
+    several of them, and a type stands for an option without a default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, given in options.items():
+        default, said, choices = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
+        kind = default if isinstance(default, type) else type(default)
+        more: dict[str, Any] = {"nargs": "+", "type": type(default[0])} if isinstance(default, list) else {"type": kind}
+        more["default"] = None if isinstance(default, type) else default
+        parser.add_argument(f"--{name.replace('_', '-')}", help=said, choices=choices, **more)
+    return parser.parse_args()
+
+
+JSON = Path, "write every single measurement to this file"
+"""The option `json`."""
+
+
+def write_json(file: Path | None, found: Any) -> None:
+    """Writes what was measured, where the option asks for it."""
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """The median with the quartiles, each in a format."""
+    low, middle, high = quartiles(values)
+    return f"{middle:{form}} ({low:{form}} … {high:{form}})"
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of neighbours: the one over the other of each round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
+def row(*cells: object) -> None:
+    """Prints a row of a table in Markdown."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def heads(*columns: str) -> None:
+    """Prints the first two lines of a table."""
+    row(*columns)
+    print("|" + "---|" * len(columns), flush=True)
+
+
+def seconds_in_turns(
+    calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round in this process, after a round that warms up."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            if number:
+                found[name].append(clock() - start)
+    return found
+
+
+def plan_of(tree: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Any:
+    """The plan of a spec; `config` is that of a model, which lies beside it as config.json."""
+    from parcompile.pipeline import compile_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "spec.json"
+        file.write_text(json.dumps(tree), encoding="utf-8")
+        if config is not None:
+            file.with_name("config.json").write_text(json.dumps(config), encoding="utf-8")
+        plan, checked = compile_file(file)
+    assert plan is not None, checked.diagnostics
+    return plan
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def run_for(
+    words: Sequence[str],
+    seconds: float | None,
+    output: IO[Any] | int = subprocess.DEVNULL,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> int | None:
+    """The exit code of a command, which has a session of its own; None where it took longer than that.
+
+    Whatever it leaves running is killed.
+    """
+    process = subprocess.Popen(words, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
