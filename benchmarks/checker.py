@@ -325,13 +325,26 @@ def is_named(name: str, one: Diagnostic) -> bool:
 
 def report(tally: Tally) -> None:
     accused = len({line.partition(": ")[0] for line in tally.false_errors})
-    print(f"files                        {tally.files}")
-    print(f"recognised                   {', '.join(f'{kind} {n}' for kind, n in tally.kinds.most_common())}")
-    print(f"errors that are right        {share(tally.errors - len(tally.false_errors), tally.errors)}")
-    print(f"files that are accused       {share(accused, tally.files)}")
-    print(f"refusals that are found      {share(tally.found, tally.refused)}")
-    print(f"or warned of                 {share(tally.found + tally.warned, tally.refused)}")
-    for title, lines in (("false error", tally.false_errors), ("refusal without an error", tally.missed)):
+    figures = common(tally)
+    figures["files that are accused"] = share(accused, tally.files)
+    show(figures, {"false error": tally.false_errors, "refusal without an error": tally.missed})
+
+
+def common(tally: Tally) -> dict[str, object]:
+    """What is told of every kind of file."""
+    return {
+        "files": tally.files,
+        "recognised": ", ".join(f"{kind} {n}" for kind, n in tally.kinds.most_common()),
+        "errors that are right": share(tally.errors - len(tally.false_errors), tally.errors),
+        "refusals that are found": share(tally.found, tally.refused),
+        "or warned of": share(tally.found + tally.warned, tally.refused),
+    }
+
+
+def show(figures: Mapping[str, object], lists: Mapping[str, Sequence[str]]) -> None:
+    for name, figure in figures.items():
+        print(f"{name:28} {figure}")
+    for title, lines in lists.items():
         for line in lines:
             print(f"{title}: {line}")
 
@@ -367,32 +380,27 @@ def of_deepspeed(files: Sequence[Path], count: int) -> None:
             judge_file(tally, file, judge)
         agreed, disputed = draws(count, judge)
     found, mistaken, missed = planted()
-    right = tally.errors - len(tally.false_errors)
     judged = tally.right_warnings + len(tally.wrong_warnings)
-    print(f"files                        {tally.files}")
-    print(f"recognised                   {', '.join(f'{kind} {n}' for kind, n in tally.kinds.most_common())}")
-    print(f"errors that are right        {share(right, tally.errors)}")
-    print(f"refusals that are found      {share(tally.found, tally.refused)}")
-    print(f"or warned of                 {share(tally.found + tally.warned, tally.refused)}")
-    print(f"warnings that are right      {share(tally.right_warnings, judged)}")
-    print(f"warnings that nothing shows  {dict(tally.unjudged)}")
-    print(f"remarks                      {tally.infos}")
-    print(f"files that --fix changes     {tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}")
-    print(f"planted mistakes found       {share(found, mistaken)}")
-    print(f"drawn values agreed upon     {share(agreed, count)}")
+    figures = common(tally) | {
+        "warnings that are right": share(tally.right_warnings, judged),
+        "warnings that nothing shows": dict(tally.unjudged),
+        "remarks": tally.infos,
+        "files that --fix changes": f"{tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}",
+        "planted mistakes found": share(found, mistaken),
+        "drawn values agreed upon": share(agreed, count),
+    }
     if files:
         low, middle, high = files_per_second(files)
-        print(f"files per second             {middle:.0f} ({low:.0f} to {high:.0f}), one core")
-    for title, lines in (
-        ("false error", tally.false_errors),
-        ("refusal without an error", tally.missed),
-        ("false warning", tally.wrong_warnings),
-        ("wrong fix", tally.rewritten_wrongly),
-        ("planted and missed", missed),
-        ("drawn and disputed", disputed),
-    ):
-        for line in lines:
-            print(f"{title}: {line}")
+        figures["files per second"] = f"{middle:.0f} ({low:.0f} to {high:.0f}), one core"
+    lists = {
+        "false error": tally.false_errors,
+        "refusal without an error": tally.missed,
+        "false warning": tally.wrong_warnings,
+        "wrong fix": tally.rewritten_wrongly,
+        "planted and missed": missed,
+        "drawn and disputed": disputed,
+    }
+    show(figures, lists)
 
 
 if __name__ == "__main__":

@@ -158,21 +158,22 @@ def _death(folder: Path, code: int) -> dict[str, Any]:
 def table(sums: Iterable[Mapping[str, Mapping[str, Any]]]) -> str:
     """The table of `benchmarks/README.md`."""
     whole: dict[str, dict[str, Any]] = {}
-    for one in sums:
-        for name, own in one.items():
-            into = whole.setdefault(name, dict.fromkeys(own, 0))
-            for key, value in own.items():
-                into[key] = max(into[key], value) if key in ("longest", "growth") else into[key] + value
+    for name, own in (pair for one in sums for pair in one.items()):
+        _add(whole.setdefault(name, {}), own)
     rows = [
         "| files | mutants | refused | failed | ms each | longest s | most growth MB |",
         "|---|---|---|---|---|---|---|",
     ]
-    total = {"mutants": 0, "refused": 0, "failed": 0, "seconds": 0.0, "longest": 0.0, "growth": 0}
+    total: dict[str, Any] = {"mutants": 0, "refused": 0, "failed": 0, "seconds": 0.0, "longest": 0.0, "growth": 0}
     for name, own in sorted(whole.items()):
         rows.append(_row(name, own))
-        for key in total:
-            total[key] = max(total[key], own[key]) if key in ("longest", "growth") else total[key] + own[key]
+        _add(total, own)
     return "\n".join([*rows, _row("all", total)])
+
+
+def _add(into: dict[str, Any], own: Mapping[str, Any]) -> None:
+    for key, value in own.items():
+        into[key] = max(into.get(key, 0), value) if key in ("longest", "growth") else into.get(key, 0) + value
 
 
 def _row(name: str, own: Mapping[str, Any]) -> str:

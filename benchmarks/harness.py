@@ -38,7 +38,7 @@ def parsed(doc: str | None, **options: Any) -> argparse.Namespace:
     for name, given in options.items():
         default, said, choices = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
         kind = default if isinstance(default, type) else type(default)
-        more: dict[str, Any] = {"nargs": "+", "type": type(default[0])} if isinstance(default, list) else {"type": kind}
+        more: dict[str, Any] = {"nargs": "*", "type": type(default[0])} if isinstance(default, list) else {"type": kind}
         more["default"] = None if isinstance(default, type) else default
         parser.add_argument(f"--{name.replace('_', '-')}", help=said, choices=choices, **more)
     return parser.parse_args()

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness import heads, row
+
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import GPT_NEOX, MEGATRON
 from parcompile.backends.reading import Importer, RefusedError, Source, SpecPath, Undecided
@@ -65,10 +67,9 @@ def main() -> None:
                 if options.list:
                     print(file.name, function or "", *outcomes)
     columns = ("files", "refused", "imported", "complete", "counted", "equal")
-    print("|", " | ".join(("kind", *columns)), "|")
-    print("|---" * (1 + len(columns)) + "|")
+    heads("kind", *columns)
     for kind, counts in found.items():
-        print("|", " | ".join((IMPORTERS[kind].tool, *(str(counts[name]) for name in columns))), "|")
+        row(IMPORTERS[kind].tool, *(counts[name] for name in columns))
 
 
 def _functions(file: Path) -> list[str | None]:

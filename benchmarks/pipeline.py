@@ -18,25 +18,22 @@ autograd holds for backward, at the worst moment, over that of the micro-batches
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from meters import quartiles
+from harness import JSON, heads, parsed, plan_of, quartiles, ratios, row, spread, write_json
 from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
 from torch import Tensor
 
 from parcompile.layout.pipeline import Pass, Schedule
-from parcompile.pipeline import compile_file
 from parcompile.runtime.local import LocalWorld
 
 VIRTUAL = 2
@@ -68,7 +65,7 @@ def spec(stages: int, micro_batches: int, virtual: int) -> dict[str, Any]:
     return {
         "version": 1,
         "name": "pipeline",
-        "model": {"hf_config": "config.json"},
+        "model": {**MODEL, **SIZES[stages]},
         "cluster": {"gpus_per_node": stages, "accelerator": "cpu"},
         "parallelism": {"pp": stages, "num_virtual_stages_per_pipeline_rank": virtual},
         "training": {
@@ -81,14 +78,11 @@ def spec(stages: int, micro_batches: int, virtual: int) -> dict[str, Any]:
     }
 
 
-def parcompile(folder: str, rank: int, settings: dict[str, Any], virtual: int) -> Train:
+def parcompile(folder: str, settings: dict[str, Any], virtual: int) -> Train:
     """The engine of this project."""
     from parcompile.runtime import initialize, load_pretrained, pipeline, split_batch
 
-    file = Path(folder) / f"spec-{virtual}-{rank}.json"
-    file.write_text(json.dumps(spec(settings["stages"], settings["micro_batches"], virtual)), encoding="utf-8")
-    plan, checked = compile_file(file)
-    assert plan is not None, checked.diagnostics
+    plan = plan_of(spec(settings["stages"], settings["micro_batches"], virtual))
     engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
     clocks: list[Clock] = []
     run = pipeline.Step.run
@@ -122,7 +116,7 @@ def start(rank: int, name: str, folder: str, settings: dict[str, Any]) -> None:
     """On each rank of a world: makes a method ready."""
     logging.disable(logging.WARNING)
     if name in OURS:
-        _trains[name] = parcompile(folder, rank, settings, OURS[name])
+        _trains[name] = parcompile(folder, settings, OURS[name])
         return
     if name != "DeepSpeed PipelineEngine" and not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -264,12 +258,12 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
         for number in range(rounds + 1):
             _one_round(found, worlds, number, cores)
         for name in names:
-            row = found["methods"][name]
-            row["kept"], row["planned"] = zip(*worlds.run(name, kept, name, count), strict=True)
+            one = found["methods"][name]
+            one["kept"], one["planned"] = zip(*worlds.run(name, kept, name, count), strict=True)
     expected = found["methods"][names[0]]["losses"]
-    for name, row in found["methods"].items():
-        error = max(abs(one - other) / other for one, other in zip(row["losses"], expected, strict=True))
-        assert error < 1e-3, f"{name} trains something else: losses {row['losses']}, not {expected}"
+    for name, one in found["methods"].items():
+        error = max(abs(own / other - 1) for own, other in zip(one["losses"], expected, strict=True))
+        assert error < 1e-3, f"{name} trains something else: losses {one['losses']}, not {expected}"
     return found
 
 
@@ -301,18 +295,18 @@ def _one_round(found: dict[str, Any], worlds: _Worlds, number: int, cores: int) 
     stages, count = found["stages"], found["micro_batches"]
     names = list(found["methods"])
     for name in names[number % len(names) :] + names[: number % len(names)]:
-        row = found["methods"][name]
+        figures = found["methods"][name]
         before, began = busy_seconds(), time.perf_counter()
         taken: list[Taken] = worlds.run(name, step, name, count)
         elapsed = time.perf_counter() - began
-        row["losses"].append(next(one.loss for one in reversed(taken) if one.loss is not None))
+        figures["losses"].append(next(one.loss for one in reversed(taken) if one.loss is not None))
         if number:
             own = sum(one.cpu_whole for one in taken)
-            row["others"].append(max(0.0, (busy_seconds() - before - own) / (elapsed * cores)))
-            row["passes"].append(max(one.passes for one in taken))
-            row["whole"].append(max(one.whole for one in taken))
-            row["cpu_passes"].append(sum(one.cpu_passes for one in taken))
-            row["cpu_whole"].append(sum(one.cpu_whole for one in taken))
+            figures["others"].append(max(0.0, (busy_seconds() - before - own) / (elapsed * cores)))
+            figures["passes"].append(max(one.passes for one in taken))
+            figures["whole"].append(max(one.whole for one in taken))
+            figures["cpu_passes"].append(sum(one.cpu_passes for one in taken))
+            figures["cpu_whole"].append(own)
     times = worlds.run("kernels", kernels, min(count, 8), cores)
     if number:
         for which, virtual in enumerate((1, VIRTUAL)):
@@ -328,59 +322,52 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def ratios(ones: Sequence[float], others: Sequence[float]) -> str:
-    low, middle, high = quartiles([one / other for one, other in zip(ones, others, strict=True)])
-    return f"{middle:.2f} ({low:.2f} … {high:.2f})"
-
-
-def speed_rows(found: Mapping[str, Any]) -> Iterator[str]:
+def show_speeds(found: Mapping[str, Any]) -> None:
     methods = found["methods"]
-    for name, row in methods.items():
+    for name, one in methods.items():
         virtual = VIRTUAL if "nterleaved" in name else 1
-        ours = methods[next(one for one, size in OURS.items() if size == virtual)]
-        yield (
-            f"| {found['stages']} | {found['micro_batches']} | {name} | {quartiles(row['passes'])[1]:.2f} "
-            f"| {ratios(found['ideal'][virtual], row['passes'])} "
-            f"| {min(found['ideal'][virtual]) / min(row['passes']):.2f} | {ratios(row['passes'], ours['passes'])} "
-            f"| {ratios(row['whole'], ours['whole'])} | {ratios(row['cpu_passes'], found['kernels'][virtual])} "
-            f"| {quartiles(row['others'])[1]:.0%} |"
+        ours, ideals = methods[next(one for one, size in OURS.items() if size == virtual)], found["ideal"][virtual]
+        row(
+            *(found["stages"], found["micro_batches"], name, f"{quartiles(one['passes'])[1]:.2f}"),
+            spread(ratios(ideals, one["passes"])),
+            f"{min(ideals) / min(one['passes']):.2f}",
+            *(spread(ratios(one[what], ours[what])) for what in ("passes", "whole")),
+            spread(ratios(one["cpu_passes"], found["kernels"][virtual])),
+            f"{quartiles(one['others'])[1]:.0%}",
         )
 
 
-def memory_rows(found: Mapping[str, Any]) -> Iterator[str]:
-    for name, row in found["methods"].items():
-        planned = " · ".join(f"{one / 1e6:.1f}" for one in row["planned"]) if name in OURS else "–"
-        over = [one / other for one, other in zip(row["kept"], row["planned"], strict=True) if other]
-        share = " · ".join(f"{one:.3f}" for one in over) or "–"
-        yield (
-            f"| {found['stages']} | {found['micro_batches']} | {name} "
-            f"| {' · '.join(f'{one / 1e6:.1f}' for one in row['kept'])} | {planned} | {share} |"
-        )
+def show_memory(found: Mapping[str, Any]) -> None:
+    for name, one in found["methods"].items():
+        kept, planned = (" · ".join(f"{size / 1e6:.1f}" for size in one[what]) for what in ("kept", "planned"))
+        over = [size / other for size, other in zip(one["kept"], one["planned"], strict=True) if other]
+        share = " · ".join(f"{part:.3f}" for part in over) or "–"
+        row(found["stages"], found["micro_batches"], name, kept, planned if name in OURS else "–", share)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each engine")
-    parser.add_argument("--json", type=Path, help="write every single measurement to this file")
-    arguments = parser.parse_args()
+    options = parsed(
+        __doc__,
+        stages=(list(SIZES), None, list(SIZES)),
+        micro_batches=[4, 8, 16],
+        rounds=(5, "steps of each engine"),
+        json=JSON,
+    )
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     cores = len(os.sched_getaffinity(0))
     columns = "passes s", "ideal / passes", "least / least", "passes / ours", "whole / ours", "CPU / kernels", "others"
-    print(f"{cores} cores\n\n| stages | m | engine |", " | ".join(columns), "|")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print(f"{cores} cores\n")
+    heads("stages", "m", "engine", *columns)
     results = []
-    for stages in arguments.stages:
-        for count in arguments.micro_batches:
-            results.append(run(stages, count, arguments.rounds, cores))
-            print("\n".join(speed_rows(results[-1])), flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results))
-    print("\n| stages | m | engine | kept MB, by stage | planned MB | kept / planned |")
-    print("|---|---|---|---|---|---|")
+    for stages in options.stages:
+        for count in options.micro_batches:
+            results.append(run(stages, count, options.rounds, cores))
+            show_speeds(results[-1])
+            write_json(options.json, results)
+    print()
+    heads("stages", "m", "engine", "kept MB, by stage", "planned MB", "kept / planned")
     for found in results:
-        print("\n".join(memory_rows(found)))
+        show_memory(found)
 
 
 if __name__ == "__main__":

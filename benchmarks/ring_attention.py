@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from meters import TIMEOUT, in_turns, peak_bytes, quartiles
+from harness import parsed, quartiles, ratios, spread, write_json
+from meters import TIMEOUT, in_turns, peak_bytes
 from peers.ring_goals import goals
 from peers.rings import Method, rings
 from torch import Tensor
@@ -271,12 +271,10 @@ def report(found: dict[str, Any]) -> None:
         print(f"\n{part['dtype']}, {part['length']} tokens of {SMALL}, {direction}")
         seconds, cpu = part["seconds"], {name: sum(values) for name, values in part["cpu_seconds"].items()}
         for name in [name for name in seconds if name != "one rank" and name not in part["pairs"]]:
-            ratios = [one / both for one, both in zip(seconds["one rank"], seconds[name], strict=True)]
-            low, middle, high = quartiles(ratios)
-            share = quartiles([best / both for best, both in zip(seconds["ceiling"], seconds[name], strict=True)])[1]
+            share = quartiles(ratios(seconds["ceiling"], seconds[name]))[1]
             print(
-                f"  {name:18} speed-up {middle:5.2f} ({low:.2f} … {high:.2f})   of the ceiling {share:6.1%}"
-                f"   CPU {cpu[name] / cpu['one rank']:5.2f}"
+                f"  {name:18} speed-up {spread(ratios(seconds['one rank'], seconds[name]), '5.2f')}"
+                f"   of the ceiling {share:6.1%}   CPU {cpu[name] / cpu['one rank']:5.2f}"
             )
     for part in found["wire"]:
         print(
@@ -297,18 +295,18 @@ def report(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192])
-    parser.add_argument("--memory-lengths", type=int, nargs="*", default=[8192])
-    parser.add_argument("--error-length", type=int, default=16_384, help="the longest sequence computed in float64 too")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write everything measured")
-    arguments = parser.parse_args()
+    arguments = parsed(
+        __doc__,
+        lengths=[4096, 8192],
+        memory_lengths=[8192],
+        error_length=(16_384, "the longest sequence computed in float64 too"),
+        dtypes=["bfloat16", "float32"],
+        rounds=7,
+        json=(Path, "also write everything measured"),
+    )
     found, *_ = run_local(RANKS, worker, arguments, timeout=TIMEOUT)
     report(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(arguments.json, found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from meters import quartiles
+from harness import quartiles, ratios
 
 RINGS = ("torch all-gather", "torch all-to-all", "ring-flash-attn")
 
@@ -24,9 +24,7 @@ def goals(found: dict[str, Any]) -> Iterator[str]:
                 yield _line(_where(part), "peak / ring-flash-attn's", ratio, most=0.36)
             yield _line(_where(part), "peak / one rank's full attention", taken["zigzag"] / taken["one rank"], most=0.5)
     for part in found["errors"]:
-        ratio = max(
-            one / other for one, other in zip(part["errors"]["zigzag"], part["errors"]["one device"], strict=True)
-        )
+        ratio = max(ratios(part["errors"]["zigzag"], part["errors"]["one device"]))
         yield _line(f"bfloat16 {part['length']}", "error of dK, dV / one device's", ratio, most=0.45)
 
 
@@ -35,7 +33,7 @@ def _of_times(part: dict[str, Any]) -> Iterator[str]:
     where = f"{_where(part)} {'forward + backward' if backward else 'forward'}"
 
     def faster_than(name: str, own: str = "zigzag") -> list[float]:
-        return [other / mine for other, mine in zip(seconds[name], seconds[own], strict=True)]
+        return ratios(seconds[name], seconds[own])
 
     share = faster_than("ceiling")
     yield _line(where, "share of the ceiling", share, least=(0.97 if length >= 8192 else 0.95) if backward else None)

@@ -5,9 +5,6 @@ them, and the zigzag ring of `ring_flash_attn` where it can be imported, with th
 flash_attn.
 """
 
-# The stand-ins for flash_attn have its arguments, which the ring passes by name.
-# ruff: noqa: ARG001
-
 from __future__ import annotations
 
 import importlib.util
@@ -79,19 +76,9 @@ def _torch_ring(rotation: torch_cp._RotateMethod) -> Method:
 
 
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, **_: Any
 ) -> tuple[Tensor, Tensor, None, None]:
-    """The function of flash_attn, on the CPU's kernel."""
+    """The function of flash_attn, on the CPU's kernel; the ring passes all arguments by name."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=softmax_scale
     )
@@ -108,17 +95,11 @@ def _flash_attn_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dropout_p: float,
     softmax_scale: float,
     causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
+    **_: Any,
 ) -> None:
-    """The function of flash_attn, on the CPU's kernel."""
+    """The function of flash_attn, on the CPU's kernel; the ring passes all arguments by name."""
     tensors = (tensor.transpose(1, 2) for tensor in (dout, q, k, v, out))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, softmax_lse, 0.0, causal, scale=softmax_scale
