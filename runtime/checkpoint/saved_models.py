@@ -47,8 +47,8 @@ def let_save(model: nn.Module, mesh: Mesh) -> None:
         if hasattr(one, "save_pretrained"):
             one.save_pretrained = functools.partial(_save_pretrained, one, mesh, one.save_pretrained)  # type: ignore[assignment, arg-type]
         if not is_whole(mesh.plan):
-            refuse = _refuse_shards if mesh.plan.spec.shards_weights else _refuse_slices
-            one.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+            sentence = _SHARDS if mesh.plan.spec.shards_weights else _SLICES
+            one.register_state_dict_pre_hook(functools.partial(_refuse_state, sentence))  # type: ignore[no-untyped-call]
 
 
 def let_engine_save(engine: Any) -> None:
@@ -80,22 +80,19 @@ def _with_slices(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _refuse_slices(*_: Any) -> None:
+def _refuse_state(sentence: str, *_: Any) -> None:
     if not _slices_wanted:
-        raise RunError(
-            "state_dict() of this model would hold the slices of one rank: model.save_pretrained(folder), called on "
-            "every rank, writes the whole model; engine.module_state_dict() gives the slices",
-            everywhere=True,
-        )
+        raise RunError(f"state_dict() of this model would hold {sentence}", everywhere=True)
 
 
-def _refuse_shards(*_: Any) -> None:
-    if not _slices_wanted:
-        raise RunError(
-            "state_dict() of this model would hold nothing: at zero.stage 3 weights are in shards. "
-            "model.save_pretrained(folder), called on every rank, writes the whole model",
-            everywhere=True,
-        )
+_SLICES = (
+    "the slices of one rank: model.save_pretrained(folder), called on every rank, writes the whole model; "
+    "engine.module_state_dict() gives the slices"
+)
+_SHARDS = (
+    "nothing: at zero.stage 3 weights are in shards. model.save_pretrained(folder), called on every rank, writes the "
+    "whole model"
+)
 
 
 def _save_pretrained(
