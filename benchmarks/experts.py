@@ -16,21 +16,18 @@ deals rows nearly evenly.
 from __future__ import annotations
 
 import datetime
-import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from harness import JSON, heads, parsed, quartiles, row, spread, write_json
-from meters import Wire, in_turns
+from meters import TIMEOUT, Wire, in_turns
 from peers.experts import Megatron, keep_local, of_autoep, of_deepspeed, of_transformers
 from torch import Tensor, nn
+
+from parcompile.runtime.local import LocalWorld
 
 SIZES = {  # name: hidden, width of an expert, experts, experts of a token, tokens of a batch
     "hidden 1024, 8 experts": (1024, 1408, 8, 2, 1024),
@@ -201,14 +198,9 @@ def try_out(method: Method, shape: tuple[int, ...], tp: int) -> tuple[Callable[[
     }
 
 
-def measure(rank: int, rendezvous: str, layout: str, sizes: dict[str, Any], rounds: int, results: str) -> None:
+def measure(_: int, layout: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
     tp = LAYOUTS[layout]
-    ranks = BATCHES * tp
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    torch.set_num_threads(1)
-    waits = datetime.timedelta(seconds=OTHERS_WAIT_S)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=waits)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=OTHERS_WAIT_S))
     methods, found = methods_of(layout), {}
     for name, shape in sizes.items():
         steps, rows = {}, {}
@@ -220,9 +212,7 @@ def measure(rank: int, rendezvous: str, layout: str, sizes: dict[str, Any], roun
         for method, values in seconds.items():
             rows[method]["seconds"] = values
         found[f"{layout}: {name}"] = rows
-    if rank == 0:
-        Path(results).write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    return found
 
 
 def difference(method: dict[str, Any], ours: dict[str, Any], figure: str) -> str:
@@ -245,11 +235,8 @@ def main() -> None:
     for layout, tp in LAYOUTS.items():
         if options.layouts not in layout:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            results = Path(folder) / "results.json"
-            arguments = (str(Path(folder) / "rendezvous"), layout, sizes, options.rounds, str(results))
-            mp.start_processes(measure, arguments, nprocs=BATCHES * tp, start_method="spawn")
-            found |= json.loads(results.read_text(encoding="utf-8"))
+        with LocalWorld(BATCHES * tp, process_group=False) as world:
+            found |= world.run(measure, layout, sizes, options.rounds, timeout=TIMEOUT)[0]
     write_json(options.json, found)
     for name, methods in found.items():
         print(f"\n{name}")

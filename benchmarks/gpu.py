@@ -171,27 +171,11 @@ def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
     # A rank keeps about three processors busy while it starts.
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 4)) as pool:
         wanted = {name: pool.submit(of(one, name, 0, None, model)) for name, (one, model) in references.items()}
-        runs = {
-            name: (pool.submit(of(*job)), reference, tolerance)
-            for name, job, reference, tolerance in (
-                *(
-                    (f"{one}-{kind}", (one, f"{one}-{kind}", 1, kind, {}), f"{one}-cpu", TOLERANCE[kind])
-                    for one in names
-                    for kind in ("fp32", "bf16")
-                ),
-                *(
-                    (
-                        one,
-                        (LAYOUTS[one][0], one, LAYOUTS[one][1], None, LAYOUTS[one][2]),
-                        on_cpu(one)[0],
-                        TOLERANCE["fp32"],
-                    )
-                    for one in layouts
-                ),
-            )
-        }
-        for name, (future, reference, tolerance) in runs.items():
-            compare(parts, name, future.result(), wanted[reference].result(), tolerance)
+        jobs = [(f"{one}-{kind}", one, 1, kind, {}, f"{one}-cpu") for one in names for kind in ("fp32", "bf16")]
+        jobs += [(one, LAYOUTS[one][0], LAYOUTS[one][1], None, LAYOUTS[one][2], on_cpu(one)[0]) for one in layouts]
+        runs = [(job, pool.submit(of(job[1], job[0], *job[2:5]))) for job in jobs]
+        for (name, _, _, kind, _, reference), future in runs:
+            compare(parts, name, future.result(), wanted[reference].result(), TOLERANCE[kind or "fp32"])
 
 
 PARTS = ["tests", "examples", "ranks", "steps", "speed"]

@@ -8,7 +8,7 @@ computes the whole sequence on every rank and keeps the rank's part, in the cont
 gradients are summed where they are scattered. The methods take turns, round by round.
 
 - "ratio": the time of "gathered" over that of the scan, round by round: the median, with quartiles.
-- "sent": bytes that the busiest rank sends, counted as they are handed to torch.distributed; of "gathered" what a ring
+- "sent": bytes that the busiest rank sends, counted as torch.distributed gets them; of "gathered" what a ring
   of ranks passes on, which is the least.
 - "apart": the largest relative difference of the two methods, of the output and of the inputs' gradients.
 """
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from harness import heads, parsed, quartiles, ratios, row, spread
-from meters import TIMEOUT, in_turns
+from meters import TIMEOUT, Wire, in_turns
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     method: str
     length: int
     seconds: list[float]
-    sent_bytes: int
+    sent_bytes: float
     apart: float
 
 
@@ -75,26 +75,6 @@ LAYERS: dict[str, tuple[Layer, int]] = {
     "lightning attention": (lightning, 3 * HEADS * WIDTH),
 }
 """Each with the features of its projections."""
-
-
-class _Counted:
-    """Bytes that this rank hands to `isend` within it."""
-
-    def __enter__(self) -> _Counted:
-        self.sent_bytes, self._send = 0, dist.isend
-
-        def send(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            self.sent_bytes += tensor.nbytes
-            return self._send(tensor, *args, **options)
-
-        self._replace(send)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._replace(self._send)
-
-    def _replace(self, send: Callable[..., Any]) -> None:
-        dist.isend = dist.distributed_c10d.isend = send  # the second is what messages of a batch are compared with
 
 
 def gathered(layer: Layer, every: Pieces, rank: int, x: Tensor) -> Tensor:
@@ -145,12 +125,12 @@ def measure(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]
                     own = way(leaf)
                     return own.detach(), torch.autograd.grad(own, leaf, weight)[0]
 
-                with _Counted() as counted:
+                with Wire() as wire:
                     results = step()
                 pairs = zip(results, (out, gradient), strict=True)
                 apart[method] = max(float((one - other).norm() / other.norm()) for one, other in pairs)
                 # A ring passes every other rank's part on, forward its projections and backward their gradients.
-                sent[method] = 2 * (ranks - 1) * x.nbytes if method == "gathered" else counted.sent_bytes
+                sent[method] = 2 * (ranks - 1) * x.nbytes if method == "gathered" else wire.bytes
                 steps[method] = step
             seconds, _ = in_turns(steps, rounds)
             found += [Row(name, method, length, seconds[method], sent[method], apart[method]) for method in ways]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from harness import parsed, quartiles, ratios, spread, write_json
-from meters import TIMEOUT, in_turns, peak_bytes
+from meters import TIMEOUT, Wire, in_turns, peak_bytes
 from peers.ring_goals import goals
 from peers.rings import Method, rings
 from torch import Tensor
@@ -42,7 +42,6 @@ from parcompile.runtime.ring_attention import (
     pack_documents,
     pack_tensors,
     packed_attention,
-    ring,
     ring_attention,
     split_sequence,
     ulysses_attention,
@@ -189,20 +188,13 @@ def time_methods(length: int, dtype: torch.dtype, backward: bool, rounds: int) -
     return {"seconds": seconds, "cpu_seconds": {name: each.tolist() for name, each in both.items()}, "pairs": pairs}
 
 
-def wire_bytes(length: int, dtype: torch.dtype) -> dict[str, int]:
+def wire_bytes(length: int, dtype: torch.dtype) -> dict[str, float]:
     """What a rank of the zigzag ring sends, forward and backward, and the least that it can be."""
-    sent, post = [0], ring.post_exchange
-
-    def counting(group: Any, hop: Any, outgoing: Any, *rest: Any) -> Any:
-        sent[0] += outgoing.message.numel() * outgoing.message.element_size()
-        return post(group, hop, outgoing, *rest)
-
-    ring.post_exchange = counting
-    run(methods()["zigzag"][1], local("zigzag", draw(SMALL, length, dtype)), backward=True)
-    ring.post_exchange = post
+    with Wire() as wire:
+        run(methods()["zigzag"][1], local("zigzag", draw(SMALL, length, dtype)), backward=True)
     pair = 2 * SMALL.kv_heads * SMALL.head_dim * length // RANKS
     # Keys and values once in forward and once in backward, their gradients in fp32.
-    return {"sent": sent[0], "least": (RANKS - 1) * pair * (2 * dtype.itemsize + 4)}
+    return {"sent": wire.bytes, "least": (RANKS - 1) * pair * (2 * dtype.itemsize + 4)}
 
 
 def peaks(shape: Shape, length: int, dtype: torch.dtype) -> dict[str, int]:

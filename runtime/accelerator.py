@@ -30,9 +30,10 @@ from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
 from .engine.rampup import refuse_ramp
-from .errors import RunError
+from .errors import RunError, differs_from_plan
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
+from .transport.backend import gather_objects
 from .whole_logits import WholeLogits
 
 _UNPLANNED: Mapping[str, str] = {
@@ -270,9 +271,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def _gather_objects(self, given: Sequence[Any]) -> list[Any]:
-        every: list[Any] = [given] * self.mesh.size("dp")
-        if len(every) > 1:
-            dist.all_gather_object(every, given, group=self.mesh.group("dp"))
+        every = gather_objects(given, self.mesh.group("dp")) if self.mesh.size("dp") > 1 else [given]
         return [one for held in every for one in held]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -376,10 +375,7 @@ class _Checkpoints:
 
 def _refuse(wrong: Sequence[str], who: str) -> None:
     if wrong:
-        raise RunError(
-            f"{who} and the plan differ: {'; '.join(wrong)}. Leave this out, or change the spec and compile it again",
-            everywhere=True,
-        )
+        raise differs_from_plan(who, wrong, "this")
 
 
 def _equal(value: Any, planned: Any) -> bool:

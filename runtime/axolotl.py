@@ -60,7 +60,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """
         from parcompile.plan import load_plan
 
-        from .errors import RunError
+        from .errors import RunError, differs_from_plan
 
         section = cfg.pop("parcompile", None)
         if not isinstance(section, Mapping) or set(section) != {"plan"} or not isinstance(section["plan"], str):
@@ -71,11 +71,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
             )
         self._plan = load_plan(Path(str(cfg.get("axolotl_config_path") or "")).parent / section["plan"])
         if wrong := _follow(self._plan, cfg):
-            raise RunError(
-                f"{cfg.get('axolotl_config_path')} and the plan differ: {'; '.join(wrong)}. Leave these options out, "
-                "or change the spec and compile it again",
-                everywhere=True,
-            )
+            raise differs_from_plan(cfg.get("axolotl_config_path"), wrong, "these options")
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """Sets what axolotl derives of the number of ranks, each of which it takes as data-parallel."""

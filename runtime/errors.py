@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RunError(RuntimeError):
     """Why a run cannot start or go on; the message is meant for the user.
@@ -14,6 +16,14 @@ class RunError(RuntimeError):
         self.everywhere = everywhere
         self.follows = False
         """Whether it names the error of another rank."""
+
+
+def differs_from_plan(who: object, wrong: Sequence[str], what: str) -> RunError:
+    """An error of a tool whose values are not the plan's: how each differs, and `what` may be left out."""
+    return RunError(
+        f"{who} and the plan differ: {'; '.join(wrong)}. Leave {what} out, or change the spec and compile it again",
+        everywhere=True,
+    )
 
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")

@@ -42,7 +42,7 @@ from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate
 from .engine.metering import known_work
 from .engine.rampup import refuse_ramp
-from .errors import RunError
+from .errors import RunError, differs_from_plan
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
 from .inject.loading import load_pretrained
@@ -54,6 +54,7 @@ from .profiling.recorder import peak_bytes
 from .router_losses import RouterLosses
 from .run_log import RunLog
 from .tensor_parallel import VocabParallelEmbedding
+from .transport.backend import gather_objects
 from .whole_logits import WholeLogits
 
 T = TypeVar("T", bound=type[Trainer] | type[Accelerator])
@@ -142,11 +143,7 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
         if getattr(deals, name, None)
     ]
     if wrong:
-        raise RunError(
-            f"{type(given).__name__} and the plan differ: {'; '.join(wrong)}. Leave these arguments out, or change the "
-            "spec and compile it again",
-            everywhere=True,
-        )
+        raise differs_from_plan(type(given).__name__, wrong, "these arguments")
     # Trainer would count every rank as data-parallel.
     further = {"use_cpu": plan.spec.cluster.accelerator == "cpu", "average_tokens_across_devices": False}
     if "activation_checkpointing" in fields:  # the name since transformers 5.20, of which the older one is a copy
@@ -364,9 +361,7 @@ def _numel_without_embeddings(model: nn.Module, mesh: Mesh) -> int:
     kinds = (nn.Embedding, VocabParallelEmbedding)
     embeddings = {f"{name}.weight" for name, module in base.named_modules() if isinstance(module, kinds)}
     if (group := mesh.parallel_group("pp")) is not None:
-        stages: list[Any] = [None] * mesh.size("pp")
-        dist.all_gather_object(stages, embeddings, group=group)
-        embeddings.update(*stages)
+        embeddings.update(*gather_objects(embeddings, group))
     shapes = [row.shape for name, row in mesh.plan.parameters.expanded() if name not in embeddings]
     for name, parameter in model.named_parameters():
         if (matrix := matrix_of(name)) is not None:
@@ -698,7 +693,7 @@ class _Planned(_InEngine):
             if of_rows:
                 own = own * self._rows_share
             if self._in_last_batch:  # of which ranks may have different shares
-                dist.all_gather_object(rows, 0 if self._repeats else len(own), group=group)
+                rows = gather_objects(0 if self._repeats else len(own), group)
                 own = torch.cat([own, own.new_zeros(max(0, max(rows) - len(own)), *own.shape[1:])])[: max(rows)]
             found = [torch.empty_like(own) for _ in range(dp)]
             dist.all_gather(found, own, group=group)
@@ -818,8 +813,7 @@ class _Planned(_InEngine):
         if not of_rows:
             return 0.0 if self._repeats else 1.0
         own = 0 if self._repeats else next(len(one) for one in inputs.values() if isinstance(one, Tensor))
-        rows: list[Any] = [None] * self.mesh.size("dp")
-        dist.all_gather_object(rows, own, group=self.mesh.group("dp"))
+        rows = gather_objects(own, self.mesh.group("dp"))
         return float(own * len(rows) / sum(rows))
 
     def evaluation_loop(self, *args: Any, **others: Any) -> Any:
@@ -919,9 +913,7 @@ class _Sampling(_Planned):
             return self._of_dp(given) if trains else given
 
         def gather_object(given: list[Any]) -> list[Any]:
-            every: list[Any] = [given] * dp
-            if dp > 1:
-                dist.all_gather_object(every, given, group=self.mesh.group("dp"))
+            every = gather_objects(given, self.mesh.group("dp")) if dp > 1 else [given]
             return [one for held in every for one in held]
 
         def reduce(given: Tensor, **_: Any) -> Tensor:

@@ -93,14 +93,23 @@ def _model(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def _engine(model: Any, config: dict[str, Any]) -> Any:
+def start_deepspeed() -> None:
+    """Lets DeepSpeed begin on this rank, without extensions of C++ and without its talk."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     import deepspeed
 
-    # Its shared-memory all-reduce would be compiled for a minute first; it serves inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
+
+    forbid_jit_builds()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo")
+
+
+def _engine(model: Any, config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    start_deepspeed()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
     return engine

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .engines import start_deepspeed
+
 
 class Expert(nn.Module):
     """The same MLP for DeepSpeed's MoE layer."""
@@ -34,7 +36,7 @@ class Expert(nn.Module):
 
 def of_deepspeed(block: Any) -> nn.Module:
     """DeepSpeed's MoE layer with weights of its own: as many places for each expert as the fullest one needs."""
-    _start_deepspeed()
+    start_deepspeed()
     from deepspeed.moe.layer import MoE
 
     hidden, width = block.experts.hidden_dim, block.experts.intermediate_dim
@@ -56,7 +58,7 @@ def of_autoep(block: Any, *, whole: bool) -> nn.Module:
     `whole`: by all that its engine does to a model. Otherwise only its layer is made, and what transformers records
     of a model's layers is left alone.
     """
-    _start_deepspeed()
+    start_deepspeed()
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -189,13 +191,3 @@ def keep_local(block: Any, group: dist.ProcessGroup) -> None:
     for name, parameter in list(block.experts.named_parameters()):
         local = parameter.detach()[dist.get_rank(group) * share :][:share].clone()
         setattr(block.experts, name, nn.Parameter(local))
-
-
-def _start_deepspeed() -> None:
-    import deepspeed
-
-    from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
-
-    forbid_jit_builds()
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend="gloo")

@@ -17,9 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
-
-from .engines import ds_config
+from .engines import ds_config, start_deepspeed
 
 MicroBatch = tuple[Tensor, Tensor]
 
@@ -169,8 +167,7 @@ def deepspeed_pipeline(folder: str, _: int, settings: dict[str, Any]) -> Train:
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 
-    forbid_jit_builds()
-    deepspeed.init_distributed("gloo")
+    start_deepspeed()
     stages = settings["stages"]
     layers = [LayerSpec(_Stage, folder, number, stages) for number in range(stages)]
     model = PipelineModule(layers, num_stages=stages, loss_fn=loss_of, partition_method="uniform")

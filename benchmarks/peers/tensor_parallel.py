@@ -11,13 +11,14 @@ Megatron-Core 0.16.1 needs `pip install --no-deps megatron-core==0.16.1` and no 
 from __future__ import annotations
 
 import importlib.util
-import logging
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .engines import start_deepspeed
 
 
 def absent() -> dict[str, str]:
@@ -94,15 +95,9 @@ def _turned(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def with_autotp(block: nn.Module) -> nn.Module:
     """`block` on DeepSpeed's AutoTP layers in their training mode."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    import deepspeed
+    start_deepspeed()
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
-    # Its shared-memory all-reduce would be compiled for a minute first; it serves inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed("gloo")
     set_autotp_mode(training=True)
     group = dist.group.WORLD
     for module, columns, row in parts_of(block):

@@ -24,6 +24,7 @@ from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness import doing, share_errors
 from parcompile.runtime.model.lora import describe_adapters
+from parcompile.runtime.transport.backend import gather_objects
 
 from .adapting import adapt, group_sizes
 from .agreement import on_all_ranks
@@ -92,9 +93,7 @@ class _Stage(NamedTuple):
 def _stages(engine: Any) -> list[_Stage]:
     """All stages, in the order of pp."""
     mine = _Stage(group_sizes(engine.optimizer), describe_adapters(engine.module))
-    found: list[Any] = [None] * engine.mesh.size("pp")
-    dist.all_gather_object(found, mine, group=engine.mesh.group("pp"))
-    return found
+    return gather_objects(mine, engine.mesh.group("pp"))
 
 
 def _adapters(stages: Sequence[_Stage]) -> dict[str, Any] | None:

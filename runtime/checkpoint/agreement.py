@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness.watchdog import StoreChannel
+from parcompile.runtime.transport.backend import gather_objects
 
 T = TypeVar("T")
 
@@ -29,9 +30,7 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     Raises:
         RunError: `work` raised a RunError or an OSError on some rank; the message says on which.
     """
-    mine = _outcome(work)
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, mine)
+    outcomes = gather_objects(_outcome(work))
     if told := _told([text for _, text in outcomes]):
         raise RunError(told, everywhere=True)
     return [result for result, _ in outcomes]

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from parcompile.atomic import sync_folder, write_file
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness.watchdog import process_fields
 
 from .manifest import LATEST, NOTE, REPLACED, Note, read_note
 from .universal import leave_script
@@ -186,13 +187,9 @@ def _machine() -> str:
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """State and start of a process, as Linux gives them in /proc/PID/stat; empty when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", ""
-    fields = text.rpartition(")")[2].split()
-    return fields[0], fields[19]
+    """State and start of a process, as Linux gives them; empty when there is none."""
+    fields = process_fields(pid)
+    return (fields[0], fields[19]) if fields else ("", "")
 
 
 # Puts a finished checkpoint in place, in a folder of checkpoints that is whole at every moment.

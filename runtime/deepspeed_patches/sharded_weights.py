@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.transport.backend import gather_objects
 
 from .optimizer_state import lies_in_shard
 
@@ -115,8 +116,7 @@ def take_over_shards(optimizer: Any, cp: int, order_group: dist.ProcessGroup) ->
 
 
 def _check_order(ints: list[int], group: dist.ProcessGroup) -> None:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, ints, group=group)
+    found = gather_objects(ints, group)
     if any(one != found[0] for one in found):
         raise RunError("ranks that share weights use their modules in different orders", everywhere=True)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.errors import RunError
@@ -19,6 +18,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
 from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.loss import own_part
+from parcompile.runtime.transport.backend import gather_objects
 from parcompile.spec import Precision
 
 STOP_AFTER = 1
@@ -165,8 +165,5 @@ class FiniteWatch:
 
     def _ranks_that_lost(self, lost: bool | None) -> list[int]:
         """Those whose loss is not finite. The norm is the same on all ranks, so that all come here at the same step."""
-        everyones: list[Any] = [lost]
-        if self._mesh.plan.world_size > 1:
-            everyones = [None] * self._mesh.plan.world_size
-            dist.all_gather_object(everyones, lost)
+        everyones = gather_objects(lost) if self._mesh.plan.world_size > 1 else [lost]
         return [rank for rank, one in enumerate(everyones) if one]

@@ -49,6 +49,7 @@ from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.optimizers import apart_by_decay, apart_by_muon, fresh_optimizer, join_shards
 from parcompile.runtime.profiling.recorder import FILE, Recorder
 from parcompile.runtime.tensor_parallel import is_sharded
+from parcompile.runtime.transport.backend import gather_objects
 from parcompile.spec import Training, learning_rate, weight_decay_of
 
 from .finite import STOP_AFTER, FiniteWatch
@@ -425,8 +426,7 @@ def _check_stages_train(given: Any, mesh: Mesh) -> None:
     """DeepSpeed makes no optimizer without parameters."""
     if (group := mesh.parallel_group("pp")) is None:
         return
-    counts: list[Any] = [None] * mesh.size("pp")
-    dist.all_gather_object(counts, len(_flat(given)), group=group)
+    counts = gather_objects(len(_flat(given)), group)
     idle = [stage for stage, count in enumerate(counts) if not count]
     if idle:
         raise RunError(

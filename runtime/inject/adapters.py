@@ -26,6 +26,7 @@ from parcompile.runtime.tensor_parallel import (
     take_ranges,
 )
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
+from parcompile.runtime.transport.backend import gather_objects
 
 from .heads import mark, sum_repeated_gradient
 from .mechanisms.expert_adapters import ExpertAdapters, why_not
@@ -207,9 +208,7 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
             found[stored] = tensor.contiguous()
     if (group := mesh.parallel_group("pp")) is None:
         return found
-    stages: list[Any] = [None] * mesh.size("pp")
-    dist.all_gather_object(stages, found, group=group)
-    return {name: tensor for stage in stages for name, tensor in stage.items()}
+    return {name: tensor for stage in gather_objects(found, group) for name, tensor in stage.items()}
 
 
 def _whole(local: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh) -> Tensor:

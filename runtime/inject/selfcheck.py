@@ -37,6 +37,7 @@ from parcompile.runtime.model.slices import Slices, slice_of
 from parcompile.runtime.pipeline import Skipped, forward_and_backward
 from parcompile.runtime.ring_attention import document_borders, split_sequence
 from parcompile.runtime.router_losses import without_router_losses
+from parcompile.runtime.transport.backend import gather_objects
 
 from .agreement import EXPERTS, entries
 from .heads import KEY_COUNTS, QUERY_COUNTS
@@ -190,8 +191,7 @@ class SelfCheck:
                 everywhere=True,
             ) from error
         self._add_up(model, found.gradients)
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, self._first_difference(model, found))
+        everyones = gather_objects(self._first_difference(model, found))
         if different := [one for one in everyones if one is not None]:
             _, sentence = min(different)
             raise RunError(f"the injected model does not compute what the original did: {sentence}", everywhere=True)

@@ -39,12 +39,17 @@ def is_running(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    fields = process_fields(pid)
+    return not fields or fields[0] not in ("Z", "X")  # a system may have no /proc
+
+
+def process_fields(pid: int) -> list[str]:
+    """What Linux says of a process in /proc/PID/stat, from its state on; nothing where there is none."""
     try:
         # The state stands behind the name, which may hold any character: "123 (name) S 1 …".
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return True  # this system has no /proc
-    return state not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 # Ends the wait for a store that answers nothing: the process that keeps it is stopped, hangs, or cannot be reached.

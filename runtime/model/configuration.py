@@ -24,6 +24,7 @@ from parcompile.model.shape import FLOAT, architecture
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.transport.backend import gather_objects
 from parcompile.user_files import read_text
 from parcompile.version import how_to_install
 
@@ -138,8 +139,7 @@ def check_model(model: Any, mesh: Mesh) -> None:
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     if not differs.item():
         return
-    sentences: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(sentences, sentence)
+    sentences = gather_objects(sentence)
     rank, first = next((rank, one) for rank, one in enumerate(sentences) if one is not None)
     where = "" if all(sentences) else f"on rank {rank}: "
     raise RunError(f"{where}{first}", everywhere=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parcompile.machines import Accelerator, Link, Measured, find_accelerator, preset_tree
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
+from parcompile.runtime.transport.backend import gather_objects
 from parcompile.units import MIB
 from parcompile.user_files import shipped
 
@@ -77,11 +78,7 @@ def _measure(
     several = environment.world_size > 1
     like = like or alike(device)
     own = _own(device, seconds / 2 if several else seconds)
-    everyone = [own]
-    if several:
-        gathered: list[Any] = [None] * environment.world_size
-        dist.all_gather_object(gathered, own)
-        everyone = gathered
+    everyone = gather_objects(own) if several else [own]
     failed = [(rank, one.failure) for rank, one in enumerate(everyone) if one.failure]
     if failed:
         rank, reason = failed[0]
