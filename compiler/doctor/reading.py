@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.units import first_of
 from parcompile.user_files import read_start
 
 from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_stack

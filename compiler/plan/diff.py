@@ -298,6 +298,10 @@ def _changed(before: Plan, after: Plan) -> Iterator[Change]:
                 yield Change(kind, what, old.get(what), new.get(what), note, unit)
 
 
+def _fields(value: Any) -> dict[str, Any]:
+    return {} if value is None else asdict(value)
+
+
 def _group(plan: Plan) -> str:
     """The tokens of which an expert with a capacity takes so many rows."""
     axes, training = plan.spec.parallelism, plan.spec.training

@@ -227,8 +227,8 @@ def as_fix(spec: Resolution, change: Change) -> Fix:
         edits.append(Edit(_DP, change.work.dp))
     if spec.given(*_STEPS) or not spec.given("training", "global_batch_size"):
         edits.append(Edit(_STEPS, change.work.micro_batches))
-    names: dict[Path, str] = {place_of("stage"): "zero.stage"}
-    said = [f"{names.get(edit.path, str(edit.path[-1]))} to {_written(edit, change)}" for edit in edits]
+    names = ["zero.stage" if edit.path == place_of("stage") else edit.path[-1] for edit in edits]
+    said = [f"{name} to {_written(edit, change)}" for name, edit in zip(names, edits, strict=True)]
     title = f"set {', '.join(said[:-1])}{' and ' if len(said) > 1 else ''}{said[-1]}"
     cost = "as long" if abs(change.cost) < 0.0005 else f"{change.cost:+.1%}".replace("%", " %").replace("-", "−")
     size, seconds = format_bytes(change.memory.peak.total_bytes), format_seconds(change.seconds)
@@ -287,7 +287,7 @@ def usual_host_bytes(work: Workload) -> float | None:
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
     """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
     moved = [part for part in ("optimizer", "param") if spec.offload_of(part) is not None]
-    kept = spec.is_switched_on("activation_offloading")
+    kept = spec.activation_offloading
     if not moved and not kept:
         if spec.given(*_HOST_MEMORY):
             yield Finding(

@@ -76,7 +76,7 @@ def recomputed_layers_are_offloaded(spec: Resolution) -> Iterator[Finding]:
     """Fires for activation_offloading where no stage recomputes its layers."""
     given = spec.activation_checkpointing
     words = [given] if isinstance(given, str) else given
-    if spec.is_switched_on("activation_offloading") and "full" not in words:
+    if spec.activation_offloading and "full" not in words:
         yield Finding(
             f"activation_offloading with activation_checkpointing {', '.join(words)}: only what recomputed layers keep "
             "goes to the host, and no stage recomputes its layers",

@@ -12,7 +12,7 @@ from html import escape
 
 from parcompile.cost.footprint import HOPELESS, is_safe
 from parcompile.cost.table import error_text, fit_text, imbalance_text
-from parcompile.diagnostics import Diagnostic, Safety, Severity, format_path
+from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
 from parcompile.layout.groups import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
@@ -87,8 +87,6 @@ def tiles(subject: Subject) -> Html:
     memory, parameters = found.memory, max(found.parameters.by_stage)
     chance = fit_text(found.work, memory)
     mesh = " × ".join(f"{axis} {plan.spec.parallelism.size(axis)}" for axis in DENSE_AXES)
-    parameters = f"{max(found.parameters.by_stage):,} parameters on a rank"
-    interval = f"90 % interval {format_seconds(low)} to {format_seconds(high)}"
     entries = [
         ("Ranks", f"{plan.world_size:,}", mesh),
         (_PEAK, format_bytes(memory.peak.total_bytes), chance),

@@ -105,7 +105,7 @@ def draw(subject: Subject, width: float) -> Picture:
 
 def _cells(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, float], cell: float) -> None:
     corners: dict[str, list[tuple[float, float]]] = {}
-    side, roles = cell - (2.0 if cell > 8 else 0.4), {Fraction(1): "full", Fraction(0): "track"}
+    side = cell - (2.0 if cell > 8 else 0.4)
     for row, place in enumerate(shown):
         for column, step in enumerate(shown):
             source = ring.source(step, place)

@@ -26,7 +26,6 @@ from parcompile.spec import (
     Router,
     Training,
 )
-from parcompile.spec.values import SWITCHES
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
