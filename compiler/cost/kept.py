@@ -148,10 +148,14 @@ def _activated(sort: Sort) -> int:
     return sort.shape.intermediate_size * sort.dense
 
 
+def is_read(model_type: str) -> bool:
+    """Whether there are rows of a type."""
+    return model_type in shipped("parcompile.cost", "kept.json")["types"]
+
+
 def _rows(shape: ModelShape, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
     table = shipped("parcompile.cost", "kept.json")
-    model_type = shape.model_type if shape.model_type in table["types"] else _like(shape, group)
-    tree = table["types"][model_type]["32" if element_bytes == 4 else "16"][group]
+    tree = table["types"][shape.model_type]["32" if element_bytes == 4 else "16"][group]
     while not isinstance(tree, int):  # a question, what follows where it holds, and where it does not
         question, holds, holds_not = tree
         tree = holds if flags.get(question, False) else holds_not
@@ -159,27 +163,20 @@ def _rows(shape: ModelShape, group: str, flags: Mapping[str, bool], element_byte
     return found
 
 
-def _like(shape: ModelShape, group: str) -> str:
-    """The type whose rows stand for those of a type without rows: a user's module, or a family of a plug-in."""
-    if group == "stream":
-        return "gpt2" if shape.norms.bias else "llama"
-    if group == "attention":
-        return "deepseek_v3" if shape.attention.projections else "qwen3" if shape.heads.qk_norm else "llama"
-    return "deepseek_v3" if shape.moe else "llama" if shape.mlp.gated else "gpt2"
-
-
 def _product(name: str, numbers: Mapping[str, float], tp: int) -> float:
+    kv = max(numbers[KV_HEADS] / tp, 1.0)
+    known = {KV_HEADS: kv, QKV_HEADS: numbers["num_attention_heads"] / tp + 2 * kv}
+    names = (each for each in name.split("·") if each)
     return math.prod(
-        numbers.get(each.removesuffix("/tp"), 0) / (tp if each.endswith("/tp") else 1)
-        if each != KV_HEADS
-        else max(numbers["kv"] / tp, 1.0)
-        for each in name.split("·")
-        if each
+        known[each] if each in known else numbers.get(each.removesuffix("/tp"), 0) / (tp if each.endswith("/tp") else 1)
+        for each in names
     )
 
 
 KV_HEADS = "kv"
 """The kv heads of a rank: one at least."""
+QKV_HEADS = "qkv"
+"""With the query heads, and kv heads twice: where values are a view of what one projection gives."""
 SEQUENCE_PARALLEL = "sequence_parallel"
 """The question that a layout answers."""
 ALIBI_FEATURES = 8
@@ -208,7 +205,7 @@ def _numbers(one: Any, prefix: str) -> tuple[dict[str, Any], dict[str, bool]]:
         value, full = getattr(one, name), prefix + name
         if isinstance(value, bool) or value is None:
             flags[full] = bool(value)
-        elif isinstance(value, int):
+        elif isinstance(value, int | float):
             numbers[full] = value
             flags |= {f"{full}>0": value > 0, f"{full}>1": value > 1}
         elif isinstance(value, enum.Enum):

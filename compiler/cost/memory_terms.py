@@ -9,10 +9,11 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from parcompile.layout.pipeline import Stage
+from parcompile.model import within
 from parcompile.model.layer_parts import MLP
 from parcompile.model.shape import ModelShape
 
-from .activations import layer_bytes, score_bytes
+from .activations import eager_layer_bytes, layer_bytes, score_bytes
 from .blocks import (
     head_bytes,
     kept_by_blocks,
@@ -24,7 +25,7 @@ from .blocks import (
     uses,
 )
 from .collectives import buffer_bytes, routed_layers
-from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
+from .kept import LayerBytes, is_read, mean_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_sizes,
     behind_mlp_bytes,
@@ -107,26 +108,29 @@ class _Held:
         """Of a step with what the stage recomputes."""
         stage = work.stages[index]
         shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
-        if work.framework != "deepspeed":
+        cut = (work.tp, work.sequence_parallel, work.element_bytes)
+        if work.framework == "deepspeed" and is_read(shape.model_type):
+
+            def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
+                return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))
+
+            dense, sparse = (held(mean_bytes(shape, moe, *cut), of_experts=moe) for moe in (False, True))
+            each = [] if shape.stack.blocks else sorts(shape, stage.layers)
+            kinds = (held(sort_bytes(one, *cut), of_experts=one.routed) for _, one in each)
+        else:
             form = partial(
-                layer_bytes,
-                shape,
+                eager_layer_bytes if work.framework == "deepspeed" else layer_bytes,
                 tp=work.tp,
                 sequence_parallel=work.sequence_parallel,
                 element_bytes=work.element_bytes,
                 row_copies=row_copies(work),
             )
-            dense, sparse = (form(moe=moe) for moe in (False, shape.moe is not None))
-            return cls(work, stage, index, work.in_flight(index), dense, sparse, sparse if routed else dense)
-        cut = (work.tp, work.sequence_parallel, work.element_bytes)
-
-        def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
-            return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))
-
-        dense, sparse = (held(mean_bytes(shape, moe, *cut), of_experts=moe) for moe in (False, True))
-        usual = sparse if routed else dense
-        each = (held(sort_bytes(one, *cut), of_experts=one.routed) for _, one in sorts(shape, stage.layers))
-        largest = usual if shape.stack.blocks else max(each, key=lambda one: one.total, default=usual)
+            dense, sparse = (form(shape, moe=one) for one in (False, work.shape.moe is not None))
+            dense, sparse = (gathered_again_bytes(work, one) for one in (tiled_bytes(work, dense), sparse))
+            own = [one for own, one in shape.by_kind if len(within(own, stage.layers))] if work.shape.kinds else []
+            every = (form(one, moe=True) if routed else tiled_bytes(work, form(one)) for one in own)
+            kinds = (gathered_again_bytes(work, one) for one in every)
+        largest = max(kinds, key=lambda one: one.total, default=sparse if routed else dense)
         return cls(work, stage, index, work.in_flight(index), dense, sparse, largest)
 
     @property

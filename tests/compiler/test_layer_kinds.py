@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from parcompile.cost.activations import eager_layer_bytes
 from parcompile.cost.flops import attention_flops_per_token, layer_matmul_parameters, matmul_parameters
 from parcompile.cost.parameters import rank_parameters
 from parcompile.layout.pipeline import Stage
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
-from parcompile.model.layers import LayerAttention, LayerShape, kinds_of_layers
+from parcompile.model.layers import KeysAndValues, LayerAttention, LayerShape, kinds_of_layers
 from parcompile.model.presets import find_preset
 from parcompile.model.shape import ModelShape
 
@@ -83,6 +84,15 @@ def test_windows_count_for_the_layers_that_have_them() -> None:
         for size in (8, None)
     )
     assert attention_flops_per_token(windowed, 64) == pytest.approx((3 * one + all_keys) / 4)
+
+
+def test_a_layer_keeps_no_keys_of_another() -> None:
+    options = {"tp": 2, "sequence_parallel": False}
+    own, shared = (
+        eager_layer_bytes(replace(BY_HAND, attention=LayerAttention(keys_and_values=kind)), **options)  # type: ignore[arg-type]
+        for kind in (KeysAndValues.OWN, KeysAndValues.OF_ANOTHER_LAYER)
+    )
+    assert own.attention - shared.attention == 2 * 2 * 2 * 8  # keys and values of two heads of 8, in two bytes
 
 
 def test_a_rank_holds_what_the_layers_of_its_stage_have() -> None:

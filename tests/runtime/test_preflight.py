@@ -679,7 +679,7 @@ def script(name: str) -> Any:
     file = Path(__file__).parents[2] / ".ci" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
+    found = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
 
