@@ -24,7 +24,7 @@ OWN = {
     "compiler/text/__init__.py": 1,
     "compiler/user_files.py": 2,
     "compiler/version.py": 1,
-    "runtime/checkpoint/placing.py": 6,
+    "runtime/checkpoint/placing.py": 5,
     "runtime/checkpoint/manifest.py": 1,
     "runtime/checkpoint/state_file.py": 1,
     "runtime/checkpoint/universal.py": 1,
