@@ -123,22 +123,22 @@ layer keeps; counted by preflight."""
 
 
 def row_copies(work: Workload) -> float:
-    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent.
+    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
+    return (work.expert_slices + 1) / work.tp if work.ep > 1 else _copies_of_all(work)
 
-    What experts give is kept where scores weight it. Where they scale what experts take, a token that travels is kept.
-    """
-    if work.ep > 1:
-        return (work.expert_slices + 1) / work.tp
+
+def _copies_of_all(work: Workload) -> float:
+    """What experts give is kept where scores weight it. Where they scale what experts take, the token is kept alone."""
     return ROW_COPIES - (work.shape.model_type in SCALED_INPUTS)
 
 
 def dealt_rows(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token with experts that are dealt, of what it keeps with all of them."""
-    if work.ep == 1 or (moe := work.busiest_shape.moe) is None:
+    if work.ep == 1 or not layer.mlp or (moe := work.busiest_shape.moe) is None:
         return layer
-    copies = row_copies(work) - row_copies(replace(work, ep=1))
+    copies = row_copies(work) - _copies_of_all(work)
     more = work.element_bytes * copies * moe.num_experts_per_token * work.shape.expert_features
-    return replace(layer, mlp=layer.mlp + more * (layer.mlp > 0))
+    return replace(layer, mlp=layer.mlp + more)
 
 
 def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> float:
