@@ -245,6 +245,19 @@ def norm_bytes(work: Workload) -> float:
     return work.shape.hidden_size * (4.0 + normed - work.element_bytes) * rms
 
 
+def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
+    """What is in flight while the norm in front of the MLP goes backward, when the MLP and its input are gone.
+
+    An RMSNorm of transformers computes five tensors in fp32, and has let go of what its weight multiplies; gradients of
+    its output and of the sum are there, too.
+    """
+    if norm_bytes(work) == 0 or tiles_norms(work):
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    here = work.split_tokens / share * work.shape.hidden_size * (NORM_TENSORS * 4 + work.element_bytes)
+    return here - (layer.mlp + layer.gathered / work.shape.blocks_per_layer) * work.local_tokens
+
+
 def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
     """What a layer that computes parts again has in flight; `of_mlp`: while its MLP runs backward, that apart.
 
@@ -259,6 +272,10 @@ def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
         again = (layer.attention - left.attention + entered) * tokens
         found = max(found, again - left.mlp * tokens)
     return found
+
+
+NORM_TENSORS = 5
+"""Hidden states in fp32 that the backward pass of a norm has."""
 
 
 def tile_bytes(work: Workload) -> float:
@@ -276,7 +293,7 @@ def tile_bytes(work: Workload) -> float:
     kept = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
     of_tile = work.element_bytes * tokens * (2 * h + (kept + 1) * width)
     taken = work.element_bytes * work.split_tokens / share * h
-    of_norm = 0.0 if tiles_norms(work) else taken * (5 * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
+    of_norm = 0.0 if tiles_norms(work) else taken * (NORM_TENSORS * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
     attention = _attention_gradients(work) - taken
     return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
 

@@ -41,6 +41,7 @@ from .layer_passes import (
     kept_attention,
     kept_layers,
     loss_chunk_bytes,
+    norm_in_flight,
     parts_in_flight,
     parts_left,
     router_bytes,
@@ -369,6 +370,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
     in_flight = in_flight_bytes(work, routed=one.routed > 0, bucket=bucket)
     if work.gathers_again(MLP) and not one.routed:
         in_flight = max(in_flight, entering_bytes(work))
+    if one.eager:
+        in_flight = max(in_flight, norm_in_flight(work, one.sparse if one.routed else one.dense))
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
