@@ -48,6 +48,8 @@ from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in  #
 from parcompile.runtime.preflight.step import _batch as batch_of  # noqa: E402
 from parcompile.spec.values import workload_of  # noqa: E402
 
+WORDS = {"16": "bf16", "32": "fp32"}
+"""Of weights of 16 bits and in fp32, and a type of each."""
 FEW, ALIKE, MOST, UNSEEN = 8, 7, 50, 4
 """Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate."""
 NEAR = 0.002
@@ -55,6 +57,10 @@ NEAR = 0.002
 EXACT = 1e-4
 FIXED = re.compile(r"qk_rope_head_dim$|^[A-Z]\w+\.(chunk|groups|heads|units|output_units)$")
 """Sizes that all draws have alike: of angles, which no layer keeps for itself, and of modules that carry a state."""
+ASKED = re.compile(
+    r"^(heads|residual|layer_inputs|norms|mlp)\b(?!.*rank>1)|^attention\.(projections|compressed)$|query_rank>0"
+)
+"""Questions of which not every answer may have been drawn."""
 TINY = 64
 """Numbers of a token, of choices in groups of experts, that follow no product and are left out."""
 NO_SIZES = re.compile(
@@ -199,10 +205,10 @@ def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
         with tracker:
             model, _ = build_sharded(mesh, tracker)
             layers = {f"{name}.{number}": number for name, own in _stacks(model) for number in range(len(own))}
-            seen = {_storage(one) for one in (*model.parameters(), *model.buffers())}
+            alive: list[Any] = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
+            seen = {one._cdata for one in alive}
             before: dict[int, Any] = {}
             inside: list[tuple[int, str]] = []
-            alive: list[Any] = []
             found: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
 
             def enter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -216,8 +222,9 @@ def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
                     for one in given:
                         if isinstance(one, Tensor):
                             before.pop(_storage(one), None)
-                if owner is not None:
-                    inside.append((layers[owner], name.removeprefix(owner).removeprefix(".")))
+                if owner is not None:  # a module that layers share has the name of the first
+                    layer = inside[-1][0] if inside else layers[owner]
+                    inside.append((layer, name.removeprefix(owner).removeprefix(".")))
 
             def leave(name: str) -> None:
                 if inside and any(name == one or name.startswith(f"{one}.") for one in layers):
@@ -386,7 +393,7 @@ def read(kind: str, cache: Path) -> Read:
     """The rows of a type: those of a type that was read before, if its layers keep the same."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    for word, precision in (("16", "bf16"), ("32", "fp32")):
+    for word, precision in WORDS.items():
         draws = _draws(kind, precision, wrong)
         layers = [one for _ in range(ALIKE) for one in next(draws, [])]
         while layers and len({one.tp for one in layers}) == 1 and (more := next(draws, [])):
@@ -408,6 +415,7 @@ def read(kind: str, cache: Path) -> Read:
         }
         if None in found[word].values():
             _learn(found[word], layers, draws, word, wrong)
+        found["always"] = answered_alike(layers, found.get("always"))
     wrong = list(dict.fromkeys(wrong))
     (cache / f"{kind}.json").write_text(json.dumps({**found, "wrong": wrong}), encoding="utf-8")
     return Read(kind, wrong)
@@ -458,6 +466,17 @@ def _unlike(layers: Sequence[Kept]) -> int:
     return found if len({one.tp for one in layers}) > 1 else min(found, FEW - 1)  # what tp divides has to be seen
 
 
+def answered_alike(layers: Sequence[Kept], before: Mapping[str, bool] | None = None) -> dict[str, bool]:
+    """The answers that all layers give to questions which another configuration of the type may answer otherwise."""
+    answers: dict[str, set[bool]] = defaultdict(set)
+    asked = {question for one in layers for question in one.flags if ASKED.search(question)}
+    for one in layers:
+        for question in asked:
+            answers[question].add(one.flags.get(question, False))
+    found = {question: values.pop() for question, values in sorted(answers.items()) if len(values) == 1}
+    return {question: answer for question, answer in found.items() if before is None or before.get(question) == answer}
+
+
 def _never_varied(layers: Sequence[Kept]) -> list[str]:
     every: dict[str, set[float]] = defaultdict(set)
     for one in layers:
@@ -505,23 +524,27 @@ def main() -> int:
 
 
 def write(types: Mapping[str, Any]) -> None:
-    """The table: each set of rows once."""
-    known: dict[str, int] = {}
+    """The table: each set of rows, and of answers, once."""
+    rows: dict[str, int] = {}
+    answers: dict[str, int] = {}
 
-    def number(rows: Mapping[str, Any]) -> int:
-        return known.setdefault(json.dumps(rows, ensure_ascii=False), len(known))
+    def number(one: Mapping[str, Any], known: dict[str, int]) -> int:
+        return known.setdefault(json.dumps(one, ensure_ascii=False), len(known))
 
-    trees = {
-        kind: {
-            word: {group: _numbered(one["tree"], list(map(number, one["rows"]))) for group, one in groups.items()}
-            for word, groups in words.items()
-        }
-        for kind, words in types.items()
-    }
-    lines = [f"    {json.dumps(kind)}: {json.dumps(tree)}" for kind, tree in trees.items()]
-    rows = ",\n".join(f"    {one}" for one in known)
-    text = '{\n  "types": {\n' + ",\n".join(lines) + '\n  },\n  "rows": [\n' + rows + "\n  ]\n}\n"
-    FILE.write_text(text, encoding="utf-8")
+    lines = []
+    for kind, words in types.items():
+        tree: dict[str, Any] = {"always": number(words["always"], answers)}
+        for word in WORDS:
+            groups = words[word].items()
+            tree[word] = {
+                group: _numbered(one["tree"], [number(own, rows) for own in one["rows"]]) for group, one in groups
+            }
+        lines.append(f"    {json.dumps(kind)}: {json.dumps(tree)}")
+    parts = {"answers": list(answers), "rows": list(rows)}
+    text = '{\n  "types": {\n' + ",\n".join(lines) + "\n  }"
+    for name, own in parts.items():
+        text += f',\n  "{name}": [\n' + ",\n".join(f"    {one}" for one in own) + "\n  ]"
+    FILE.write_text(text + "\n}\n", encoding="utf-8")
 
 
 def _numbered(tree: Any, numbers: Sequence[int]) -> Any:

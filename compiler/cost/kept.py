@@ -148,9 +148,15 @@ def _activated(sort: Sort) -> int:
     return sort.shape.intermediate_size * sort.dense
 
 
-def is_read(model_type: str) -> bool:
-    """Whether there are rows of a type."""
-    return model_type in shipped("parcompile.cost", "kept.json")["types"]
+@lru_cache(maxsize=1024)
+def is_read(shape: ModelShape) -> bool:
+    """Whether there are rows of a type, read off models that answer as this one what all of them answer alike."""
+    table = shipped("parcompile.cost", "kept.json")
+    if (found := table["types"].get(shape.model_type)) is None:
+        return False
+    always = table["answers"][found["always"]].items()
+    answers = [sizes(sort)[1] for _, sort in sorts(shape, range(shape.num_hidden_layers))]
+    return all(one.get(question, False) == answer for one in answers for question, answer in always)
 
 
 def _rows(shape: ModelShape, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
@@ -195,6 +201,7 @@ def sizes(sort: Sort) -> tuple[dict[str, int], dict[str, bool]]:
     numbers[KV_HEADS] = sort.shape.num_key_value_heads
     if sort.shape.positions.alibi:
         numbers["alibi_dim"] = sort.shape.head_dim + ALIBI_FEATURES
+    flags |= {"norms.per_layer>2": sort.shape.norms.per_layer > 2, "mlp.gated": sort.shape.mlp.gated}
     return numbers, {**flags, "attends": sort.attends, "routed": sort.routed, "dense": sort.dense}
 
 

@@ -238,7 +238,7 @@ def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
 
 def norm_bytes(work: Workload) -> float:
     """What a norm keeps of a token beyond what goes into it."""
-    if kept.is_read(work.shape.model_type):
+    if kept.is_read(work.shape):
         return kept.norm_bytes(work.shape, work.element_bytes)
     rms = family_of(work.shape.model_type).norm is Norm.WEIGHT and not work.shape.norms.bias
     normed = NORMED_BYTES.get(work.shape.model_type, work.element_bytes)

@@ -110,7 +110,7 @@ class _Held:
         stage = work.stages[index]
         shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
         cut = (work.tp, work.sequence_parallel, work.element_bytes)
-        if work.framework == "deepspeed" and is_read(shape.model_type):
+        if work.framework == "deepspeed" and is_read(shape):
 
             def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
                 return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))

@@ -16,7 +16,7 @@ from training_runs import make_plan
 
 from parcompile.cost.activations import FP32_ROUTERS
 from parcompile.cost.footprint import footprint
-from parcompile.cost.kept import GROUPS, is_read
+from parcompile.cost.kept import GROUPS
 from parcompile.layout.pipeline import Schedule
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
@@ -146,7 +146,7 @@ def test_caps_of_logits_are_those_of_the_classes(name: str) -> None:
     assert getattr(CONFIG_MAPPING[name]().get_text_config(), LOGIT_CAP) == CAPPED_LOGITS[name]
 
 
-EXPERTS = [name for name in RUNTIME_FAMILIES if FAMILIES[name].experts is not None and not is_read(name)]
+EXPERTS = [name for name in RUNTIME_FAMILIES if FAMILIES[name].experts is not None]
 
 
 def test_routers_that_take_hidden_states_in_fp32_are_those_that_are_counted() -> None:
