@@ -7,7 +7,7 @@ every storage that autograd saves in a layer, and the module in which it is save
 apart by what the compiler knows of them (`parcompile.cost.kept.sizes`). The elements of each tensor are the same
 product of sizes in all draws; rows add up those of one product. A type is done when the rows give what layers of unseen
 draws keep. What lies in modules that carry a state is left out, and what an indexer chose: these are counted by
-themselves (`cost/recurrent.py`). Each finished type is kept in `--cache`: the command goes on where it ended.
+themselves (`cost/recurrent.py`). Each finished type is written at once: the command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
@@ -55,10 +56,12 @@ FEW, ALIKE, MOST, UNSEEN = 8, 7, 50, 4
 NEAR = 0.002
 """By so much the rows may miss what a layer of an unseen draw keeps."""
 EXACT = 1e-4
+"""By so much those of another type may miss what this one's layers keep."""
+VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
 FIXED = re.compile(r"qk_rope_head_dim$|^[A-Z]\w+\.(chunk|groups|heads|units|output_units)$")
 """Sizes that all draws have alike: of angles, which no layer keeps for itself, and of modules that carry a state."""
 ASKED = re.compile(
-    r"^(heads|residual|layer_inputs|norms|mlp)\b(?!.*rank>1)|^attention\.(projections|compressed)$|query_rank>0"
+    r"^(heads|residual|layer_inputs|norms|mlp)\b(?!.*rank>1)|^attention\.(projections|compressed)$|query_rank>0|^routed$"
 )
 """Questions of which not every answer may have been drawn."""
 TINY = 64
@@ -267,9 +270,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-Leaf = tuple[list[Any] | None, list[Kept]]
-
-
 def leaves(layers: Sequence[Kept]) -> tuple[Any, list[list[Kept]]]:
     """Questions that tell apart layers that do not save the same, as `[question, yes, no]`, and the layers of each end.
 
@@ -383,16 +383,18 @@ def _group(sort: Sort, module: str) -> str | None:
 
 @dataclass(frozen=True)
 class Read:
-    """A type whose rows were read, and what is wrong with them."""
+    """A type, what was read of it, and what is wrong with that."""
 
     kind: str
+    found: dict[str, Any]
     wrong: list[str]
 
 
-def read(kind: str, cache: Path) -> Read:
+def read(kind: str) -> Read:
     """The rows of a type: those of a type that was read before, if its layers keep the same."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
+    others = [one for name, one in stored().items() if name != kind]
     for word, precision in WORDS.items():
         draws = _draws(kind, precision, wrong)
         layers = [one for _ in range(ALIKE) for one in next(draws, [])]
@@ -401,13 +403,12 @@ def read(kind: str, cache: Path) -> Read:
         if not layers:
             continue
         wrong += [f"{word}: never varied: {fixed}" for fixed in _never_varied(layers)]
-        others = [json.loads(text) for text in {file.read_text(encoding="utf-8") for file in cache.glob("*.json")}]
         found[word] = {
             group: next(
                 (
                     one[word][group]
                     for one in others
-                    if word in one and all(abs(off(one[word], each.of(group), [group])) < EXACT for each in layers)
+                    if all(abs(off(one[word], each.of(group), [group])) < EXACT for each in layers)
                 ),
                 None,
             )
@@ -416,9 +417,7 @@ def read(kind: str, cache: Path) -> Read:
         if None in found[word].values():
             _learn(found[word], layers, draws, word, wrong)
         found["always"] = answered_alike(layers, found.get("always"))
-    wrong = list(dict.fromkeys(wrong))
-    (cache / f"{kind}.json").write_text(json.dumps({**found, "wrong": wrong}), encoding="utf-8")
-    return Read(kind, wrong)
+    return Read(kind, found, list(dict.fromkeys(wrong)))
 
 
 def _draws(kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
@@ -503,52 +502,63 @@ def off(trees: Mapping[str, Any], layer: Kept, groups: Sequence[str] = GROUPS) -
 
 
 def main() -> int:
-    """Reads the types, and writes those without a mistake."""
+    """Reads the types, and writes those without a mistake; the exit code is 1 where one has a mistake."""
     from transformers.utils import logging
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*")
+    parser.add_argument("types", nargs="*", help="by default those that the file does not have")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "kept")
     given = parser.parse_args()
     logging.set_verbosity_error()
-    given.cache.mkdir(parents=True, exist_ok=True)
-    wanted = [kind for kind in given.types or FAMILIES if not (given.cache / f"{kind}.json").exists()]
+    types, wrong = stored(), False
+    wanted = given.types or [kind for kind in FAMILIES if kind not in types]
     with ProcessPoolExecutor(given.jobs) as pool:
-        for one in as_completed(pool.submit(read, kind, given.cache) for kind in wanted):
-            kind, wrong = one.result().kind, one.result().wrong
-            print(f"{kind}: {'; '.join(wrong) or 'exact'}"[:900], flush=True)
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(given.cache.glob("*.json"))}
-    write({kind: one for kind, one in found.items() if not one.pop("wrong")})
-    return 0
+        for done in as_completed(pool.submit(read, kind) for kind in wanted):
+            one = done.result()
+            print(f"{one.kind}: {'; '.join(one.wrong) or 'exact'}"[:900], flush=True)
+            wrong = wrong or bool(one.wrong)
+            if not one.wrong:
+                types[one.kind] = one.found
+                FILE.write_text(table(types), encoding="utf-8")
+    return int(wrong)
 
 
-def write(types: Mapping[str, Any]) -> None:
-    """The table: each set of rows, and of answers, once."""
-    rows: dict[str, int] = {}
-    answers: dict[str, int] = {}
-
-    def number(one: Mapping[str, Any], known: dict[str, int]) -> int:
-        return known.setdefault(json.dumps(one, ensure_ascii=False), len(known))
-
-    lines = []
-    for kind, words in types.items():
-        tree: dict[str, Any] = {"always": number(words["always"], answers)}
+def stored() -> dict[str, Any]:
+    """What the file has of each type; nothing, where it is of other versions."""
+    known = json.loads(FILE.read_text(encoding="utf-8"))
+    if known["versions"] != VERSIONS:
+        return {}
+    found: dict[str, Any] = {}
+    for kind, words in known["types"].items():
+        found[kind] = {"always": dict(known["answers"][words["always"]])}
         for word in WORDS:
             groups = words[word].items()
-            tree[word] = {
-                group: _numbered(one["tree"], [number(own, rows) for own in one["rows"]]) for group, one in groups
-            }
-        lines.append(f"    {json.dumps(kind)}: {json.dumps(tree)}")
-    parts = {"answers": list(answers), "rows": list(rows)}
-    text = '{\n  "types": {\n' + ",\n".join(lines) + "\n  }"
+            found[kind][word] = {group: {"tree": tree, "rows": known["rows"]} for group, tree in groups}
+    return found
+
+
+def table(types: Mapping[str, Any]) -> str:
+    """The file: each set of rows, and of answers, once."""
+    parts: dict[str, dict[str, int]] = {"answers": {}, "rows": {}}
+
+    def number(part: str, one: Mapping[str, Any]) -> int:
+        return parts[part].setdefault(json.dumps(one, ensure_ascii=False), len(parts[part]))
+
+    def numbered(tree: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
+        if isinstance(tree, int):
+            return number("rows", rows[tree])
+        return [tree[0], *(numbered(one, rows) for one in tree[1:])]
+
+    lines = []
+    for kind, words in sorted(types.items()):
+        trees: dict[str, Any] = {"always": number("answers", words["always"])}
+        for word in WORDS:
+            trees[word] = {group: numbered(one["tree"], one["rows"]) for group, one in words[word].items()}
+        lines.append(f"    {json.dumps(kind)}: {json.dumps(trees)}")
+    text = f'{{\n  "versions": {json.dumps(VERSIONS)},\n  "types": {{\n' + ",\n".join(lines) + "\n  }"
     for name, own in parts.items():
         text += f',\n  "{name}": [\n' + ",\n".join(f"    {one}" for one in own) + "\n  ]"
-    FILE.write_text(text + "\n}\n", encoding="utf-8")
-
-
-def _numbered(tree: Any, numbers: Sequence[int]) -> Any:
-    return numbers[tree] if isinstance(tree, int) else [tree[0], *(_numbered(one, numbers) for one in tree[1:])]
+    return text + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,14 @@ GROUPS = ("stream", "attention", "mlp")
 """Of the modules of a layer: norms and the layer itself, attention, and the MLP or experts."""
 BASES = ("own", "tokens", "layer")
 """What rows are of: each token of a rank's own, each of those that it works on, the layer."""
+KV_HEADS = "kv"
+"""The kv heads of a rank: one at least."""
+QKV_HEADS = "qkv"
+"""With the query heads, and kv heads twice: where values are a view of what one projection gives."""
+SEQUENCE_PARALLEL = "sequence_parallel"
+"""The question that a layout answers."""
+ALIBI_FEATURES = 8
+"""Features that queries and keys have more, in which the runtime's attention adds ALiBi's biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +185,6 @@ def _product(name: str, numbers: Mapping[str, float], tp: int) -> float:
         known[each] if each in known else numbers.get(each.removesuffix("/tp"), 0) / (tp if each.endswith("/tp") else 1)
         for each in names
     )
-
-
-KV_HEADS = "kv"
-"""The kv heads of a rank: one at least."""
-QKV_HEADS = "qkv"
-"""With the query heads, and kv heads twice: where values are a view of what one projection gives."""
-SEQUENCE_PARALLEL = "sequence_parallel"
-"""The question that a layout answers."""
-ALIBI_FEATURES = 8
-"""Features that queries and keys have more, in which the runtime's attention adds ALiBi's biases."""
 
 
 @lru_cache(maxsize=4096)

@@ -180,6 +180,11 @@ def _keeps_fp32_in_router(family: str) -> bool:
     return any(kept)
 
 
+def test_the_file_of_rows_is_as_its_generator_writes_it() -> None:
+    kept = script("generate/kept")
+    assert kept.table(kept.stored()) == kept.FILE.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     "family",
