@@ -23,6 +23,10 @@ _ROOMS = {DEEPSPEED: ("deepspeed", "advisories"), MEGATRON: ("megatron", "adviso
 """The folders with the rules for each kind of file."""
 
 
+class NotSaidError(Exception):
+    """A rule needs a value that the file does not decide."""
+
+
 class Settings:
     """The values of such a file. What the schema refused is named in `invalid` and reads as left out.
 

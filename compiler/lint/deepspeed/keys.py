@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from parcompile.backends.deepspeed.table import Key, find, table
 from parcompile.backends.kinds import DEEPSPEED
@@ -14,7 +13,6 @@ from parcompile.lint.deepspeed import (
     ACCELERATE,
     BARE,
     GUESSED,
-    LIGHTNING,
     TITLES,
     TRANSFORMERS,
     UsageOptions,
@@ -23,11 +21,7 @@ from parcompile.lint.deepspeed import (
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.rules import Finding
 
-from .stages import ZERO
-
 # A DeepSpeed configuration on its own: keys of old that still work, and sections that need another key.
-
-_SAMPLING: Path = ("data_efficiency", "data_sampling")
 
 
 @file_rule("F010", DEEPSPEED, severity=Severity.WARNING)
@@ -92,31 +86,7 @@ def _deprecated_keys(version: str) -> dict[str, dict[str, Key]]:
     return {name: keys for name, keys in found.items() if keys}
 
 
-@file_rule("F028", DEEPSPEED)
-def data_efficiency_is_complete(settings: Settings) -> Iterator[Finding]:
-    """Fires for both."""
-    for section, needed in (("curriculum_learning", "curriculum_metrics"), ("dynamic_batching", "max_tokens")):
-        path = (*_SAMPLING, section)
-        names = tuple(map(str, path))
-        if settings.get(*names, "enabled") and settings.left_out(*names, needed):
-            yield Finding(f"{section} is enabled without {needed}", (*path, "enabled"), help=f"add {needed}")
-
-
-@file_rule("F029", DEEPSPEED, severity=Severity.WARNING)
-def zero_is_a_section(settings: Settings) -> Iterator[Finding]:
-    """Fires for true and false."""
-    value = settings.get(ZERO)
-    if isinstance(value, bool):
-        meant = {"stage": int(value)}
-        fix = Fix(f"write {meant}".replace("'", '"'), Safety.SAFE, (Edit((ZERO,), meant),))
-        message = f"zero_optimization {str(value).lower()}: DeepSpeed reads it as stage {int(value)}"
-        yield Finding(message, (ZERO,), help="write the stage", fixes=(fix,))
-
-
 # A DeepSpeed configuration on its own: what is left to somebody else, and what those refuse.
-
-_ZERO = "zero_optimization"
-_STEPS = "gradient_accumulation_steps"
 
 
 def _dotted(path: Path, version: str) -> str:
@@ -191,30 +161,3 @@ def auto_is_left_to_somebody(settings: Settings) -> Iterator[Finding]:
         message = f'with {TITLES[usage.filler or BARE]} "auto" becomes DeepSpeed\'s default in {names}'
         related = tuple(Related("and here", path) for path in defaults[1:])
         yield Finding(message, defaults[0], help="write values", related=related, severity=Severity.WARNING)
-
-
-@file_rule("F011", DEEPSPEED, usage=UsageOptions(used_with=ACCELERATE))
-def the_reader_takes_the_file(settings: Settings) -> Iterator[Finding]:
-    """Fires for a missing section under accelerate, and for steps under Lightning; a warning where they are guessed."""
-    filler = settings.usage.filler
-    if filler in (TRANSFORMERS, ACCELERATE) and settings.left_out(_ZERO):
-        path: Path = (_ZERO,)
-        fix = Fix("add zero_optimization at stage 0", Safety.SAFE, (Edit(path, {"stage": 0}),))
-        message = f"zero_optimization is missing: {TITLES[filler]} refuses the file"
-        guessed = settings.usage.filler_from == GUESSED
-        advice = 'add "zero_optimization": {"stage": 0}'
-        yield Finding(message, path, help=advice, fixes=(fix,), severity=Severity.WARNING if guessed else None)
-    if filler == LIGHTNING and _STEPS in settings.tree:
-        fix = Fix.removing((_STEPS,), Safety.SAFE)
-        message = f"{_STEPS} is set by Lightning's Trainer, which refuses it in the file"
-        yield Finding(message, (_STEPS,), help="set accumulate_grad_batches of the Trainer", fixes=(fix,))
-
-
-def has_filler(settings: Settings) -> bool:
-    """Whether somebody fills "auto" before DeepSpeed sees the file."""
-    return settings.usage.filler in (TRANSFORMERS, ACCELERATE)
-
-
-def auto_or(value: Any) -> Any:
-    """None for "auto", else the value."""
-    return None if value == "auto" else value

@@ -12,12 +12,8 @@ from typing import Any
 from parcompile.backends.megatron.arguments import NVIDIA, Unknown, line
 from parcompile.backends.megatron.file import Call
 from parcompile.diagnostics import Related
-from parcompile.lint.registry import Check, Settings
+from parcompile.lint.registry import Check, NotSaidError, Settings
 from parcompile.rules import Finding
-
-
-class NotSaidError(Exception):
-    """A rule needs a value that the file does not decide."""
 
 
 class MegatronSettings(Settings):

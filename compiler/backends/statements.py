@@ -1,0 +1,79 @@
+"""Statements of tables: a condition, and texts with values in them.
+
+A row of such a table is a JSON object. Its texts hold "{expression}" or "{expression:format}", which is replaced by the
+value of an expression (`model/tables/expression.py`), as `when` is one. `each` makes several rows of one: it lists what
+"$word" stands for in all texts of the row, as objects, or by the words that share a text: {"first second": ["a b"]}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from parcompile.model.tables.expression import compiled
+
+Row = Mapping[str, Any]
+_VALUE = re.compile(r"\{([\w(\[][^{}:]*)(?::([^{}]*))?\}")
+_WORD = re.compile(r"\$(\w+)")
+Formats = Mapping[str, Callable[[Any], str]]
+"""How values are written, beside Python's formats."""
+_FORMATS: Formats = {"list": ", ".join, "lower": lambda value: str(value).lower(), "repr": repr}
+
+
+class Values(Mapping[str, Any]):
+    """What expressions read: `find` gives the value of a name, None for one that has none."""
+
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = find
+
+    def __getitem__(self, name: str) -> Any:
+        return self._find(name)
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("names are looked up one by one")
+
+    __len__ = __iter__  # type: ignore[assignment]
+
+
+def rows_of(rows: Iterable[Row], words: Mapping[str, str]) -> Iterator[Row]:
+    """Every row that is meant, where `words` stand for others in all of them."""
+    for row in rows:
+        for given in _given(row.get("each", [{}])):
+            yield {key: _replaced(value, {**words, **given}) for key, value in row.items() if key != "each"}
+
+
+def _given(each: Any) -> Iterator[Mapping[str, str]]:
+    if isinstance(each, list):
+        yield from each
+        return
+    for names, texts in each.items():
+        words = names.split()
+        yield from (dict(zip(words, text.split(" ", len(words) - 1), strict=True)) for text in texts)
+
+
+def _replaced(node: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(node, str):
+        said = _WORD.sub(lambda match: words.get(match[1], match[0]), node)
+        return said if said == node else _replaced(said, words)
+    if isinstance(node, list):
+        return [_replaced(one, words) for one in node]
+    if isinstance(node, dict):
+        return {_replaced(key, words): _replaced(one, words) for key, one in node.items()}
+    return node
+
+
+def holds(row: Row, values: Values) -> bool:
+    """Whether the condition of a row is true; one without a condition always is."""
+    return "when" not in row or bool(compiled(row["when"])(values))
+
+
+def filled(text: str, values: Values, formats: Formats = _FORMATS) -> str:
+    """A text with the values that it names."""
+
+    def value(match: re.Match[str]) -> str:
+        form, found = match[2] or "", compiled(match[1])(values)
+        write = formats.get(form) or _FORMATS.get(form)
+        return format(found, form) if write is None else write(found)
+
+    return _VALUE.sub(value, text)

@@ -1,0 +1,343 @@
+"""A DeepSpeed configuration on its own: how its values fit together.
+
+Most of it stands in `rules.json`; here is what its expressions read, and the rules that go through many keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from parcompile.backends.deepspeed import (
+    MEMORY,
+    first_stage,
+    has_effect,
+    last_stage,
+    reach,
+    refused_scaling,
+    wrong_scale,
+)
+from parcompile.backends.deepspeed.table import find, order
+from parcompile.backends.kinds import DEEPSPEED
+from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest
+from parcompile.lint.registry import Settings, file_rule
+from parcompile.lint.stored import register
+from parcompile.rules import Finding
+from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.units import first_of
+
+from . import GUESSED, TITLES
+from .constructors import on_host, optimizers
+
+ZERO = "zero_optimization"
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_PARTS = ("offload_param", "offload_optimizer")
+
+# What expressions read.
+
+_TYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+}
+
+
+def stage_of(settings: Settings) -> int | None:
+    """The ZeRO stage of a file: 0 without one, None when it is "auto" or wrong."""
+    if settings.get(ZERO) is True:
+        return 1  # the old form
+    if settings.left_out(ZERO) or settings.left_out(ZERO, "stage"):
+        return 0
+    stage = settings.number(ZERO, "stage")
+    return None if stage is None else int(stage)
+
+
+def ranks(settings: Settings) -> int | None:
+    """The data-parallel ranks that the three batch sizes leave, None when they do not tell."""
+    total, micro, steps = (settings.number(name) for name in (TOTAL, MICRO, STEPS))
+    if not total or not micro or not steps or total % (micro * steps):
+        return None
+    return int(total // (micro * steps))
+
+
+def _name_of_bf16(settings: Settings) -> str:
+    """The section of bf16 that DeepSpeed reads: the old name only counts without the new one."""
+    return "bfloat16" if settings.left_out("bf16") and not settings.left_out("bfloat16") else "bf16"
+
+
+def _type_of_weights(settings: Settings) -> str | None:
+    """The type of the weights, None where "auto" leaves it open."""
+    for name, kind in (("fp16", "fp16"), (_name_of_bf16(settings), "bf16")):
+        enabled = settings.tree.get(name, {}).get("enabled") if isinstance(settings.tree.get(name), dict) else None
+        if enabled == "auto":
+            return None
+        if settings.get(name, "enabled") is True:
+            return kind
+    return "fp32"
+
+
+def _device(settings: Settings, part: str) -> str | None:
+    """Where a part is kept; None when it is "auto" or wrong."""
+    if settings.get(ZERO, part) is None or settings.left_out(ZERO, part, "device"):
+        return "none"
+    found = settings.get(ZERO, part, "device")
+    return found if isinstance(found, str) else None
+
+
+def _lowered(*path: str) -> Callable[[Settings], str | None]:
+    return lambda settings: value.lower() if isinstance(value := settings.get(*path), str) else None
+
+
+_KIND = _lowered("optimizer", "type")
+
+
+def _count(*path: str) -> Callable[[Settings], int]:
+    """A number of ranks, 1 where there is none."""
+    return lambda settings: int(settings.number(*path) or 1)
+
+
+_FACTS: Mapping[str, Callable[[Settings], Any]] = {
+    "stage": stage_of,
+    "ranks": ranks,
+    "tp": _count("tensor_parallel", "autotp_size"),
+    "ep": _count("expert_parallel", "autoep_size"),
+    "kind": _KIND,
+    "is_own": lambda settings: _KIND(settings) in optimizers(settings.usage.version),
+    "operation": _lowered("gradient_allreduce_op"),
+    "on_host": lambda settings: on_host(settings.tree),
+    "name_of_bf16": _name_of_bf16,
+    "weights": _type_of_weights,
+    "type_of_weights": lambda settings: _TYPES.get(str(settings.get("data_types", "param_dtype"))),
+    "type_of_sums": lambda settings: _TYPES.get(str(settings.get("data_types", "grad_accum_dtype"))),
+    "device_of_weights": lambda settings: _device(settings, "offload_param"),
+    "device_of_optimizer": lambda settings: _device(settings, "offload_optimizer"),
+    "version": lambda settings: settings.usage.version,
+    "release": lambda settings: list(order(settings.usage.version)),
+    "filler": lambda settings: settings.usage.filler,
+    "reader": lambda settings: TITLES.get(str(settings.usage.filler)),
+    "is_guessed": lambda settings: settings.usage.filler_from == GUESSED,
+}
+
+# What rules find beside their rows.
+
+
+def _batches_multiply(settings: Settings) -> Iterator[Finding]:
+    """Fires when no number of ranks gives the batch."""
+    total, factors = settings.number(TOTAL), {name: settings.number(name) for name in (MICRO, STEPS)}
+    given = {name: int(value) for name, value in factors.items() if value and value > 0}
+    if not total or total < 0 or not given:
+        return
+    divisor = given.get(MICRO, 1) * given.get(STEPS, 1)
+    if int(total) % divisor:
+        terms = " · ".join(f"{name} {value}" for name, value in given.items())
+        near = nearest_multiples(int(total), divisor)
+        yield Finding(
+            f"{TOTAL} {int(total)} / ({terms}) is not whole; nearest: {listed(near)}",
+            (TOTAL,),
+            help=f"write a multiple of {divisor}",
+            fixes=tuple(Fix.setting((TOTAL,), value, Safety.CHANGES_NUMERICS) for value in near),
+            related=tuple(Related(f"{name} is set here", (name,)) for name in given),
+        )
+
+
+_STRICT_SINCE = "0.19.3"
+"""Before this version a switch counted as a number."""
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
+
+
+def _loss_scale_is_a_number(settings: Settings) -> Iterator[Finding]:
+    """Fires for switches and fractions."""
+    if order(settings.usage.version) < order(_STRICT_SINCE):
+        return
+    for key in ("loss_scale", "loss_scale_window", "min_loss_scale"):
+        value = settings.get("fp16", key)
+        fraction = isinstance(value, str) and key != "loss_scale" and _WHOLE.fullmatch(value) is None
+        if isinstance(value, bool) or fraction:
+            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.usage.version} wants a number"
+            yield Finding(message, ("fp16", key), help="write the number, without quotes")
+
+
+def _presets_are_known(settings: Settings) -> Iterator[Finding]:
+    """Fires for a preset that AutoTP does not have."""
+    path = ("tensor_parallel", "preset_model")
+    preset, names = settings.get(*path), _names(settings, path)
+    if isinstance(preset, str) and names and preset.lower() not in names:
+        near = closest(preset, names)
+        advice = f"did you mean {near}?" if near else f"write one of {', '.join(names)}"
+        message = f'AutoTP has no preset "{preset}" and takes none then'
+        yield Finding(message, path, help=advice, severity=Severity.WARNING)
+
+
+def _experts_are_known(settings: Settings) -> Iterator[Finding]:
+    """Fires for a preset and an activation that AutoEP does not have; with AutoEP switched off it is a warning."""
+    severity = None if settings.get("expert_parallel", "enabled") is True else Severity.WARNING
+    for name in ("preset_model", "expert_activation"):
+        path: Path = ("expert_parallel", name)
+        value, names = settings.get(*path), _names(settings, path)
+        if isinstance(value, str) and names and value not in names:
+            near = closest(value, names)
+            advice = f'did you mean "{near}"?' if near else f"write one of {', '.join(names)}"
+            fixes = (Fix(f"write {near}", Safety.CHANGES_NUMERICS, (Edit(path, near),)),) if near else ()
+            message = f'AutoEP has no {name.replace("_", " ")} "{value}"'
+            yield Finding(message, path, help=advice, fixes=fixes, severity=severity)
+
+
+def _names(settings: Settings, path: Path) -> list[str]:
+    """The names that the version of DeepSpeed takes at a path."""
+    key = find(settings.usage.version, *path)
+    return list(key.facts.get("names", ())) if key is not None else []
+
+
+register(
+    __package__,
+    DEEPSPEED,
+    _FACTS,
+    {
+        "F003": _batches_multiply,
+        "F015": _loss_scale_is_a_number,
+        "F030": _presets_are_known,
+        "F033": _experts_are_known,
+    },
+)
+
+
+# Rules that go through many keys.
+
+_LOWER_UPPER = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
+    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+
+
+def _parameter(name: str) -> Path:
+    return ("scheduler", "params", name)
+
+
+@file_rule("F027", DEEPSPEED, severity=Severity.WARNING)
+def rates_rise(settings: Settings) -> Iterator[Finding]:
+    """Fires when both are numbers and stand the wrong way round."""
+    names = _LOWER_UPPER.get(str(settings.get("scheduler", "type")))
+    if names is None:
+        return
+    low, high = (settings.number(*_parameter(name)) for name in names)
+    rate = settings.number("optimizer", "params", "lr")
+    if high is None and names[1] == "warmup_max_lr" and settings.left_out(*_parameter(names[1])):
+        high = rate if order(settings.usage.version) >= order("0.17.5") else 0.001
+    if low is not None and high is not None and low > high:
+        message = f"{names[0]} {low:g} > {names[1]} {high:g}: the rate falls where it should rise"
+        edits = (Edit(_parameter(names[0]), high), Edit(_parameter(names[1]), low))
+        fix = Fix("exchange the two", Safety.CHANGES_NUMERICS, edits)
+        related = (Related("the highest", _parameter(names[1])),)
+        yield Finding(message, _parameter(names[0]), help="exchange the two", fixes=(fix,), related=related)
+
+
+_PREDIVIDE, _PRESCALE, _SCATTER = "gradient_predivide_factor", "prescale_gradients", (ZERO, "reduce_scatter")
+
+
+@file_rule("F009", DEEPSPEED)
+def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
+    """Fires for what DeepSpeed refuses, and for a factor that is not taken back."""
+    stage = stage_of(settings)
+    if stage is None or settings.get("gradient_allreduce_op") == "sum":
+        return
+    scatter = settings.get(*_SCATTER, default=True) is not False
+    factor = settings.number(_PREDIVIDE)
+    prescale = settings.get(_PRESCALE) is True
+    predivide = 1.0 if factor is None else factor
+    path: Path = (_PREDIVIDE,) if predivide != 1 else (_PRESCALE,)
+    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide)
+    fixes = (Fix.removing(path, Safety.CHANGES_NUMERICS),)
+    related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
+    if refused:
+        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=fixes, related=related)
+        return
+    wrong = wrong_scale(
+        stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide, ranks=ranks(settings) or 0
+    )
+    if wrong:
+        yield Finding(
+            f"{_PREDIVIDE} {predivide:g}: gradients are {wrong}", path, help="write another factor", fixes=fixes
+        )
+
+
+def _is_on(settings: Settings, key: str) -> bool:
+    """Whether a key asks for something: an offload to nowhere, a false or a default asks for nothing."""
+    value = settings.get(ZERO, key)
+    if isinstance(value, dict):
+        return value.get("device") not in (None, "none", "auto")
+    return value is True or value not in (None, False, 1)
+
+
+@file_rule("F005", DEEPSPEED, severity=Severity.WARNING)
+def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
+    """Fires for keys that the stage does not read; quiet when the stage itself is wrong, missing or "auto"."""
+    stage, zero = stage_of(settings), settings.section(ZERO)
+    if stage is None or "stage" not in zero:
+        return
+    related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
+    idle = [key for key in zero if not has_effect(key, stage)]
+    heavy = [key for key in idle if (key in MEMORY or stage > last_stage(key)) and _is_on(settings, key)]
+    heavy = [key for key in heavy if key in MEMORY or key == "round_robin_gradients"]
+    for key in heavy:
+        yield Finding(
+            f"{key} has no effect at stage {stage}: DeepSpeed reads it {reach(key)}",
+            (ZERO, key),
+            help=f"remove it, or set stage to {first_stage(key) if stage < first_stage(key) else last_stage(key)}",
+            fixes=(Fix.removing((ZERO, key), Safety.SAFE),),
+            related=related,
+        )
+    rest = [key for key in idle if key not in heavy]
+    if rest:
+        have = "has" if len(rest) == 1 else "have"
+        edits = tuple(Edit((ZERO, key), remove=True) for key in rest)
+        yield Finding(
+            f"{first_of(rest, 3)} {have} no effect at stage {stage}",
+            (ZERO, rest[0]),
+            help="remove what is not read",
+            fixes=(Fix("remove what is not read", Safety.SAFE, edits),),
+            related=(*related, *(Related("and here", (ZERO, key)) for key in rest[1:])),
+            severity=Severity.INFO,
+        )
+
+
+_ONLY_NVME = (
+    "nvme_path",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+)
+_DEFAULT_OFF = (None, False)
+
+
+@file_rule("F017", DEEPSPEED, severity=Severity.WARNING)
+def offload_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
+    """Fires once for each section: a warning with device cpu, a remark with none."""
+    for part in _PARTS:
+        device, section = _device(settings, part), settings.section(ZERO, part)
+        if device == "cpu":
+            idle = [key for key in _ONLY_NVME if key in section and section[key] not in _DEFAULT_OFF]
+            does = 'has no effect with device "cpu": it is for "nvme"'
+        elif device == "none":
+            idle = [key for key in section if key != "device" and section[key] not in (*_DEFAULT_OFF, "none")]
+            does = 'has no effect with device "none"'
+        else:
+            continue
+        if idle:
+            names = ", ".join(idle)
+            if len(idle) > 1:
+                does = does.replace("has", "have", 1).replace("it is", "they are")
+            yield Finding(
+                f"{part}: {names} {does}",
+                (ZERO, part, idle[0]),
+                help='remove it, or set device to "nvme"' if device == "cpu" else 'remove it, or set device to "cpu"',
+                fixes=(
+                    Fix(f"remove {names}", Safety.SAFE, tuple(Edit((ZERO, part, key), remove=True) for key in idle)),
+                ),
+                related=tuple(Related("and here", (ZERO, part, key)) for key in idle[1:]),
+                severity=Severity.INFO if device == "none" else None,
+            )
