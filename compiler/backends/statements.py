@@ -14,7 +14,8 @@ from typing import Any
 from parcompile.model.tables.expression import compiled
 
 Row = Mapping[str, Any]
-_VALUE = re.compile(r"\{([\w(\[][^{}:]*)(?::([^{}]*))?\}")
+EXPRESSION = re.compile(r"\{([\w(\[][^{}:]*)(?::([^{}]*))?\}")
+"""A value in a text, and its format."""
 _WORD = re.compile(r"\$(\w+)")
 Formats = Mapping[str, Callable[[Any], str]]
 """How values are written, beside Python's formats."""
@@ -76,4 +77,4 @@ def filled(text: str, values: Values, formats: Formats = _FORMATS) -> str:
         write = formats.get(form) or _FORMATS.get(form)
         return format(found, form) if write is None else write(found)
 
-    return _VALUE.sub(value, text)
+    return EXPRESSION.sub(value, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -131,8 +132,16 @@ def file_rules() -> tuple[FileRule, ...]:
 def check_settings(settings: Settings, kind: str) -> list[Diagnostic]:
     """Runs every rule for files of `kind` once."""
     return [
-        finding.diagnostic(entry.code, entry.severity) for entry in _rules_of(kind) for finding in entry.check(settings)
+        finding.diagnostic(entry.code, entry.severity)
+        for entry in _rules_of(kind)
+        for finding in _decided(entry.check, settings)
     ]
+
+
+def _decided(check: Check, settings: Settings) -> Iterator[Finding]:
+    """What a rule finds up to the first value that it needs and that the file does not decide."""
+    with contextlib.suppress(NotSaidError):
+        yield from check(settings)
 
 
 GROUPS = {

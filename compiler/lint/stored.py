@@ -27,8 +27,8 @@ from parcompile.user_files import shipped
 from .deepspeed import UsageOptions
 from .registry import Check, NotSaidError, Settings, file_rule
 
-Facts = Mapping[str, Callable[[Settings], Any]]
-"""What expressions of a tool read beside the values of a file, by name."""
+Facts = Mapping[str, Callable[..., Any]]
+"""What expressions of a tool read beside the values of a file, by name; "flag." is asked for "flag.NAME", with NAME."""
 
 
 def _only(*types: type) -> Callable[[Any], Any]:
@@ -40,6 +40,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "number": _only(int, float),
     "whole": _only(int),
     "text": _only(str),
+    "list": _only(list),
     "section": _only(dict),
     "is_section": lambda value: isinstance(value, dict),
 }
@@ -57,6 +58,8 @@ def _value(settings: Settings, facts: Facts, name: str) -> Any:
     head, _, rest = name.partition(".")
     if name in facts:
         return facts[name](settings)
+    if rest and f"{head}." in facts:
+        return facts[f"{head}."](settings, rest)
     if head in _READERS and rest:
         return _READERS[head](_value(settings, facts, rest))
     path = rest.split(".")
@@ -70,7 +73,9 @@ def _value(settings: Settings, facts: Facts, name: str) -> Any:
 
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "divisors": lambda total: listed(divisors(total)),
+    "first divisors": lambda total: listed(divisors(total)[:12]),
     "multiples": lambda both: listed(nearest_multiples(*both)),
+    "terms": lambda factors: " · ".join(map(str, factors)),
 }
 
 
@@ -106,7 +111,7 @@ def _finding(row: Row, values: Values, tree: Mapping[str, Any]) -> Finding:
     also = (Related(f"{name} {tree[name]} is set here", (name,)) for name in row.get("also", ()) if tree.get(name))
     return Finding(
         fill(row["say"]),
-        _path(row["at"]),
+        _path(fill(row["at"])),
         help=fill(row["help"]) if "help" in row else None,
         fixes=tuple(_fix(one, values) for one in row.get("fixes", ())),
         related=(*(Related(fill(said), _path(path)) for said, path in row.get("related", {}).items()), *also),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +12,12 @@ import pytest
 from parcompile import lint, schema
 from parcompile import rules as rules_room
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON
+from parcompile.backends.statements import EXPRESSION, rows_of
 from parcompile.diagnostics import Severity
 from parcompile.layout.groups import divisors
 from parcompile.lint.advisories import advisories
 from parcompile.lint.registry import file_rules
+from parcompile.model.tables.expression import compiled
 from parcompile.rules import (
     BASE,
     BROKEN_PLUGIN,
@@ -118,6 +121,24 @@ def test_every_rule_module_is_registered() -> None:
 def test_rules_of_files_stand_in_the_room_of_their_tool() -> None:
     rooms = {rule.check.__module__.split(".")[2]: rule.kind for rule in file_rules() if rule.code[0] == "F"}
     assert rooms == {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "gpt_neox": GPT_NEOX}
+
+
+@pytest.mark.parametrize("room", ["deepspeed", "megatron", "gpt_neox"])
+def test_every_expression_of_a_stored_rule_can_be_read(room: str) -> None:
+    """Of each row, also of those that no example breaks; no word that stands for another is left."""
+    for code, stored in shipped(f"parcompile.lint.{room}", "rules.json").items():
+        rows = rows_of([*stored["finds"], {"when": stored.get("when", "True")}], stored.get("words", {}))
+        for row in rows:
+            assert "$" not in str(row), code
+            texts = [row["when"], *(text for said in _texts(row) for text, _ in EXPRESSION.findall(said))]
+            assert all(compiled(text) for text in texts), code
+
+
+def _texts(node: object) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    for inner in [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _texts(inner)
 
 
 @pytest.mark.parametrize(

@@ -541,6 +541,12 @@ TRAINER = {
 }
 
 
+def test_a_value_that_a_variable_decides_hides_no_other_mistake(tmp_path: Path) -> None:
+    text = f"torchrun pretrain_gpt.py {LAYOUT} --lr-warmup-iters $STEPS --lr-warmup-fraction 2\n"
+    found = [one.message for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "F126"]
+    assert found == ["lr_warmup_fraction 2 ≥ 1"]
+
+
 def test_sections_of_another_program_are_calls_of_their_own(tmp_path: Path) -> None:
     done = checked(yaml.safe_dump(TRAINER), tmp_path / "trainer.yaml")
     assert done.document is not None

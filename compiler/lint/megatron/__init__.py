@@ -88,37 +88,8 @@ def fits(settings: Settings, last: str) -> bool:
     return bool(settings.versions) and min(settings.versions) <= line().versions.index(last)
 
 
-def one_of(value: Any) -> Any:
-    """A list of one value as that value."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 def also(settings: Settings, *names: str) -> tuple[Related, ...]:
     """Where these arguments stand."""
     return tuple(
         Related(f"{name} {settings.tree[name]} is set here", (name,)) for name in names if settings.tree.get(name)
     )
-
-
-def spelled(name: str) -> str:
-    """An argument as its flag is written: `--num-layers`."""
-    option = line().options.get(name)
-    return next((one for one in option.newest.flags if one.startswith("--")), name) if option else name
-
-
-def where_decided(check: Check) -> Check:
-    """A rule for Megatron-LM's arguments that is quiet where it needs what the file does not decide."""
-
-    @functools.wraps(check)
-    def known(settings: Settings) -> Iterator[Finding]:
-        yield from attempt(check, settings)
-
-    return known
-
-
-def attempt(check: Callable[..., Iterator[Finding]], *arguments: Any) -> Iterator[Finding]:
-    """What a check finds up to the first value that it needs and that the file does not decide."""
-    try:
-        yield from check(*arguments)
-    except NotSaidError:
-        return
