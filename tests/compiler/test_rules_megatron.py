@@ -542,7 +542,7 @@ TRAINER = {
 
 
 def test_a_value_that_a_variable_decides_hides_no_other_mistake(tmp_path: Path) -> None:
-    text = f"torchrun pretrain_gpt.py {LAYOUT} --lr-warmup-iters $STEPS --lr-warmup-fraction 2\n"
+    text = f"torchrun pretrain_gpt.py {LAYOUT} --lr-decay-iters 9 --lr-warmup-iters $STEPS --lr-warmup-fraction 2\n"
     found = [one.message for one in checked(text, tmp_path / "train.sh").diagnostics if one.code == "F126"]
     assert found == ["lr_warmup_fraction 2 ≥ 1"]
 
