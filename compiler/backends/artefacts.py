@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from parcompile.layout.shards import is_decayed
 from parcompile.machines import find_accelerator
+from parcompile.model.derived_rows import parameter_table
 from parcompile.plan import Plan
 from parcompile.spec import Parallelism, Spec
+from parcompile.units import first_of
+from parcompile.user_files import shipped
+
+from .statements import Facts, Row, Values, filled, holds, rows_of
 
 # JSON as it is written: the same bytes on every machine, short things on one line.
 
@@ -98,58 +107,62 @@ def effective_order(parallelism: Parallelism) -> tuple[str, ...]:
     return tuple(axis for axis in parallelism.order if sizes.get(axis, 1) > 1)
 
 
-def sequence_loss(spec: Spec, target: str) -> Iterator[Loss]:
-    """A fatal loss when sequence parallelism would need padding, which only our runtime adds."""
-    parallelism, length = spec.parallelism, spec.training.sequence_length
-    local, tp = length // parallelism.cp, parallelism.tp
-    if parallelism.sequence_parallel and local % tp:
-        why = f"{target} does not pad: (sequence_length {length} / cp {parallelism.cp}) % tp {tp} = {local % tp}"
-        instead = f"a multiple of {parallelism.cp * tp}, or sequence_parallel false"
-        yield Loss(f"sequence_length {length}", why, instead, fatal=True)
+def _follows(spec: Spec, known: str) -> bool:
+    """Whether the axes stand in an order, such as "tp_cp_dp_pp"."""
+    here = effective_order(spec.parallelism)
+    return here == tuple(axis for axis in known.split("_") if axis in here)
 
 
-def rampup_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> Iterator[Loss]:
-    """A loss where the batch grows, which a target is not told for `why`."""
-    if (ramp := spec.training.rampup_batch_size) is not None:
-        yield Loss(f"rampup_batch_size {ramp.start} {ramp.increment} {ramp.samples}", why, instead, fatal=fatal)
+def _decayed_otherwise(spec: Spec, left_out: str) -> list[str]:
+    """The parameters that a tool decays and the plan does not, or the other way round; the tool leaves out these."""
+    own, theirs = spec.training.optimizer.no_weight_decay, None if left_out == "none" else left_out
+    table = parameter_table(spec.model.shape)
+    return [row.name for row in table if is_decayed(row, own) is not is_decayed(row, theirs)]
 
 
-def decay_schedule_losses(spec: Spec, why: str, instead: str, *, fatal: bool = False) -> Iterator[Loss]:
-    """A loss where weight decay changes from step to step, which a target is not told for `why`."""
-    if (start := spec.training.optimizer.start_weight_decay) is not None:
-        yield Loss(f"start_weight_decay {start:g}", why, instead, fatal=fatal)
+def _recomputed(spec: Spec) -> str:
+    kind = spec.training.activation_checkpointing
+    return kind if isinstance(kind, str) else ", ".join(kind)
 
 
-def memory_losses(spec: Spec, optimizer_stays: str | None, *, gathers_again: bool = False) -> Iterator[Loss]:
-    """Losses of a target that keeps activations on the accelerator, and has no parts of the loss and of MLPs.
-
-    `optimizer_stays` says why it keeps the optimizer, and weights, there, too; None: it does not. A target that
-    `gathers_again` does so with the inputs of all blocks, whatever a plan says.
-    """
-    if spec.offload_optimizer is not None and optimizer_stays is not None:
-        instead = "master weights and optimizer state stay on the accelerator: the numbers of a step are the same"
-        yield Loss("zero.offload_optimizer", optimizer_stays, instead)
-    if spec.offload_param is not None and optimizer_stays is not None:
-        instead = "weights stay on the accelerator: the numbers of a step are the same"
-        yield Loss("zero.offload_param", "the target is not told to", instead)
-    kept = "what recomputed layers keep stays on the accelerator"
-    parts = {"activation_offloading": kept, "linear_cross_entropy": "logits are whole", "tiled_mlp": "MLPs are whole"}
-    if not gathers_again:
-        parts["gather_inputs_again"] = "gathered inputs are kept"
-    for key, takes in parts.items():
-        if getattr(spec.training, key):
-            why = "the target is not told to" if takes is kept else "the target's files have no such key"
-            instead = f"{takes}, which takes more memory: the numbers of a step are the same"
-            yield Loss(f"training.{key}", why, instead)
+_FACTS: Facts = {
+    "follows.": _follows,
+    "decayed_otherwise.": _decayed_otherwise,
+    "order": lambda spec: "-".join(effective_order(spec.parallelism)),
+    "recomputed": _recomputed,
+    "recomputes_alike": lambda spec: isinstance(spec.training.activation_checkpointing, str),
+}
 
 
-def order_loss(parallelism: Parallelism, target: str, known: Sequence[tuple[str, ...]]) -> Iterator[Loss]:
-    """A fatal loss when the order of the axes is none of the target's."""
-    here = effective_order(parallelism)
-    if not any(here == tuple(axis for axis in order if axis in here) for order in known):
-        allowed = " or ".join("-".join(order) for order in known)
-        why = f"{target} lays ranks out as {allowed} (innermost first): its groups would be other ranks"
-        yield Loss(f"order {'-'.join(here)}", why, f"compile with order {'-'.join(known[0])}", fatal=True)
+def losses_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Iterator[Loss]:
+    """What `losses.json` has by this name, of a spec; `facts` are what its expressions read beside the spec."""
+    values = Values(spec, {**_FACTS, **facts}, functools.partial(_value, spec))
+    for row in _rows(name):
+        if holds(row, values):
+            what, why, instead = (filled(row[key], values, _FORMATS) for key in ("what", "why", "instead"))
+            yield Loss(what, why, instead, fatal=row.get("fatal", False))
+
+
+def stored_losses(name: str) -> Callable[[Spec], Iterator[Loss]]:
+    """What gives them of a spec."""
+    return functools.partial(losses_of, name)
+
+
+@functools.cache
+def _rows(name: str) -> tuple[Row, ...]:
+    table = shipped("parcompile.backends", "losses.json")
+    return tuple(rows_of(table[name], {}, table))
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {"first two": lambda names: first_of(names, 2)}
+
+
+def _value(spec: Spec, name: str) -> Any:
+    """A value of a spec by its path, where "shape" is the model's; enumerations as their text."""
+    node: Any = spec
+    for step in name.replace("shape.", "model.shape.").split("."):
+        node = node.get(step) if isinstance(node, Mapping) else getattr(node, step, None)
+    return node.value if isinstance(node, enum.Enum) else node
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parcompile.layout.shards import is_decayed
-from parcompile.model.derived_rows import parameter_table
 from parcompile.plan import Plan
 from parcompile.schema import type_of
 from parcompile.schema.keys import refused_optimizer
 from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
-from parcompile.units import first_of
 from parcompile.user_files import shipped
 
 from .artefacts import Loss
@@ -260,21 +257,6 @@ def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
     if read is None or (kind == "number" and isinstance(value, int) and not isinstance(value, bool)):
         return value
     return read(value, name)
-
-
-def decay_losses(spec: Spec, tool: str, left_out: str | None) -> Iterator[Loss]:
-    """What a tool decays otherwise than a plan, which leaves out what `left_out` says of this model, or nothing."""
-    own = spec.training.optimizer.no_weight_decay
-    table = parameter_table(spec.model.shape)
-    differing = [row.name for row in table if is_decayed(row, own) is not is_decayed(row, left_out)]
-    if not differing or not spec.training.optimizer.weight_decay:
-        return
-    instead = "leave no_weight_decay out" if left_out is None else f"set no_weight_decay {left_out}"
-    if own is None:
-        yield Loss("biases and norms", f"{tool} does not decay them", instead)
-    else:
-        decays = "all weights" if left_out is None else f"what no_weight_decay {left_out} leaves"
-        yield Loss(f"no_weight_decay {own}", f"{tool} decays {decays}: {first_of(differing, 2)} differ", instead)
 
 
 def refuse_optimizer(

@@ -22,7 +22,7 @@ from parcompile.spec import Origin
 
 from . import deepspeed, launch, torchtitan
 from .accelerate import write as accelerate
-from .artefacts import Loss, to_text
+from .artefacts import Loss, losses_of, to_text
 from .deepspeed import write as deepspeed_write
 from .kinds import BUILT_IN, chosen
 from .megatron import write as megatron
@@ -43,13 +43,17 @@ class Target:
     version: str = ""
 
 
+def _stored(name: str) -> Callable[[Plan], Iterable[Loss]]:
+    return lambda plan: losses_of(name, plan.spec, trainers.FACTS)
+
+
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         Target(
             "deepspeed",
             lambda plan: {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)},
-            deepspeed_write.losses,
+            _stored("deepspeed"),
             "deepspeed",
             deepspeed.VERSION,
         ),
@@ -59,27 +63,27 @@ TARGETS: dict[str, Target] = {
         Target("skypilot", launch.skypilot_files, launch.skypilot_losses),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
         Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
-        Target("accelerate", accelerate.files, accelerate.losses, "accelerate", accelerate.ACCELERATE_VERSION),
+        Target("accelerate", accelerate.files, _stored("accelerate"), "accelerate", accelerate.ACCELERATE_VERSION),
         Target(
             "accelerate-deepspeed",
             accelerate.files_with_deepspeed,
-            accelerate.losses_with_deepspeed,
+            _stored("accelerate-deepspeed"),
             "accelerate",
             accelerate.ACCELERATE_VERSION,
         ),
         Target(
             "transformers",
             accelerate.distributed_files,
-            accelerate.distributed_losses,
+            _stored("transformers"),
             "transformers",
             accelerate.TRANSFORMERS_VERSION,
         ),
-        Target("trl", trainers.trl_files, trainers.trl_losses, "trl", trainers.TRL_VERSION),
-        Target("axolotl", trainers.axolotl_files, trainers.axolotl_losses, "axolotl", trainers.AXOLOTL_VERSION),
+        Target("trl", trainers.trl_files, _stored("trl"), "trl", trainers.TRL_VERSION),
+        Target("axolotl", trainers.axolotl_files, _stored("axolotl"), "axolotl", trainers.AXOLOTL_VERSION),
         Target(
             "llamafactory",
             trainers.llama_factory_files,
-            trainers.llama_factory_losses,
+            _stored("llamafactory"),
             "llamafactory",
             trainers.LLAMA_FACTORY_VERSION,
         ),

@@ -14,22 +14,34 @@ from typing import Any
 from parcompile.model.tables.expression import compiled
 
 Row = Mapping[str, Any]
-EXPRESSION = re.compile(r"\{([\w(\[][^{}:]*)(?::([^{}]*))?\}")
-"""A value in a text, and its format."""
+EXPRESSION = re.compile(r"""\{((?=[\w(\['])(?:'[^']*'|"[^"]*"|[^{}:'"])+)(?::([^{}]*))?\}""")
+"""A value in a text, and its format. An expression begins with no double quote, as objects of JSON do."""
+_NONE: Mapping[str, Iterable[Row]] = {}
 _WORD = re.compile(r"\$(\w+)")
+Facts = Mapping[str, Callable[..., Any]]
 Formats = Mapping[str, Callable[[Any], str]]
 """How values are written, beside Python's formats."""
 _FORMATS: Formats = {"list": ", ".join, "lower": lambda value: str(value).lower(), "repr": repr}
 
 
 class Values(Mapping[str, Any]):
-    """What expressions read: `find` gives the value of a name, None for one that has none."""
+    """What expressions read of a subject: facts about it by name, and by path what it holds.
 
-    def __init__(self, find: Callable[[str], Any]) -> None:
-        self._find = find
+    Args:
+        subject: what is spoken of.
+        facts: functions of the subject; one called "is." is asked for "is.NAME", with NAME beside the subject.
+        read: gives the value at any other name, None where there is none.
+    """
+
+    def __init__(self, subject: Any, facts: Facts, read: Callable[[str], Any]) -> None:
+        self._subject, self._facts, self._read = subject, facts, read
 
     def __getitem__(self, name: str) -> Any:
-        return self._find(name)
+        if name in self._facts:
+            return self._facts[name](self._subject)
+        head, _, rest = name.partition(".")
+        asked = self._facts.get(f"{head}.")
+        return self._read(name) if asked is None else asked(self._subject, rest)
 
     def __iter__(self) -> Iterator[str]:
         raise TypeError("names are looked up one by one")
@@ -37,11 +49,15 @@ class Values(Mapping[str, Any]):
     __len__ = __iter__  # type: ignore[assignment]
 
 
-def rows_of(rows: Iterable[Row], words: Mapping[str, str]) -> Iterator[Row]:
-    """Every row that is meant, where `words` stand for others in all of them."""
+def rows_of(rows: Iterable[Row], words: Mapping[str, str], table: Mapping[str, Iterable[Row]] = _NONE) -> Iterator[Row]:
+    """Every row that is meant, where `words` stand for others in all of them; "of" names rows of the table."""
     for row in rows:
         for given in _given(row.get("each", [{}])):
-            yield {key: _replaced(value, {**words, **given}) for key, value in row.items() if key != "each"}
+            found = {key: _replaced(value, {**words, **given}) for key, value in row.items() if key != "each"}
+            if "of" in found:
+                yield from rows_of(table[found["of"]], {**words, **found}, table)
+            else:
+                yield found
 
 
 def _given(each: Any) -> Iterator[Mapping[str, str]]:

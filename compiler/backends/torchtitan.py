@@ -8,17 +8,16 @@ torchtitan's own configuration of the model, where it has that model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
 from parcompile.text.python import Made
 from parcompile.text.typed import WrongValueError, integer, list_of, number, word
 
 from . import reading
-from .artefacts import Loss, decay_schedule_losses, header, memory_losses, order_loss, rampup_losses, sequence_loss
+from .artefacts import Loss, header, losses_of
 from .reading import (
     Arguments,
     Bundle,
@@ -30,7 +29,6 @@ from .reading import (
     SpecPath,
     Undecided,
     UndecidedError,
-    decay_losses,
     fate_of,
     leaving_open,
     refuse_optimizer,
@@ -53,7 +51,6 @@ FLAVORS: dict[str, str] = {
 """Presets that torchtitan has a configuration for, as MODEL.FUNCTION, of that model's `config_registry`: those whose
 parameters are as many there as here."""
 
-_ORDERS = (("tp", "cp", "dp", "pp"),)
 _TEMPLATE = '''{header}
 """The plan as a torchtitan {version} configuration.
 
@@ -477,92 +474,10 @@ IMPORTER = Importer(
 
 def losses(plan: Plan) -> Iterator[Loss]:
     """What torchtitan does not do as the plan says."""
-    spec, shape = plan.spec, plan.spec.model.shape
-    parallelism, training = spec.parallelism, spec.training
-    yield from order_loss(parallelism, "torchtitan", _ORDERS)
-    yield from sequence_loss(spec, "torchtitan")
-    yield from memory_losses(spec, "training.enable_cpu_offload moves the weights, too")
-    if not shape.attends:
-        name = f"model_type {shape.model_type}"
-        yield Loss(name, "torchtitan has no model without attention", "another target", fatal=True)
-    if shape.num_key_value_heads % parallelism.tp:
-        what = f"num_key_value_heads {shape.num_key_value_heads} on tp {parallelism.tp}"
-        yield Loss(what, "torchtitan does not replicate kv heads", "choose a tp that divides them", fatal=True)
-    if parallelism.folds_experts:
-        what = f"expert_tp {parallelism.expert_tp} beside tp {parallelism.tp}"
-        why = "the emitted configuration has no tensor parallelism of its own for experts"
-        yield Loss(what, why, "leave expert_tp out", fatal=True)
-    if shape.head.labels:
-        why = "torchtitan trains language models, and no classifiers"
-        yield Loss(f"num_labels {shape.head.labels}", why, "leave num_labels out", fatal=True)
-    if parallelism.pp > 1 and shape.tie_word_embeddings:
-        yield Loss("tied embeddings with pp", "torchtitan refuses them", "pp 1", fatal=True)
-    if training.precision is Precision.FP16:
-        yield Loss("precision fp16", "torchtitan has bfloat16 and float32", "precision bf16", fatal=True)
-    if training.gradient_accumulation_dtype is not Precision.FP32:
-        name = f"gradient_accumulation_dtype {training.gradient_accumulation_dtype.value}"
-        yield Loss(name, "torchtitan reduces and sums gradients in float32", "fp32")
-    if (kind := training.optimizer.type) != "adamw":
-        instead = "weight_decay 0, or adamw" if kind == "adam" else "adamw"
-        yield Loss(f"optimizer {kind}", "torchtitan's default, AdamW, is written in its place", instead)
-    yield from decay_losses(spec, "torchtitan's default", None)
-    if (schedule := training.lr_scheduler) is not None:
-        if schedule.warmup_steps and schedule.warmup_start_lr > 0:
-            why = "torchtitan's warm-up starts at lr / warmup_steps"
-            yield Loss(f"warmup_start_lr {schedule.warmup_start_lr:g}", why, "it starts there")
-        total, steps = schedule.total_steps, training.train_steps
-        if total is not None and (steps is None or total < steps):
-            yield Loss(f"total_steps {total}", _FALLS_ON, f"train_steps {total} or less")
-        if schedule.type == "inverse_sqrt":
-            why = "torchtitan has no such schedule: the rate stays after the warm-up"
-            yield Loss("lr_scheduler inverse_sqrt", why, "another type")
-        if schedule.decay_type == "exponential":
-            why = "torchtitan's falls are linear, sqrt and cosine: linear is written"
-            yield Loss("decay_type exponential", why, "one of these")
-    virtual = parallelism.num_virtual_stages_per_pipeline_rank
-    if len({len(stage.layers) for stage in spec.stages}) > 1 or virtual > 1:
-        why = "torchtitan deals its layers to stages itself"
-        yield Loss("pipeline stages", why, "set its pipeline_parallel_* options")
-    if virtual > 2:
-        layers = shape.num_hidden_layers // (parallelism.pp * virtual)
-        instead = f"pipeline_parallel_layers_per_stage={layers}, with no layer less in the first and the last"
-        why = "its interleaved schedule has 2 stages on a rank, unless told otherwise"
-        yield Loss(f"{_VIRTUAL} {virtual}", why, instead)
-    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
-        yield Loss(
-            f"cp_layout {parallelism.cp_layout.value}",
-            "its load balancers are headtail (zigzag) and, for flex attention, ptrr",
-            "headtail is used: the same numbers up to the order of sums",
-        )
-    if parallelism.cp > 1 and parallelism.cp_implementation is not CpImplementation.ALL_GATHER:
-        yield Loss(
-            f"cp_implementation {parallelism.cp_implementation.value}",
-            "no option names it: torch gathers all keys",
-            "all-gather is used: the same numbers, more memory for keys",
-        )
-    if spec.zero_stage in (0, 1):
-        yield Loss(
-            f"zero.stage {spec.zero_stage}",
-            "FSDP shards gradients and weights as well (fsdp_reshard_after_forward never: like stage 2)",
-            "less memory, more communication; the numbers of a step are the same up to the order of sums",
-        )
-    yield from rampup_losses(spec, "its batch does not grow", "every step has global_batch_size")
-    yield from decay_schedule_losses(spec, "its weight decay stays", "every step has optimizer.weight_decay")
-    if training.router is not None:
-        why = "bias_update_rate is load_balance_coeff of a model's own arguments; it has no losses of routers"
-        why += ", and its experts take all rows" * (training.router.expert_capacity is not None)
-        yield Loss(f"router {', '.join(training.router.said)}", why, "set load_balance_coeff")
-    recomputed = training.activation_checkpointing
-    if not isinstance(recomputed, str):
-        why = "activation_checkpoint of torchtitan is that of every stage"
-        what = f"activation_checkpointing {', '.join(recomputed)}"
-        yield Loss(what, why, "compile with one word for all stages", fatal=True)
-    elif recomputed not in ("none", "full"):
-        why = "torchtitan chooses the operations by itself"
-        yield Loss(f"activation_checkpointing {recomputed}", why, "its SelectiveAC")
-    if shape.vocab_size != plan.tensors()[next(iter(plan.tensors()))][1].full_shape[0]:
-        yield Loss("padded vocabulary", "torchtitan does not pad", "uneven shards of the embedding")
-    if spec.model.source not in FLAVORS:
-        why = "torchtitan has no configuration of it"
-        yield Loss(f"model {spec.model.source}", why, "call apply() on one of yours")
-    yield Loss("data", "the spec does not name it", "the configuration of torchtitan's model names c4")
+    embedding = plan.tensors()[next(iter(plan.tensors()))][1]
+    facts: dict[str, Callable[[Spec], bool]] = {
+        "has_unlike_stages": lambda spec: len({len(stage.layers) for stage in spec.stages}) > 1,
+        "is_padded": lambda spec: spec.model.shape.vocab_size != embedding.full_shape[0],
+        "is_known": lambda spec: spec.model.source in FLAVORS,
+    }
+    return losses_of("torchtitan", plan.spec, facts)

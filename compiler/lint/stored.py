@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.statements import Row, Values, filled, holds, rows_of
+from parcompile.backends.statements import Facts, Row, Values, filled, holds, rows_of
 from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import divisors
 from parcompile.model.tables.expression import compiled
@@ -26,9 +26,6 @@ from parcompile.user_files import shipped
 
 from .deepspeed import UsageOptions
 from .registry import Check, NotSaidError, Settings, file_rule
-
-Facts = Mapping[str, Callable[..., Any]]
-"""What expressions of a tool read beside the values of a file, by name; "flag." is asked for "flag.NAME", with NAME."""
 
 
 def _only(*types: type) -> Callable[[Any], Any]:
@@ -53,15 +50,11 @@ def _raw(tree: Any, path: list[str]) -> Any:
     return tree
 
 
-def _value(settings: Settings, facts: Facts, name: str) -> Any:
+def _value(settings: Settings, values: Values, name: str) -> Any:
     """What a name of an expression stands for; "raw" is as the file has it, also what is wrong or "auto"."""
     head, _, rest = name.partition(".")
-    if name in facts:
-        return facts[name](settings)
-    if rest and f"{head}." in facts:
-        return facts[f"{head}."](settings, rest)
     if head in _READERS and rest:
-        return _READERS[head](_value(settings, facts, rest))
+        return _READERS[head](values[rest])
     path = rest.split(".")
     if head == "left_out":
         return settings.left_out(*path)
@@ -93,10 +86,16 @@ def register(package: str, kind: str, facts: Facts, further: Mapping[str, Check]
 
 
 def _found(
-    facts: Facts, when: Row, rows: tuple[Row, ...], more: Check, settings: Settings, *, once: bool
+    facts: Facts,
+    when: Row,
+    rows: tuple[Row, ...],
+    more: Check,
+    settings: Settings,
+    *,
+    once: bool,
 ) -> Iterator[Finding]:
     """What the rows of a rule find; one that needs a value that the file does not decide is quiet."""
-    values = Values(functools.partial(_value, settings, facts))
+    values = Values(settings, facts, lambda name: _value(settings, values, name))
     for row in rows:
         with contextlib.suppress(NotSaidError):
             if holds(when, values) and holds(row, values):

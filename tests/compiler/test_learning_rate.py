@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_cases import spec_tree
 
-from parcompile.backends.deepspeed.write import ds_config, losses
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.registry import losses
 from parcompile.pipeline import check_read
 from parcompile.plan import Plan, compile_plan
 from parcompile.spec import learning_rate
@@ -160,14 +161,14 @@ def test_what_deepspeed_alone_does_otherwise_is_said(kind: str) -> None:
     early = 1 if kind == "cosine" else 0
     late = 1 - early
     assert rates[WARMUP + 1 :] == pytest.approx(planned[WARMUP + early : STEPS - late], rel=1e-12)
-    (loss,) = losses(plan)
+    (loss,) = losses(plan, ["deepspeed"])["deepspeed"]
     assert ("a further step at 0," in loss.why) == (kind == "cosine") == ("begins to fall a step early" in loss.why)
 
 
 def test_a_plan_without_a_schedule_loses_nothing_and_keeps_its_rate() -> None:
     plan = plan_of(None, 0.0)
     assert {learning_rate(plan.spec.training, step) for step in range(1, 50)} == {HIGHEST}
-    assert losses(plan) == []
+    assert losses(plan, ["deepspeed"])["deepspeed"] == []
 
 
 @settings(max_examples=40, deadline=None)

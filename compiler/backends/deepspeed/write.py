@@ -10,7 +10,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends.artefacts import Loss, decay_schedule_losses, rampup_losses
 from parcompile.cost.memory import bucket_numel
 from parcompile.cost.partitions import LARGEST_BUCKET
 from parcompile.plan import Plan
@@ -19,8 +18,6 @@ from parcompile.spec.values import Offload, workload_of
 
 _LEAST_WARMUP = 2
 """DeepSpeed makes longer what is shorter (runtime/lr_schedules.py)."""
-_NS_STEPS = 5
-"""Iterations of DeepSpeed's Muon (runtime/zero/muon/original_muon.py)."""
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
@@ -53,69 +50,6 @@ def ds_config(plan: Plan) -> dict[str, Any]:
     return _merged(config, spec.deepspeed)
 
 
-def sums_losses(plan: Plan, instead: str) -> list[Loss]:
-    """What DeepSpeed itself sums gradients in otherwise than the plan."""
-    sums, precision = plan.spec.training.gradient_accumulation_dtype, plan.spec.training.precision
-    if sums is precision or plan.spec.zero_stage:
-        return []
-    why = f"DeepSpeed has no optimizer for sums of {precision.value} gradients in {sums.value} at ZeRO stage 0"
-    return [Loss(f"gradient_accumulation_dtype {sums.value}", why, instead)]
-
-
-def losses(plan: Plan) -> list[Loss]:
-    """What DeepSpeed alone, with the configuration and no runtime, does otherwise than the plan."""
-    found: list[Loss] = []
-    if (router := plan.spec.training.router) is not None:
-        asked = f"router {', '.join(router.said)}"
-        why = "DeepSpeed has no key for it" + ": capacity_factor is an argument of its MoE layer" * bool(
-            router.expert_capacity
-        )
-        found.append(Loss(asked, why, "parcompile.runtime does it"))
-    if plan.spec.training.activation_offloading:
-        why = "activation_checkpointing.cpu_checkpointing is for models that call deepspeed.checkpointing themselves"
-        found.append(Loss("training.activation_offloading", why, "parcompile.runtime does it"))
-    found += [
-        Loss(f"training.{key}", "DeepSpeed has no key for it", "parcompile.runtime does it")
-        for key in ("linear_cross_entropy", "gather_inputs_again", "tiled_mlp")
-        if getattr(plan.spec.training, key)
-    ]
-    found += sums_losses(plan, "parcompile.runtime sums in it")
-    found += rampup_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
-    found += decay_schedule_losses(plan.spec, "DeepSpeed has no key for it", "parcompile.runtime does it")
-    optimizer = plan.spec.training.optimizer
-    if optimizer.no_weight_decay is not None and optimizer.weight_decay:
-        why = (
-            "DeepSpeed takes groups of parameters from a script, and none from its configuration: it decays all weights"
-        )
-        found.append(Loss(f"no_weight_decay {optimizer.no_weight_decay}", why, "parcompile.runtime makes the groups"))
-    if optimizer.is_muon:
-        why = "DeepSpeed's clips behind Newton-Schulz, orthogonalises the slices of tp, and takes routers as matrices"
-        why += "; its momentum is always Nesterov's" * (not optimizer.nesterov)
-        why += "; its matrices have the rates of adjust_lr original" * (optimizer.adjust_lr != "original")
-        why += "; it iterates five times" * (optimizer.ns_steps != _NS_STEPS)
-        why += "; it iterates in bf16" * (optimizer.ns_dtype != "bf16")
-        why += "; it refuses stage 3 with reduce_scatter" * plan.spec.shards_weights
-        found.append(
-            Loss("optimizer muon", why, "parcompile.runtime orthogonalises whole matrices of clipped gradients")
-        )
-    if (schedule := plan.spec.training.lr_scheduler) is None:
-        return found
-    if schedule.total_steps is not None:
-        why = f"a DeepSpeed file says the steps of its schedule, {schedule.total_steps}, and not those of the training"
-        found.append(Loss("train_steps", why, "parcompile.runtime gives each step the plan's rate"))
-    first = "0" if schedule.type == "cosine" else "the first rate"
-    why = f"DeepSpeed's own schedule begins with a further step at {first}, and is one step late"
-    if schedule.type == "cosine":
-        why += "; its cosine begins to fall a step early"
-    if schedule.type in ("inverse_sqrt", "wsd"):
-        why += f"; it has no schedule {schedule.type}: the rate stays at lr after the warm-up"
-    if schedule.type == "linear" and schedule.warmup_start_lr != schedule.min_lr:
-        why += "; its warm-up rises from min_lr"
-    if schedule.warmup_steps < _LEAST_WARMUP:
-        why += f"; its warm-up has at least {_LEAST_WARMUP} steps"
-    return [*found, Loss("lr_scheduler", why, "parcompile.runtime gives each step the plan's rate")]
-
-
 def _optimizer(spec: Spec) -> dict[str, Any]:
     optimizer = spec.training.optimizer
     # torch's own implementation, unless the spec says another: the same arithmetic on every accelerator, and nothing to
@@ -143,7 +77,7 @@ def _optimizer(spec: Spec) -> dict[str, Any]:
 
 
 def _scheduler(spec: Spec) -> dict[str, Any]:
-    """The nearest of DeepSpeed's schedules, see `losses`; without one the rate stays, and it gets no section."""
+    """The nearest of DeepSpeed's schedules, see `losses.json`; without one the rate stays, and it gets no section."""
     schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
     if schedule is None:
         return {}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router
-from parcompile.backends.artefacts import Loss
 from parcompile.backends.reading import Arguments, Draft, Source, SpecPath
 from parcompile.model.shape import ModelShape, MoeShape
 from parcompile.spec import Router as RouterTraining
-from parcompile.spec import Spec
-from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH, router_scope
 from parcompile.text.typed import decimal, number
 from parcompile.user_files import shipped
 
@@ -62,33 +58,6 @@ def _write_losses(training: RouterTraining | None) -> Arguments:
         # Fixed sizes; the bias of a router would then count padding, which every expert has as much of as it lacks.
         found |= {} if training.bias_update_rate else {_PAD: True}
     return found | ({"moe_z_loss_coeff": training.z_loss} if training is not None and training.z_loss else {})
-
-
-def losses(spec: Spec) -> Iterator[Loss]:
-    """What Megatron-LM's losses of routers do otherwise."""
-    scope, steps = router_scope(spec), spec.training.gradient_accumulation_steps
-    if scope == MICRO_BATCH:
-        why = "Megatron-LM balances each layer by itself, transformers' loss all layers as one"
-        yield Loss(f"aux_loss_scope {scope}", why, "no balancing loss is written; set micro_batch_per_layer")
-    elif scope == GLOBAL_BATCH and steps > 1:
-        why = f"of {steps} micro-batches Megatron-LM counts the choices so far, a plan those of the whole step"
-        yield Loss(f"aux_loss_scope {scope}", why, "other gradients; equal with one micro-batch")
-    router = spec.training.router
-    if router is None or not router.expert_capacity:
-        return
-    said = f"expert_capacity {router.expert_capacity}"
-    if "moe_token_dispatcher_type" not in spec.megatron:
-        why = "releases of Megatron-LM take it with the dispatcher alltoall alone, and its default is allgather"
-        yield Loss(said, why, "set moe_token_dispatcher_type in backends.megatron")
-    yield Loss(said, "Megatron-LM refuses choices in evaluation too", "other losses in evaluation alone")
-    if router.bias_update_rate:
-        why = "Megatron-LM moves the bias by the choices that it keeps, a plan by all"
-        yield Loss(f"bias_update_rate {router.bias_update_rate} beside expert_capacity", why, "another bias")
-    if spec.parallelism.tp > 1 and spec.training.micro_batch_size > 1:
-        why = "a tp rank of Megatron-LM sends a part of each sequence, one of a plan a run of the micro-batch's tokens"
-        yield Loss(
-            f"{said} with tp {spec.parallelism.tp}", why, "other choices are refused; equal at micro_batch_size 1"
-        )
 
 
 def _write_router(router: Router, moe: MoeShape, rate: float | None) -> Arguments:

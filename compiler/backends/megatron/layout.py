@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.backends.artefacts import Loss, effective_order, memory_losses, order_loss, sequence_loss
+from parcompile.backends.artefacts import Loss, effective_order, losses_of, stored_losses
 from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open
 from parcompile.layout.groups import Axis
-from parcompile.layout.sequence import CpImplementation, CpLayout
+from parcompile.layout.sequence import CpImplementation
 from parcompile.spec import Spec
 from parcompile.text.typed import list_of, word
 
@@ -75,23 +75,6 @@ def _read_context(source: Source, draft: Draft) -> None:
         source.lose("hierarchical_context_parallel_sizes", "a spec has two levels")
 
 
-def _context_losses(spec: Spec) -> Iterator[Loss]:
-    """Where TransformerEngine's context parallelism does less than the plan's implementation."""
-    parallelism, shape = spec.parallelism, spec.model.shape
-    if parallelism.cp > 1 and parallelism.cp_layout is not CpLayout.ZIGZAG:
-        yield Loss(
-            f"cp_layout {parallelism.cp_layout.value}", "Megatron-LM deals sequences out in zigzag", "zigzag is used"
-        )
-    if parallelism.cp_implementation is CpImplementation.DOUBLE_RING:
-        yield Loss("cp_implementation double_ring", "Megatron-LM has one ring", "--cp-comm-type p2p")
-        return
-    ranks, kv_heads = parallelism.context.head_ranks, max(1, shape.num_key_value_heads // parallelism.tp)
-    if kv_heads % ranks:
-        what = f"cp_implementation {parallelism.cp_implementation.value} with {kv_heads} key/value heads on a rank"
-        why = f"TransformerEngine does not repeat them for {ranks} ranks that exchange heads"
-        yield Loss(what, why, "cp_implementation ring", fatal=True)
-
-
 def _write_order(spec: Spec) -> Arguments:
     order = effective_order(spec.parallelism)
     inverted = Axis.DP in order and Axis.PP in order and order.index(Axis.DP) > order.index(Axis.PP)
@@ -102,11 +85,6 @@ def _write_order(spec: Spec) -> Arguments:
 def _read_order(source: Source, draft: Draft) -> None:
     inverted = source.value("use_tp_pp_dp_mapping", _ORDER) is True
     draft.set(_ORDER, "-".join(ORDERS[inverted]), said=source.has("use_tp_pp_dp_mapping"))
-
-
-def _order_losses(spec: Spec) -> Iterator[Loss]:
-    yield from order_loss(spec.parallelism, "Megatron-LM", ORDERS)
-    yield from sequence_loss(spec, "Megatron-LM")
 
 
 def _write_stages(spec: Spec) -> Arguments:
@@ -179,12 +157,10 @@ def _read_sharding(source: Source, draft: Draft) -> None:
     draft.set(_STAGE, stage, said=True)
 
 
-def _sharding_losses(spec: Spec) -> Iterator[Loss]:
-    if spec.zero_stage > 1:
-        why = "the distributed optimizer is stage 1: numbers are the same, memory is not"
-        yield Loss(f"zero.stage {spec.zero_stage}", why, "use --use-megatron-fsdp")
-    why = "--optimizer-cpu-offload takes the precision-aware optimizer of Transformer Engine"
-    yield from memory_losses(spec, f"{why}: name both in backends.megatron", gathers_again=True)
+def _context_losses(spec: Spec) -> Iterator[Loss]:
+    """Where TransformerEngine's context parallelism does less than the plan's implementation."""
+    kv_heads = max(1, spec.model.shape.num_key_value_heads // spec.parallelism.tp)
+    return losses_of("megatron.context", spec, {"kv_heads_of_rank": lambda _spec: kv_heads})
 
 
 ROWS: tuple[Row, ...] = (
@@ -199,7 +175,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
     Bundle(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
-    Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, _order_losses),
+    Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, stored_losses("megatron.order")),
     Bundle(
         (
             "account_for_embedding_in_pipeline_split",
@@ -224,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         ),
         lambda spec: {"use_distributed_optimizer": True} if spec.zero_stage >= 1 else {},
         _read_sharding,
-        _sharding_losses,
+        stored_losses("megatron.sharding"),
     ),
 )
 """The layout, in the order in which it is written."""

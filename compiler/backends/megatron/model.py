@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
-from parcompile.backends.artefacts import Loss
+from parcompile.backends.artefacts import Loss, losses_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -24,6 +24,7 @@ from parcompile.backends.reading import (
 from parcompile.model.blocks.latent import MlaShape
 from parcompile.spec import Spec
 from parcompile.spec.resolve.model import most
+from parcompile.spec.values import router_scope
 from parcompile.text.typed import WrongValueError, integer
 from parcompile.user_files import shipped
 
@@ -205,14 +206,7 @@ def _losses(spec: Spec) -> Iterator[Loss]:
             f"--hidden-dropout {found.hidden_dropout} is used there too",
             "equal dropouts",
         )
-    yield from experts.losses(spec)
-    if spec.model.hf_config.get("num_nextn_predict_layers"):
-        yield Loss("num_nextn_predict_layers", "the plan has no layers that predict further tokens", "none are written")
-    yield Loss(
-        "initial weights",
-        "Megatron-LM divides the deviation of output projections by √(2 · layers), and draws other random numbers",
-        "load a checkpoint to start from the same weights",
-    )
+    yield from losses_of("megatron.model", spec, {"scope": router_scope})
 
 
 def _read(source: Source, draft: Draft) -> None:

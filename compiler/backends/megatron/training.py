@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parcompile.backends.artefacts import Loss
+from parcompile.backends.artefacts import Loss, losses_of, stored_losses
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -16,7 +16,6 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
-    decay_losses,
     leaving_open,
     refuse_optimizer,
 )
@@ -106,18 +105,6 @@ def _read_length(source: Source, draft: Draft) -> None:
         source.lose("train_samples", f"a spec counts steps: {samples} / global batch {batch} is not whole")
     else:
         draft.set(_STEPS, samples // batch, said=True)
-
-
-def _length_losses(spec: Spec) -> Iterator[Loss]:
-    if spec.training.train_steps is None:
-        grows = spec.training.rampup_batch_size is not None
-        name = "train-samples" if grows else "train-iters"
-        yield Loss(name, "the spec does not say training.train_steps", f"add --{name}")
-    elif (ramp := spec.training.rampup_batch_size) is not None:
-        samples = spec.training.samples_after(spec.training.train_steps)
-        if samples <= ramp.samples:
-            why = f"--train-samples {samples} ends within the ramp, and Megatron-LM makes a further step"
-            yield Loss(f"train_steps {spec.training.train_steps}", why, "set more train_steps, or a shorter ramp")
 
 
 def _write_optimizer(spec: Spec) -> Arguments:
@@ -239,21 +226,6 @@ def _read_muon(source: Source, draft: Draft) -> None:
     types = {word: name for name, word in _PRECISIONS_OF_MUON.items()}
     precision = source.value("muon_fp32_matmul_prec", (*_OPTIMIZER, "ns_dtype"))
     draft.set((*_OPTIMIZER, "ns_dtype"), types.get(str(precision), "bf16"), said=True)
-
-
-def _optimizer_losses(spec: Spec) -> Iterator[Loss]:
-    optimizer = spec.training.optimizer
-    yield from decay_losses(spec, "Megatron-LM", VECTORS)
-    if optimizer.type == "adam" and optimizer.weight_decay:
-        yield Loss("optimizer adam", "--optimizer adam decays weights as AdamW does", "set weight_decay 0, or adamw")
-    if optimizer.type == "adagrad":
-        yield Loss("optimizer adagrad", "Megatron-LM has none: --optimizer adam is written", "set adamw")
-    if optimizer.type == "sgd" and optimizer.nesterov:
-        yield Loss("nesterov", "--optimizer sgd has no Nesterov momentum", "set nesterov false")
-    if optimizer.is_muon:
-        yield Loss("optimizer muon", _FUSED, "parcompile.runtime orthogonalises the model's own matrices")
-    if optimizer.ns_dtype == "fp32":
-        yield Loss("ns_dtype fp32", "--muon-fp32-matmul-prec high multiplies in TF32", "set ns_dtype bf16")
 
 
 def _write_schedule(spec: Spec) -> Arguments:
@@ -417,16 +389,6 @@ def _read_precision(source: Source, draft: Draft) -> None:
             source.ignore(name, "fp16 is off")
 
 
-def _precision_losses(spec: Spec) -> Iterator[Loss]:
-    training = spec.training
-    if training.precision is Precision.FP32 and training.gradient_accumulation_dtype is not Precision.FP32:
-        yield Loss(
-            f"gradient_accumulation_dtype {training.gradient_accumulation_dtype.value}",
-            "fp32 gradients are summed in fp32",
-            "precision bf16, or gradient_accumulation_dtype fp32",
-        )
-
-
 def _write_recomputation(spec: Spec) -> Arguments:
     kind = spec.training.activation_checkpointing
     if kind == "none" or not isinstance(kind, str):
@@ -439,20 +401,6 @@ def _write_recomputation(spec: Spec) -> Arguments:
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     found: Arguments = {"recompute_granularity": kind}
     return found | ({"recompute_method": "uniform", "recompute_num_layers": 1} if kind == "full" else {})
-
-
-def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
-    kind = spec.training.activation_checkpointing
-    if not isinstance(kind, str):
-        yield Loss(
-            f"activation_checkpointing {', '.join(kind)}",
-            "--recompute-granularity is that of every stage",
-            "compile with one word for all stages",
-            fatal=True,
-        )
-    elif ATTENTION in parts_of(kind):
-        why = "--recompute-modules has no word for attention with its projections"
-        yield Loss(f"activation_checkpointing {kind}", why, "core_attn: more memory, the same numbers")
 
 
 def _mlps(experts: bool, *, dense: bool) -> list[str]:
@@ -502,6 +450,20 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
             source.lose(name, "a plan recomputes every layer on its own: memory differs, numbers do not")
 
 
+def _length_losses(spec: Spec) -> Iterator[Loss]:
+    training = spec.training
+    said = "train-iters" if training.rampup_batch_size is None else "train-samples"
+    samples = None if training.train_steps is None else training.samples_after(training.train_steps)
+    facts = {"samples_or_iters": lambda _spec: said, "samples_of_run": lambda _spec: samples}
+    return losses_of("megatron.length", spec, facts)
+
+
+def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
+    kind = spec.training.activation_checkpointing
+    recomputes = isinstance(kind, str) and ATTENTION in parts_of(kind)
+    return losses_of("megatron.recomputation", spec, {"recomputes_attention": lambda _spec: recomputes})
+
+
 ROWS: tuple[Row, ...] = (
     Entry("seq_length", ("training", "sequence_length")),
     Entry("micro_batch_size", ("training", "micro_batch_size")),
@@ -514,7 +476,7 @@ ROWS: tuple[Row, ...] = (
         ("optimizer", "lr", "weight_decay", *_DECAYS, "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),
         _write_optimizer,
         _read_optimizer,
-        _optimizer_losses,
+        stored_losses("megatron.optimizer"),
     ),
     Bundle(SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
     Entry("clip_grad", ("training", "gradient_clipping"), read=number),
@@ -523,7 +485,7 @@ ROWS: tuple[Row, ...] = (
         ("fp16", "bf16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale", *_SCALES),
         _write_precision,
         _read_precision,
-        _precision_losses,
+        stored_losses("megatron.precision"),
     ),
     Bundle(
         (

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends import reading as table
-from parcompile.backends.artefacts import Loss, header, variables
+from parcompile.backends.artefacts import Loss, header, losses_of, variables
 from parcompile.backends.reading import Account, Arguments, Effect, Outcome, Row
 from parcompile.plan import Plan
 from parcompile.user_files import shipped
@@ -75,9 +75,7 @@ def files(plan: Plan) -> dict[str, Any]:
 
 def losses(plan: Plan) -> list[Loss]:
     """What Megatron-LM does not do as the plan says."""
-    found = list(table.losses(ROWS, plan.spec))
-    found.append(Loss("data and tokenizer", "the spec does not name them", "add --data-path and --tokenizer-type"))
-    return found
+    return [*table.losses(ROWS, plan.spec), *losses_of("megatron", plan.spec)]
 
 
 def _yaml(plan: Plan, found: Arguments) -> str:

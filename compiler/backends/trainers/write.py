@@ -6,19 +6,17 @@ by DeepSpeed alone. A plan has neither weights nor data: names stand in their pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 
 from parcompile.backends import launch
-from parcompile.backends.artefacts import Loss, decay_schedule_losses, header, memory_losses, rampup_losses, to_text
-from parcompile.backends.deepspeed.write import ds_config, sums_losses
-from parcompile.layout.groups import Axis
+from parcompile.backends.artefacts import header, to_text
+from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.sequence import CpImplementation
-from parcompile.layout.shards import BIASES_AND_NORMS
 from parcompile.plan import Plan
-from parcompile.spec import Precision
+from parcompile.spec import Precision, Spec
 
 from . import Tool, stored_tool
 
@@ -27,8 +25,6 @@ AXOLOTL_VERSION, LLAMA_FACTORY_VERSION, TRL_VERSION = "0.19.0", "0.9.5", "1.16.0
 PLUGIN = "parcompile.runtime.axolotl.Plugin"
 AXOLOTL, LLAMA_FACTORY = stored_tool("axolotl"), stored_tool("LLaMA-Factory")
 _SCHEDULES = {"constant": "constant_with_warmup", **{name: name for name in ("linear", "cosine", "inverse_sqrt")}}
-_UNDECAYED = Loss("no_weight_decay", "Trainer decays no biases and norms", "they are not decayed")
-_DATA = Loss("model and data", "a plan has neither weights nor samples", "set both where the file names them")
 
 
 def decided(plan: Plan, tool: Tool) -> dict[str, Any]:
@@ -52,14 +48,14 @@ def decided(plan: Plan, tool: Tool) -> dict[str, Any]:
         found["max_steps"] = training.train_steps
     if (schedule := training.lr_scheduler) is None:
         found["lr_scheduler_type"] = "constant"
-    elif _says_schedule(plan):
+    elif _says_schedule(plan.spec):
         found |= {"lr_scheduler_type": _SCHEDULES[schedule.type], "warmup_steps": schedule.warmup_steps}
     return {tool.length: training.sequence_length, **{tool.own(name): value for name, value in found.items()}}
 
 
-def _says_schedule(plan: Plan) -> bool:
+def _says_schedule(spec: Spec) -> bool:
     """Whether transformers has the schedule of the plan; its own falls to 0 at the last step."""
-    schedule, steps = plan.spec.training.lr_scheduler, plan.spec.training.train_steps
+    schedule, steps = spec.training.lr_scheduler, spec.training.train_steps
     if schedule is None:
         return True
     begins = schedule.warmup_steps > 0 or schedule.type != "inverse_sqrt"
@@ -69,35 +65,6 @@ def _says_schedule(plan: Plan) -> bool:
 
 def _yaml(plan: Plan, about: str, tree: dict[str, Any]) -> str:
     return "\n".join(header(plan, about)) + "\n" + yaml.safe_dump(tree, sort_keys=False)
-
-
-def _refused(plan: Plan, tool: str) -> Iterator[Loss]:
-    """What the runtime refuses under a Trainer."""
-    if (pp := plan.spec.parallelism.pp) > 1:
-        yield Loss(f"pp {pp}", f"trainers of {tool} take no pipeline stages", "compile with pp 1", fatal=True)
-    why = f"trainers of {tool} take as many micro-batches in every step"
-    yield from rampup_losses(plan.spec, why, "compile without training.rampup_batch_size", fatal=True)
-    if plan.spec.training.lr_scheduler is None:
-        why = f"trainers of {tool} bring a schedule of their own, and the plan's changes weight decay"
-        yield from decay_schedule_losses(plan.spec, why, "give the plan a training.lr_scheduler", fatal=True)
-
-
-def _unsaid(plan: Plan, why: str, instead: str) -> Iterator[Loss]:
-    """What the options of `decided` do not say."""
-    training, optimizer = plan.spec.training, plan.spec.training.optimizer
-    recomputed, left_out = training.activation_checkpointing, optimizer.no_weight_decay
-    if optimizer.type in ("adam", "muon"):
-        yield Loss(f"optimizer {optimizer.type}", why, instead)
-    if optimizer.type == "sgd" and optimizer.momentum:
-        yield Loss(f"momentum {optimizer.momentum}", why, instead)
-    if not _says_schedule(plan):
-        yield Loss("lr_scheduler", why, instead)
-    if recomputed not in ("none", "full"):
-        yield Loss("activation_checkpointing", why, instead)
-    if optimizer.weight_decay and left_out is None:
-        yield _UNDECAYED
-    elif optimizer.weight_decay and left_out != BIASES_AND_NORMS:
-        yield Loss(f"no_weight_decay {left_out}", why, instead)
 
 
 # axolotl
@@ -133,13 +100,6 @@ def axolotl_files(plan: Plan) -> dict[str, Any]:
     return {"axolotl.yaml": _yaml(plan, about, tree), **launch.torchrun_script(plan)}
 
 
-def axolotl_losses(plan: Plan) -> Iterator[Loss]:
-    """What axolotl cannot do with the plan."""
-    yield from _refused(plan, "axolotl")
-    yield from _unsaid(plan, "axolotl.yaml does not say it", "the plug-in does it")
-    yield _DATA
-
-
 # LLaMA-Factory
 
 _OF_TRAINER = ("optimizer", "scheduler", "train_batch_size")
@@ -163,25 +123,6 @@ def llama_factory_files(plan: Plan) -> dict[str, Any]:
     }
     about = "For `FORCE_TORCHRUN=1 llamafactory-cli train llama_factory.yaml`, beside llama_factory_ds_config.json."
     return {"llama_factory.yaml": _yaml(plan, about, tree), "llama_factory_ds_config.json": to_text(config)}
-
-
-def llama_factory_losses(plan: Plan) -> Iterator[Loss]:
-    """What LLaMA-Factory does not do as the plan says."""
-    spec, training = plan.spec, plan.spec.training
-    for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP):
-        if (size := spec.parallelism.size(axis)) > 1:
-            yield Loss(
-                f"{axis.value} {size}", "LLaMA-Factory has ZeRO alone", f"compile with {axis.value} 1", fatal=True
-            )
-    yield from _unsaid(plan, "transformers' Trainer has no option for it", "its default is used")
-    if training.router is not None:
-        why = "a model adds its own balancing loss alone, and its experts take all rows"
-        yield Loss("router", why, "set moe_aux_loss_coef")
-    yield from sums_losses(plan, f"it sums in {training.precision.value}; compile with ZeRO stage 1")
-    yield from rampup_losses(spec, "Trainer's batch does not grow", "every step has the whole batch")
-    yield from decay_schedule_losses(spec, "Trainer's weight decay stays", "every step has weight_decay")
-    yield from memory_losses(spec, None)
-    yield _DATA
 
 
 # trl
@@ -237,12 +178,5 @@ def trl_files(plan: Plan) -> dict[str, Any]:
     return {"trl_sft.py": "\n".join(header(plan, about)) + "\n" + text, **launch.torchrun_script(plan)}
 
 
-def trl_losses(plan: Plan) -> Iterator[Loss]:
-    """What trl cannot do with the plan."""
-    yield from _refused(plan, "trl")
-    if (router := plan.spec.training.router) is not None and (router.has_losses or router.bias_update_rate):
-        why = "trainers of trl compute their own loss, without those of routers"
-        yield Loss("router", why, "compile without training.router", fatal=True)
-    if plan.spec.training.optimizer.weight_decay and plan.spec.training.optimizer.no_weight_decay is None:
-        yield _UNDECAYED
-    yield _DATA
+FACTS: Mapping[str, Callable[[Spec], Any]] = {"says_schedule": _says_schedule}
+"""What losses of trainers read beside a spec."""
