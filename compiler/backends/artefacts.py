@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from parcompile.layout.shards import is_decayed
 from parcompile.machines import find_accelerator
 from parcompile.model.derived_rows import parameter_table
@@ -18,7 +20,7 @@ from parcompile.spec import Parallelism, Spec
 from parcompile.units import first_of
 from parcompile.user_files import shipped
 
-from .statements import Facts, Row, Values, filled, holds, rows_of
+from .statements import Facts, Row, Values, filled, holds, made, rows_of
 
 # JSON as it is written: the same bytes on every machine, short things on one line.
 
@@ -163,6 +165,22 @@ def _value(spec: Spec, name: str) -> Any:
     for step in name.replace("shape.", "model.shape.").split("."):
         node = node.get(step) if isinstance(node, Mapping) else getattr(node, step, None)
     return node.value if isinstance(node, enum.Enum) else node
+
+
+def file_tree(name: str, plan: Plan, facts: Facts = _FACTS) -> Any:
+    """What `files.json` has by this name, with the values of a plan; `facts` are what it reads beside them."""
+    of_plan: Facts = {
+        "plan.": lambda _spec, key: getattr(plan, key),
+        "tree.": lambda _spec, part: file_tree(part, plan, facts),
+        "slug": lambda spec: slug(spec.name),
+    }
+    values = Values(plan.spec, {**of_plan, **facts}, functools.partial(_value, plan.spec))
+    return made(shipped("parcompile.backends", "files.json")[name], values)
+
+
+def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper) -> str:
+    """A tree as YAML, with the plan's identity at its head."""
+    return "\n".join(header(plan, about)) + "\n" + yaml.dump(tree, Dumper=dumper, sort_keys=False)
 
 
 @dataclass(frozen=True, slots=True)

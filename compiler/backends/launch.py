@@ -23,11 +23,8 @@ from typing import Any
 
 import yaml
 
-from parcompile.backends.artefacts import Loss, gpu_resource, header, slug, variables
+from parcompile.backends.artefacts import Loss, file_tree, gpu_resource, header, slug, variables, yaml_file
 from parcompile.plan import Plan
-
-IMAGE = "trainer"
-_COMMAND = ["torchrun", "train.py", "--plan", "/plan"]
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
@@ -39,72 +36,17 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
         "trainjob-deepspeed": "Needs Kubeflow Trainer's runtime deepspeed-distributed (OpenMPI), and plan.json in the "
         "image at /plan.",
     }
-    trees = {
-        "pytorchjob": _pytorch_job(plan, name),
-        "trainjob": _train_job(plan, name, "torch-distributed", list(_COMMAND)),
-        "trainjob-deepspeed": _train_job(plan, name, "deepspeed-distributed", ["bash", "-c", _mpi(plan)]),
+    facts = {
+        "environment": lambda _spec: [{"name": one.name, "value": one.value} for one in variables(plan)],
+        "resources": lambda _spec: _resources(plan),
+        "mpi": lambda _spec: _mpi(plan),
     }
-    return {
-        f"launch/{kind}.yaml": "\n".join(header(plan, about[kind])) + "\n" + yaml.safe_dump(tree, sort_keys=False)
-        for kind, tree in trees.items()
-    }
-
-
-def _metadata(plan: Plan, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "annotations": {
-            "parcompile/name": plan.spec.name,
-            "parcompile/version": plan.compiler_version,
-            "parcompile/spec-hash": plan.spec_hash,
-            "parcompile/plan-hash": plan.plan_hash,
-        },
-    }
-
-
-def _environment(plan: Plan) -> list[dict[str, str]]:
-    return [{"name": one.name, "value": one.value} for one in variables(plan)]
+    return {f"launch/{kind}.yaml": yaml_file(plan, about[kind], file_tree(kind, plan, facts)) for kind in about}
 
 
 def _resources(plan: Plan) -> dict[str, Any]:
     resource = gpu_resource(plan)
     return {"limits": {resource: plan.spec.cluster.gpus_per_node}} if resource else {}
-
-
-def _pytorch_job(plan: Plan, name: str) -> dict[str, Any]:
-    nodes = plan.spec.cluster.nodes
-
-    def replicas(count: int) -> dict[str, Any]:
-        container = {
-            "name": "pytorch",
-            "image": IMAGE,
-            "command": list(_COMMAND),
-            "env": _environment(plan),
-            "resources": _resources(plan),
-            "volumeMounts": [
-                {"name": "plan", "mountPath": "/plan", "readOnly": True},
-                {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 -- where NCCL looks for it
-            ],
-        }
-        volumes = [
-            {"name": "plan", "configMap": {"name": f"{name}-plan"}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ]
-        return {
-            "replicas": count,
-            "restartPolicy": "Never",
-            "template": {"spec": {"containers": [container], "volumes": volumes}},
-        }
-
-    roles = {"Master": replicas(1)}
-    if nodes > 1:
-        roles["Worker"] = replicas(nodes - 1)
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(plan, name),
-        "spec": {"nprocPerNode": str(plan.spec.cluster.gpus_per_node), "pytorchReplicaSpecs": roles},
-    }
 
 
 def _mpi(plan: Plan) -> str:
@@ -120,26 +62,6 @@ def _mpi(plan: Plan) -> str:
         '  export LOCAL_RANK="$OMPI_COMM_WORLD_LOCAL_RANK"\n'
         "  exec python train.py --plan /plan'\n"
     )
-
-
-def _train_job(plan: Plan, name: str, runtime: str, command: list[str]) -> dict[str, Any]:
-    cluster = plan.spec.cluster
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(plan, name),
-        "spec": {
-            "runtimeRef": {"name": runtime},
-            "trainer": {
-                "image": IMAGE,
-                "command": command,
-                "numNodes": cluster.nodes,
-                "numProcPerNode": cluster.gpus_per_node,
-                "env": _environment(plan),
-                "resourcesPerNode": _resources(plan),
-            },
-        },
-    }
 
 
 _NAMES = {
@@ -183,23 +105,14 @@ _Text.add_representer(
 def skypilot_files(plan: Plan) -> dict[str, str]:
     """launch/skypilot.yaml, to be launched from the folder that holds train.py and the plan as `plan`."""
     cluster = plan.spec.cluster
-    resources: dict[str, Any] = {}
-    if gpu_resource(plan):
-        name = _NAMES.get(cluster.accelerator, cluster.accelerator.upper())
-        resources = {"accelerators": f"{name}:{cluster.gpus_per_node}"}
-    tree: dict[str, Any] = {
-        "name": slug(plan.spec.name),
-        **({"resources": resources} if resources else {}),
-        "num_nodes": cluster.nodes,
-        "workdir": ".",
-        "envs": {**{one.name: one.value for one in variables(plan)}, "PARCOMPILE": "parcompile[runtime,hf]"},
-        "setup": 'pip install "$PARCOMPILE"\n',
-        "run": _RUN.format(nodes=cluster.nodes, ranks=cluster.gpus_per_node),
+    name = _NAMES.get(cluster.accelerator, cluster.accelerator.upper())
+    facts = {
+        "accelerators": lambda _spec: f"{name}:{cluster.gpus_per_node}" if gpu_resource(plan) else None,
+        "variables": lambda _spec: {one.name: one.value for one in variables(plan)},
+        "run": lambda _spec: _RUN.format(nodes=cluster.nodes, ranks=cluster.gpus_per_node),
     }
-    lines = header(plan, "sky launch plan/launch/skypilot.yaml, from the folder with train.py and the plan as plan/.")
-    return {
-        "launch/skypilot.yaml": "\n".join(lines) + "\n" + yaml.dump(tree, Dumper=_Text, sort_keys=False),
-    }
+    about = "sky launch plan/launch/skypilot.yaml, from the folder with train.py and the plan as plan/."
+    return {"launch/skypilot.yaml": yaml_file(plan, about, file_tree("skypilot", plan, facts), _Text)}
 
 
 def skypilot_losses(plan: Plan) -> Iterator[Loss]:

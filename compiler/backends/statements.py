@@ -94,3 +94,25 @@ def filled(text: str, values: Values, formats: Formats = _FORMATS) -> str:
         return format(found, form) if write is None else write(found)
 
     return EXPRESSION.sub(value, text)
+
+
+def made(node: Any, values: Values) -> Any:
+    """A tree with the values that it names: a text that is one expression becomes its value.
+
+    An entry {"when": condition, "is": …} is left out where its condition is false; "..." adds the entries of a mapping.
+    """
+    if isinstance(node, str):
+        match = EXPRESSION.fullmatch(node)
+        return filled(node, values) if match is None or match[2] is not None else compiled(match[1])(values)
+    if isinstance(node, list):
+        return [made(one, values) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        is_choice = isinstance(value, dict) and value.keys() == {"when", "is"}
+        if is_choice and not holds(value, values):
+            continue
+        one = made(value["is"] if is_choice else value, values)
+        found |= one if key == "..." else {key: one}
+    return found

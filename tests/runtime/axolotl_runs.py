@@ -16,7 +16,7 @@ from families import tiny_config
 from training_runs import initial_model, make_plan
 from trl_runs import tokenizer
 
-from parcompile.backends.trainers.write import PLUGIN, axolotl_layout
+from parcompile.backends.trainers.write import axolotl_layout
 from parcompile.plan import Plan, plan_tree
 from parcompile.runtime.local import LocalWorld
 
@@ -131,7 +131,12 @@ def write(folder: Path, plan: Plan, given: dict[str, Any]) -> tuple[Path, Path]:
     (folder / "plan" / "plan.json").write_text(json.dumps(plan_tree(plan)))
     files = folder / "one.yaml", folder / "ranks.yaml"
     alone = {**given, "output_dir": str(folder / "one"), "plugins": ["axolotl_runs.Seeded"]}
-    planned = {**given, "output_dir": str(folder / "ranks"), "plugins": [PLUGIN], "parcompile": {"plan": "plan"}}
+    planned = {
+        **given,
+        "output_dir": str(folder / "ranks"),
+        "plugins": ["parcompile.runtime.axolotl.Plugin"],
+        "parcompile": {"plan": "plan"},
+    }
     for file, tree in zip(files, (alone, {**planned, **axolotl_layout(plan)}), strict=True):
         file.write_text(yaml.safe_dump(tree))
     return files

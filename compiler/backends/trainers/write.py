@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
-
 from parcompile.backends import launch
-from parcompile.backends.artefacts import header, to_text
+from parcompile.backends.artefacts import file_tree, header, to_text, yaml_file
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.sequence import CpImplementation
 from parcompile.plan import Plan
@@ -22,7 +20,6 @@ from . import Tool, stored_tool
 
 AXOLOTL_VERSION, LLAMA_FACTORY_VERSION, TRL_VERSION = "0.19.0", "0.9.5", "1.16.0"
 """Versions whose arguments were read."""
-PLUGIN = "parcompile.runtime.axolotl.Plugin"
 AXOLOTL, LLAMA_FACTORY = stored_tool("axolotl"), stored_tool("LLaMA-Factory")
 _SCHEDULES = {"constant": "constant_with_warmup", **{name: name for name in ("linear", "cosine", "inverse_sqrt")}}
 
@@ -63,10 +60,6 @@ def _says_schedule(spec: Spec) -> bool:
     return begins and ends and schedule.type in _SCHEDULES and schedule.min_lr == schedule.warmup_start_lr == 0
 
 
-def _yaml(plan: Plan, about: str, tree: dict[str, Any]) -> str:
-    return "\n".join(header(plan, about)) + "\n" + yaml.safe_dump(tree, sort_keys=False)
-
-
 # axolotl
 
 
@@ -86,18 +79,9 @@ def axolotl_layout(plan: Plan) -> dict[str, Any]:
 
 def axolotl_files(plan: Plan) -> dict[str, Any]:
     """axolotl.yaml, whose plug-in trains by the plan, and what starts its ranks."""
-    tree = {
-        "plugins": [PLUGIN],
-        "parcompile": {"plan": "."},
-        "base_model": "model",
-        "datasets": [{"path": "data.jsonl", "ds_type": "json", "type": "completion"}],
-        "output_dir": "runs",
-        **axolotl_layout(plan),
-        **decided(plan, AXOLOTL),
-        "gradient_checkpointing": plan.spec.training.activation_checkpointing != "none",
-    }
+    facts = {"decided": lambda _spec: {**axolotl_layout(plan), **decided(plan, AXOLOTL)}}
     about = "For `bash launch/torchrun.sh -m axolotl.cli.train axolotl.yaml`: the plug-in trains by the plan beside it."
-    return {"axolotl.yaml": _yaml(plan, about, tree), **launch.torchrun_script(plan)}
+    return {"axolotl.yaml": yaml_file(plan, about, file_tree("axolotl", plan, facts)), **launch.torchrun_script(plan)}
 
 
 # LLaMA-Factory
@@ -107,22 +91,10 @@ _OF_TRAINER = ("optimizer", "scheduler", "train_batch_size")
 
 def llama_factory_files(plan: Plan) -> dict[str, Any]:
     """llama_factory.yaml, and the DeepSpeed file that it names: optimizer and schedule are the YAML's."""
-    recomputed = plan.spec.training.activation_checkpointing != "none"
     config = {name: value for name, value in ds_config(plan).items() if name not in _OF_TRAINER}
-    tree = {
-        "model_name_or_path": "model",
-        "stage": "pt",
-        "do_train": True,
-        "finetuning_type": "full",
-        "dataset": "data",
-        "template": "empty",
-        "output_dir": "runs",
-        "deepspeed": "llama_factory_ds_config.json",
-        **decided(plan, LLAMA_FACTORY),
-        **({} if recomputed else {"disable_gradient_checkpointing": True}),
-    }
+    tree = file_tree("llama_factory", plan, {"decided": lambda _spec: decided(plan, LLAMA_FACTORY)})
     about = "For `FORCE_TORCHRUN=1 llamafactory-cli train llama_factory.yaml`, beside llama_factory_ds_config.json."
-    return {"llama_factory.yaml": _yaml(plan, about, tree), "llama_factory_ds_config.json": to_text(config)}
+    return {"llama_factory.yaml": yaml_file(plan, about, tree), "llama_factory_ds_config.json": to_text(config)}
 
 
 # trl
