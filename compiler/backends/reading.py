@@ -7,6 +7,7 @@ fills a `Draft`. The source remembers which options fed which value of the spec,
 from __future__ import annotations
 
 import enum
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,26 @@ class Source:
         """Says why an option changes nothing."""
         self._settle(name, Outcome.NO_EFFECT, reason)
 
+    def use(self, names: Iterable[str], *targets: SpecPath) -> None:
+        """Those of the options that the file gives count as used for these values of the spec, and for no other."""
+        self.used |= {name: set(targets) for name in names if name in self.given}
+
+    def settle(self, reasons: Mapping[str, Sequence[str]], if_on: Mapping[str, Sequence[str]], under: str = "") -> None:
+        """Says why options that nobody has spoken of are lost: those whose names fit a pattern behind a reason.
+
+        Args:
+            reasons: the patterns by the reason; "*" stands for anything.
+            if_on: the same of options that are without effect where the file does not use them either.
+            under: begins the names of all options that are meant.
+        """
+        for name in [one for one in self.unread() if one.startswith(under)]:
+            key = name.removeprefix(under)
+            why = next((why for why, patterns in {**if_on, **reasons}.items() if is_among(key, patterns)), None)
+            if why in if_on and self.given[name] in (None, False, [], {}, "no", "NO"):
+                self.ignore(name, "off")
+            elif why is not None:
+                self.lose(name, why)
+
     def _settle(self, name: str, outcome: Outcome, reason: str, changes: bool = False) -> None:
         if name in self.given:
             self.reasons[name] = Account(name, outcome, reason, changes)
@@ -163,6 +184,12 @@ class Draft:
         self.values[path] = value
         if said:
             self.said.add(path)
+
+    def take(self, source: Source, names: Iterable[str], values: Mapping[SpecPath, Any]) -> None:
+        """Sets values that these options together stand for, of which none counts for another value."""
+        for path, value in values.items():
+            self.set(path, value, said=True)
+        source.use(names, *values)
 
     def ask(self, path: SpecPath, why: str) -> None:
         """A value that is left open, unless the user has settled it, its section or a part of it."""
@@ -334,8 +361,8 @@ def fate_of(name: str, tool: str) -> Account | None:
 
 
 def is_among(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is one of these, or begins as one that ends with "*"."""
-    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in patterns)
+    """Whether a name is one of these, in which "*" stands for anything."""
+    return any(fnmatch.fnmatchcase(name, one) for one in patterns)
 
 
 # One table for a tool: its options, and the values of a spec that they stand for. Both directions follow from it.

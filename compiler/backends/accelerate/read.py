@@ -6,6 +6,8 @@ transformers 5.23 (`distributed/configuration_utils.py`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
@@ -18,12 +20,47 @@ from parcompile.text.typed import integer, number
 _STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
 _PARALLELISM = "parallelism_config."
 _OF_ACCELERATE = "parallelism_config_"
-_LAUNCHER = (
-    *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
-    *("main_training_function", "enable_cpu_affinity", "compute_environment", "debug", "mpirun_config", "commands"),
-    *("command_file",),
-)
-_TPU = ("tpu_", "downcast_bf16")
+_STARTED = "the launch files of the plan start the ranks"
+_SETTLED: Mapping[str, Sequence[str]] = {
+    _STARTED: (
+        *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
+        *("main_training_function", "enable_cpu_affinity", "compute_environment", "debug", "mpirun_config"),
+        *("mpirun_config.*", "commands", "command_file"),
+    ),
+    "the runtime has no FP8": ("fp8_config*",),
+}
+_SETTLED_IF_ON: Mapping[str, Sequence[str]] = {
+    "a spec has no TPUs": ("tpu_*", "downcast_bf16*"),
+    "the runtime compiles no whole model; numbers are the same": ("dynamo_config*",),
+}
+"""Options that no section reads, by the reason; the second are without effect where they are off."""
+_OF_DEEPSPEED = {
+    _STARTED: tuple(
+        f"deepspeed_{name}" for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
+    )
+}
+_OF_DEEPSPEED_IF_ON = {
+    "the model is built and saved by the plan's slices": ("zero3_*",),
+    "the runtime keeps no states on NVMe": ("offload_*nvme_path",),
+}
+_OF_FSDP = {
+    "checkpoints of the runtime hold shards, and `parcompile checkpoint export` joins them": ("*state_dict*",),
+    "FSDP's own: ZeRO has no such setting": ("*",),
+}
+_OF_FSDP_IF_ON = {"it moves weights, which the runtime keeps on the accelerator": ("*offload*",)}
+_OF_DISTRIBUTED = {
+    "the plan shards the weights of a family by its own table": (
+        *("tp_plan", "ep_plan", "fsdp_plan", "tp_plan.*", "ep_plan.*", "fsdp_plan.*"),
+    ),
+    "the runtime exchanges tokens by all-to-all": ("ep_implementation",),
+    "the runtime has no FSDP: see zero and training.precision": ("fsdp_cpu_offload", "fsdp_mixed_precision"),
+}
+_WITHOUT_EFFECT = {
+    "enable_sequence_parallel": "transformers 5.23 does nothing with it",
+    "enable_expert_parallel": "ep_size says it",
+}
+_REPLICATED = "the runtime shards over all of dp, not within groups of it"
+_DP: SpecPath = ("parallelism", "dp")
 _ZERO: SpecPath = ("zero", "stage")
 _PRECISION: SpecPath = ("training", "precision")
 _DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
@@ -59,25 +96,10 @@ def read(source: Source, draft: Draft) -> None:
     for path, why in _OF_THE_SCRIPT.items():
         if not any(known[: len(path)] == path for known in draft.values):
             draft.ask(path, why)
+    source.settle(_SETTLED, _SETTLED_IF_ON)
     for name in list(source.unread()):
-        if name in _LAUNCHER or name.startswith("mpirun_config."):
-            source.lose(name, "the launch files of the plan start the ranks")
-        elif name.startswith(_TPU):
-            _without(source, name, "a spec has no TPUs")
-        elif name.startswith("dynamo_config"):
-            _without(source, name, "the runtime compiles no whole model; numbers are the same")
-        elif name.startswith("fp8_config"):
-            source.lose(name, "the runtime has no FP8")
-        elif source.given[name] in (None, {}):
+        if source.given[name] in (None, {}):
             source.ignore(name, "empty")
-
-
-def _without(source: Source, name: str, reason: str) -> None:
-    """Something that a spec has not: without effect where the file does not use it either."""
-    if source.given[name] in (None, False, [], {}, "no", "NO"):
-        source.ignore(name, "off")
-    else:
-        source.lose(name, reason)
 
 
 def _machines(source: Source, draft: Draft) -> None:
@@ -151,18 +173,7 @@ def _deepspeed(source: Source, draft: Draft) -> None:
             draft.ask(path, f"{source.given[file]} says it: import that file too")
     for part in ("optimizer", "param"):
         read_offload(source, draft, part, f"{prefix}offload_{part}_device")
-    for name in source.under(prefix[:-1]):
-        key = name.removeprefix(prefix)
-        if name in source.used or name in source.reasons:
-            continue
-        if key.startswith("zero3_"):
-            _without(source, name, "the model is built and saved by the plan's slices")
-        elif key in ("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter") or (
-            key == "deepspeed_inclusion_filter"
-        ):
-            source.lose(name, "the launch files of the plan start the ranks")
-        elif key.startswith("offload_") and key.endswith("nvme_path"):
-            _without(source, name, "the runtime keeps no states on NVMe")
+    source.settle(_OF_DEEPSPEED, _OF_DEEPSPEED_IF_ON, prefix)
 
 
 def _fsdp(source: Source, draft: Draft) -> None:
@@ -174,27 +185,16 @@ def _fsdp(source: Source, draft: Draft) -> None:
         stage = 2 if reshard is False else 3
     else:
         stage = _STAGES.get(str(reshard if reshard is not None else strategy or "FULL_SHARD"), 3)
-    draft.set(_ZERO, stage, said=True)
-    for key in ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-        if source.has(prefix + key):
-            source.used[prefix + key] = {_ZERO}
+    read = (prefix + key for key in ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"))
+    draft.take(source, read, {_ZERO: stage})
     if str(strategy).startswith("HYBRID"):
         source.lose(prefix + "fsdp_sharding_strategy", "the runtime shards over all of dp, not within nodes")
-    if source.given.get(prefix + "fsdp_activation_checkpointing") is True:
-        path = ("training", "activation_checkpointing")
-        draft.carry(source, prefix + "fsdp_activation_checkpointing", path, lambda _value, _name: "full")
-    for name in source.under(prefix[:-1]):
-        key = name.removeprefix(prefix)
-        if name in source.used or name in source.reasons:
-            continue
-        if key == "fsdp_activation_checkpointing":
-            source.ignore(name, "off")
-        elif "offload" in key:
-            _without(source, name, "it moves weights, which the runtime keeps on the accelerator")
-        elif "state_dict" in key:
-            source.lose(name, "checkpoints of the runtime hold shards, and `parcompile checkpoint export` joins them")
-        else:
-            source.lose(name, "FSDP's own: ZeRO has no such setting")
+    recompute, path = prefix + "fsdp_activation_checkpointing", ("training", "activation_checkpointing")
+    if source.given.get(recompute) is True:
+        draft.take(source, [recompute], {path: "full"})
+    else:
+        source.ignore(recompute, "off")
+    source.settle(_OF_FSDP, _OF_FSDP_IF_ON, prefix)
 
 
 def _megatron(source: Source, draft: Draft) -> None:
@@ -213,9 +213,8 @@ def _megatron(source: Source, draft: Draft) -> None:
         draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")
     else:
         source.ignore(prefix + "recompute_activations", "off")
-    sharded = _literal(source.given.get(prefix + "use_distributed_optimizer")) is True
-    draft.set(_ZERO, 1 if sharded else 0, said=True)
-    source.used[prefix + "use_distributed_optimizer"] = {_ZERO}
+    sharded = prefix + "use_distributed_optimizer"
+    draft.take(source, [sharded], {_ZERO: 1 if _literal(source.given.get(sharded)) is True else 0})
 
 
 def _literal(value: Any) -> Any:
@@ -234,37 +233,26 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
     cp, sp = size("cp_size") or 1, size("sp_size") or 1
     if cp > 1 and sp > 1:
         raise RefusedError(f"cp_size {cp} and sp_size {sp}: accelerate refuses both above 1")
-    path = ("parallelism", "cp")
-    for field in ("cp_size", "sp_size"):
-        if source.has(prefix + field):
-            source.used[prefix + field] = {path}
+    source.use((prefix + "cp_size", prefix + "sp_size"), ("parallelism", "cp"))
+    settings = [prefix + key for key in ("cp_comm_strategy", "cp_backend", "sp_backend")]
     if cp * sp > 1:
-        draft.set(path, cp * sp, said=True)
-        implementation = ("parallelism", "cp_implementation")
         strategy = source.given.get(prefix + "cp_comm_strategy", "allgather")
-        draft.set(
-            implementation, "ulysses" if sp > 1 else "all_gather" if strategy == "allgather" else "ring", said=True
-        )
-        for field in ("cp_comm_strategy", "cp_backend", "sp_backend"):
-            if source.has(prefix + field):
-                source.used[prefix + field] = {implementation}
-    for field in ("cp_comm_strategy", "cp_backend", "sp_backend"):
-        if source.has(prefix + field) and prefix + field not in source.used:
-            source.ignore(prefix + field, "cp and sp are 1")
+        kind = "ulysses" if sp > 1 else "all_gather" if strategy == "allgather" else "ring"
+        draft.set(("parallelism", "cp"), cp * sp, said=True)
+        draft.take(source, settings, {("parallelism", "cp_implementation"): kind})
+    for name in settings:
+        if name not in source.used:
+            source.ignore(name, "cp and sp are 1")
     shard, replicate = size("dp_shard_size"), size("dp_replicate_size")
     if shard is not None or replicate is not None:
-        draft.set(("parallelism", "dp"), (shard or 1) * (replicate or 1), said=True)
-        for field in ("dp_shard_size", "dp_replicate_size"):
-            if source.has(prefix + field):
-                source.used[prefix + field] = {("parallelism", "dp")}
+        names = (prefix + "dp_shard_size", prefix + "dp_replicate_size")
+        draft.take(source, names, {_DP: (shard or 1) * (replicate or 1)})
     if (replicate or 1) > 1 and (shard or 1) > 1:
-        source.lose(prefix + "dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
+        source.lose(prefix + "dp_replicate_size", _REPLICATED)
     if source.given.get(prefix + "sp_seq_length_is_variable") is False:
         draft.carry(source, prefix + "sp_seq_length", ("training", "sequence_length"), integer)
         source.ignore(prefix + "sp_seq_length_is_variable", "off")
-    for name in list(source.unread()):
-        if name.removeprefix(prefix).startswith(("sp_", "sp_handler")):
-            source.lose(name, "a setting of DeepSpeed's Ulysses; the runtime has its own")
+    source.settle({"a setting of DeepSpeed's Ulysses; the runtime has its own": ("sp_*",)}, {}, prefix)
 
 
 def _read_distributed(source: Source, draft: Draft) -> None:
@@ -274,33 +262,19 @@ def _read_distributed(source: Source, draft: Draft) -> None:
             source.ignore(key, "null: as if it was left out")
         else:
             draft.carry(source, key, ("parallelism", axis), integer)
-    sizes = [source.given.get(key) for key in ("fsdp_size", "dp_replicate_size")]
-    known = [one for one in sizes if isinstance(one, int)]
-    if known:
-        dp = 1
-        for one in known:
-            dp *= one
-        draft.set(("parallelism", "dp"), dp, said=True)
-        draft.set(_ZERO, 3 if isinstance(sizes[0], int) and sizes[0] > 1 else 0, said=True)
-        source.used["fsdp_size"] = {("parallelism", "dp"), _ZERO}
-        if isinstance(sizes[1], int) and sizes[1] > 1:
-            source.lose("dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
-        else:
-            source.used["dp_replicate_size"] = {("parallelism", "dp")}
+    shards, replicas = (source.given.get(key) for key in ("fsdp_size", "dp_replicate_size"))
+    if known := [one for one in (shards, replicas) if isinstance(one, int)]:
+        source.use(["dp_replicate_size"], _DP)
+        stage = 3 if isinstance(shards, int) and shards > 1 else 0
+        draft.take(source, ["fsdp_size"], {_DP: math.prod(known), _ZERO: stage})
+        if isinstance(replicas, int) and replicas > 1:
+            source.lose("dp_replicate_size", _REPLICATED)
     for name in list(source.unread()):
-        value = source.given[name]
-        if value in (None, False):
+        if source.given[name] in (None, False):
             source.ignore(name, "off")
-        elif name in ("tp_plan", "ep_plan", "fsdp_plan") or name.startswith(("tp_plan.", "ep_plan.", "fsdp_plan.")):
-            source.lose(name, "the plan shards the weights of a family by its own table")
-        elif name == "enable_sequence_parallel":
-            source.ignore(name, "transformers 5.23 does nothing with it")
-        elif name == "enable_expert_parallel":
-            source.ignore(name, "ep_size says it")
-        elif name == "ep_implementation":
-            source.lose(name, "the runtime exchanges tokens by all-to-all")
-        elif name in ("fsdp_cpu_offload", "fsdp_mixed_precision"):
-            source.lose(name, "the runtime has no FSDP: see zero and training.precision")
+        elif name in _WITHOUT_EFFECT:
+            source.ignore(name, _WITHOUT_EFFECT[name])
+    source.settle(_OF_DISTRIBUTED, {})
 
 
 IMPORTER = Importer(

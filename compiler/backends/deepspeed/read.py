@@ -47,15 +47,17 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _TO_HOST = "activation_checkpointing.cpu_checkpointing"
+RECOMPUTED_ON_HOST: Mapping[SpecPath, Any] = {
+    ("training", "activation_checkpointing"): "full",
+    ("training", "activation_offloading"): True,
+}
+"""What layers keep that are computed again goes to the host."""
 
 
 def read_file(source: Source, draft: Draft) -> None:
     """A configuration on its own: what its script recomputes with `deepspeed.checkpointing` may go to the host."""
     if source.given.get(_TO_HOST) is True:
-        values = {("training", "activation_checkpointing"): "full", ("training", "activation_offloading"): True}
-        for path, value in values.items():
-            draft.set(path, value, said=True)
-        source.used[_TO_HOST] = set(values)
+        draft.take(source, [_TO_HOST], RECOMPUTED_ON_HOST)
     read(source, draft)
 
 
@@ -249,8 +251,7 @@ def read_offload(source: Source, draft: Draft, part: str, device: str = "") -> N
     where, stage = source.given.get(device, "none"), draft.values.get(("zero", "stage"))
     reaches = not isinstance(stage, int) or stage >= _FIRST_STAGE[part]
     if source.given.get(old) is True and reaches:
-        draft.set((*path, "device"), "cpu", said=True)
-        source.used[old] = {(*path, "device")}
+        draft.take(source, [old], {(*path, "device"): "cpu"})
     elif where == "cpu" and reaches:
         draft.carry(source, device, (*path, "device"))
         if source.has(pinned := f"{host}.pin_memory"):

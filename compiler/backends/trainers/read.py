@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.backends import deepspeed
-from parcompile.backends.deepspeed.read import SUMS, sum_as_weights
+from parcompile.backends.deepspeed.read import RECOMPUTED_ON_HOST, SUMS, sum_as_weights
 from parcompile.backends.deepspeed.read import read as read_keys
 from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
@@ -203,20 +203,16 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     fuses = source.given.get(tool.own("liger_kernel_config") + ".fused_linear_cross_entropy") is not False
     for name in LINEAR_LOSS:
         if source.given.get(name) is True and (fuses or "liger_kernel" not in name):
-            draft.set(("training", "linear_cross_entropy"), True, said=True)
-            source.used[name] = {("training", "linear_cross_entropy")}
+            draft.take(source, [name], {("training", "linear_cross_entropy"): True})
     if source.given.get(TILED_MLP) is True:
-        draft.set(("training", "tiled_mlp"), True, said=True)
-        source.used[TILED_MLP] = {("training", "tiled_mlp")}
+        draft.take(source, [TILED_MLP], {("training", "tiled_mlp"): True})
     recompute = tool.own("gradient_checkpointing")
     value = source.given.get(recompute)
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):
         kind = "full" if value in (True, "true") else "none"
         draft.carry(source, recompute, ("training", "activation_checkpointing"), lambda _value, _name: kind)
     elif value == "offload" and recompute not in source.reasons:
-        for path, one in _OFFLOADED.items():
-            draft.set(path, one, said=True)
-        source.used[recompute] = set(_OFFLOADED)
+        draft.take(source, [recompute], RECOMPUTED_ON_HOST)
     elif value is not None and recompute not in source.reasons:
         draft.set(("training", "activation_checkpointing"), "full", said=True)
         source.lose(recompute, f"{value!r} moves activations to the host; the spec recomputes them instead")
@@ -224,15 +220,7 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
         if draft.values.get(("training", "activation_checkpointing")) == "none":
             source.lose(OFFLOADING, "the runtime moves what recomputed layers keep, and these are not recomputed")
             return
-        for path, one in _OFFLOADED.items():
-            draft.set(path, one, said=True)
-        source.used[OFFLOADING] = set(_OFFLOADED)
-
-
-_OFFLOADED: Mapping[SpecPath, Any] = {
-    ("training", "activation_checkpointing"): "full",
-    ("training", "activation_offloading"): True,
-}
+        draft.take(source, [OFFLOADING], RECOMPUTED_ON_HOST)
 
 
 def _precision(tool: Tool, source: Source, draft: Draft) -> None:

@@ -1,14 +1,17 @@
-"""ms-swift: `swift sft`, whose arguments are the Trainer's, and `megatron sft`, whose are Megatron-LM's beside a model.
+"""The trainers that read YAML: axolotl, LLaMA-Factory, transformers' own arguments, and ms-swift.
 
-Source: ms-swift at 2026-08-22, `arguments/`, `trainers/arguments.py`, `megatron/arguments/megatron_args.py`, `config/`.
+Sources: axolotl at 2026-07-24, `utils/schemas/` and `core/builders/base.py`; LLaMA-Factory at 2026-08-18, `hparams/`,
+and transformers' `TrainingArguments`; ms-swift at 2026-08-22, `arguments/`, `trainers/arguments.py`,
+`megatron/arguments/megatron_args.py`, `config/`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends.kinds import SWIFT
+from parcompile.backends.kinds import AXOLOTL, LLAMA_FACTORY, SWIFT, TRAINER
 from parcompile.backends.megatron.over_model import read_megatron, settle, typed
 from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided
 from parcompile.backends.recipes import flattened
@@ -18,7 +21,102 @@ from parcompile.text.typed import integer, word
 from . import ADAPTER, CHANGING, METHOD, options, stored_tool
 from .read import read_model, reader, with_deepspeed
 
-TOOL = stored_tool("ms-swift")
+_STAGE: SpecPath = ("zero", "stage")
+_DP: SpecPath = ("parallelism", "dp")
+_RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
+
+# axolotl.
+
+_AXOLOTL = stored_tool("axolotl")
+_OF_STAGE = ("fsdp", "fsdp_version", "fsdp_config.reshard_after_forward", "fsdp_config.fsdp_version")
+_RINGS = {
+    "varlen_llama3": {"cp_implementation": "all_gather"},
+    **{
+        f"batch_{name}": {"cp_implementation": "ring", "cp_layout": layout}
+        for name, layout in (("ring", "contiguous"), ("zigzag", "zigzag"), ("stripe", "striped"))
+    },
+}
+
+
+def _read_axolotl(source: Source, draft: Draft) -> None:
+    _sharding(source, draft)
+    kind = source.given.get("ring_attn_func")
+    if isinstance(kind, str) and kind in _RINGS:
+        for key, value in _RINGS[kind].items():
+            draft.set(("parallelism", key), value, said=True)
+        source.use(["ring_attn_func"], ("parallelism", "cp_implementation"))
+    if source.given.get("batch_size") is not None:
+        source.lose("batch_size", "write gradient_accumulation_steps, which is batch_size / micro_batch_size")
+    source.ignore("parcompile.plan", "the plan that the plug-in trains by")
+    for name in source.under("parcompile"):
+        if name != "parcompile.plan":
+            source.lose(name, "the plug-in refuses it: the section has one key, plan")
+    reader(_AXOLOTL)(source, draft)
+
+
+def _sharding(source: Source, draft: Draft) -> None:
+    """FSDP is ZeRO: it shards weights as stage 3 does, and as stage 2 where weights stay gathered after the forward."""
+    fsdp = [name for name in source.given if name == "fsdp" or name.startswith(("fsdp_config", "fsdp_version"))]
+    if any(source.given[name] for name in fsdp):
+        stays = source.given.get("fsdp_config.reshard_after_forward") is False
+        draft.take(source, _OF_STAGE, {_STAGE: 2 if stays else 3})
+        for name in fsdp:
+            if name not in _OF_STAGE:
+                source.lose(name, "FSDP's own: ZeRO has no such setting")
+    shards, replicas = (source.given.get(name) for name in ("dp_shard_size", "dp_replicate_size"))
+    if isinstance(shards, int):
+        sizes = [one for one in (shards, replicas) if isinstance(one, int)]
+        draft.take(source, ["dp_shard_size"], {_DP: math.prod(sizes)})
+    if isinstance(replicas, int) and replicas > 1:
+        source.lose("dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
+    elif isinstance(replicas, int):
+        source.use(["dp_replicate_size"], _DP)
+
+
+AXOLOTL_IMPORTER = Importer(
+    tool="axolotl",
+    options=options,
+    defaults=lambda: {**_AXOLOTL.all_defaults(), "sequence_len": 512},
+    read=_read_axolotl,
+    tree=lambda document: with_deepspeed(document, AXOLOTL),
+)
+
+# LLaMA-Factory, and `TrainingArguments` that are given as a file.
+
+_LLAMA_FACTORY, _TRAINER = stored_tool("LLaMA-Factory"), stored_tool("transformers' Trainer")
+
+
+def _read_llama_factory(source: Source, draft: Draft) -> None:
+    if source.given.get("stage") in ("pt", "sft"):
+        source.ignore("stage", "both train on the next token; your program masks the labels")
+    else:
+        source.lose("stage", METHOD)
+    if source.given.get("finetuning_type") == "full":
+        source.ignore("finetuning_type", "all weights are trained")
+    # Its patches switch recomputation on unless they are told not to.
+    off = source.given.get("disable_gradient_checkpointing") is True
+    draft.take(source, ["disable_gradient_checkpointing"], {_RECOMPUTE: "none" if off else "full"})
+    reader(_LLAMA_FACTORY)(source, draft)
+
+
+LLAMA_FACTORY_IMPORTER = Importer(
+    tool="LLaMA-Factory",
+    options=options,
+    defaults=lambda: {**_LLAMA_FACTORY.all_defaults(), "cutoff_len": 2048},
+    read=_read_llama_factory,
+    tree=lambda document: with_deepspeed(document, LLAMA_FACTORY),
+)
+TRAINER_IMPORTER = Importer(
+    tool="transformers",
+    options=options,
+    defaults=_TRAINER.all_defaults,
+    read=reader(_TRAINER),
+    tree=lambda document: with_deepspeed(document, TRAINER),
+)
+
+# ms-swift: `swift sft`, whose arguments are the Trainer's, and `megatron sft`, whose are Megatron-LM's beside a model.
+
+_SWIFT = stored_tool("ms-swift")
 _ZERO: Mapping[str, Any] = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)} | {
     f"zero{stage}_offload": {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
     for stage in (2, 3)
@@ -67,8 +165,7 @@ def _read_common(source: Source, draft: Draft) -> None:
         draft.set(_PRECISION, switched[0] if switched else kind, said=True)
     else:
         draft.ask(_PRECISION, "ms-swift takes it from the model's config.json")
-    for name in (*switched, *(["torch_dtype"] if kind else [])):
-        source.used[name] = {_PRECISION}
+    source.use((*switched, *(["torch_dtype"] if kind else [])), _PRECISION)
 
 
 def _rate(source: Source, draft: Draft, name: str) -> None:
@@ -78,7 +175,7 @@ def _rate(source: Source, draft: Draft, name: str) -> None:
 
 
 def _read(source: Source, draft: Draft) -> None:
-    reader(TOOL)(source, draft)
+    reader(_SWIFT)(source, draft)
     if not source.has("gradient_accumulation_steps"):
         why = "ms-swift takes 16 sequences / per_device_train_batch_size / ranks"
         draft.ask(("training", "gradient_accumulation_steps"), why)
@@ -88,10 +185,10 @@ def _read(source: Source, draft: Draft) -> None:
     _read_common(source, draft)
 
 
-IMPORTER = Importer(
+SWIFT_IMPORTER = Importer(
     tool="ms-swift",
     options=_options,
-    defaults=TOOL.all_defaults,
+    defaults=_SWIFT.all_defaults,
     read=_read,
     tree=_tree,
 )
@@ -133,12 +230,12 @@ def _read_megatron(source: Source, draft: Draft) -> None:
     # Gradients of bf16 weights are summed in fp32 (`_init_mixed_precision`).
     draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
     for name in list(source.unread()):
-        if (why := TOOL.reason(name)) is not None:
+        if (why := _SWIFT.reason(name)) is not None:
             source.lose(name, why, changes=why in CHANGING and bool(source.given[name]))
     settle(source)
 
 
-MEGATRON_IMPORTER = Importer(
+MEGATRON_SWIFT_IMPORTER = Importer(
     tool="Megatron-SWIFT",
     options=_megatron_options,
     defaults=lambda: _MEGATRON_DEFAULTS,
