@@ -5,15 +5,12 @@ The values of a call of Megatron-LM as rules read them: what the file does not d
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from parcompile.backends.megatron.arguments import NVIDIA, Unknown, line
 from parcompile.backends.megatron.file import Call
 from parcompile.diagnostics import Related
-from parcompile.lint.registry import Check, NotSaidError, Settings
-from parcompile.rules import Finding
+from parcompile.lint.registry import NotSaidError, Settings
 
 
 class MegatronSettings(Settings):
