@@ -96,9 +96,12 @@ def _found(
 ) -> Iterator[Finding]:
     """What the rows of a rule find; one that needs a value that the file does not decide is quiet."""
     values = Values(settings, facts, lambda name: _value(settings, values, name))
-    for row in rows:
+    applies = False
+    with contextlib.suppress(NotSaidError):
+        applies = holds(when, values)
+    for row in rows if applies else ():
         with contextlib.suppress(NotSaidError):
-            if holds(when, values) and holds(row, values):
+            if holds(row, values):
                 yield _finding(row, values, settings.tree)
                 if once:
                     break
