@@ -14,7 +14,7 @@ from parcompile.diagnostics import Position, closest
 from parcompile.units import MIB
 
 from .document import Document, Place, Result, SourceError, SourceText
-from .json_parser import parse_json
+from .json_text import parse_json
 
 MAX_BYTES = 8 * MIB
 """Larger files are not read: a spec has a few kilobytes."""
