@@ -11,6 +11,10 @@ from .syntax import Arithmetic, Cursor, Expansion, Literal, Substitution, Word, 
 _PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _IN_QUOTES = re.compile(r"""[^"\\$`]+""")
+_IN_BRACES = re.compile(r"""[^}$"'`\\]+"""), re.compile(r"""[^}$"'`\\]+|'""")
+"""Plain text behind the operator of `${name…}`, and of one in double quotes, in which ' is a character as any other."""
+_LINE_END = re.compile(r"\r?\n")
+_NAMED = re.compile(r"([#!]?)(\w+|[@*])")
 _OPERATOR = re.compile(r":[-=+?]?|%%?|##?|//?|\^\^?|,,?|[-=+?@]")
 """Of `${name…}`."""
 
@@ -37,42 +41,61 @@ class WordReader(Cursor):
             if not self.peek("("):
                 self.word()
             else:
-                self._balanced("(", ")")
+                self._balanced()
 
     def word(self) -> Word:
         """One word, empty where none begins here."""
+        return tuple(self._parts(_PLAIN, "", quoted=False))
+
+    def _parts(self, plain: re.Pattern[str], end: str, *, quoted: bool) -> list[WordPart]:
+        """The parts up to the character `end`; where it is empty, up to what no word holds."""
         parts: list[WordPart] = []
         text = self.text
         while self.at < len(text):
             here = text[self.at]
-            if match := _PLAIN.match(text, self.at):
-                if match[0] == "#" and not parts:
+            if here == end:
+                self.at += 1
+                return parts
+            if match := plain.match(text, self.at):
+                if match[0] == "#" and not parts and not end:
                     break
-                parts.append(Literal(match[0], self.at, quoted=False))
+                parts.append(Literal(match[0], self.at, quoted))
                 self.at = match.end()
             elif here == "\\":
-                if text.startswith("\r\n", self.at + 1) or text.startswith("\n", self.at + 1):
-                    self.at += 3 if text.startswith("\r", self.at + 1) else 2
-                    continue
-                parts.append(Literal(text[self.at + 1 : self.at + 2], self.at + 1, quoted=True))
-                self.at += 2
+                parts += self._escaped(end)
             elif here == "'":
                 parts.append(self._in_single_quotes(self.at + 1))
             elif here == '"':
-                self.at += 1
                 parts += self._in_double_quotes()
             elif here == "$":
-                parts.append(self._dollar(quoted=False))
+                parts.append(self._dollar(quoted=quoted))
             elif here == "`":
-                parts.append(self._backquotes(quoted=False))
+                parts.append(self._backquotes(quoted=quoted))
             elif here in "<>" and text.startswith("(", self.at + 1):
                 start = self.at
                 self.at += 1
-                self._balanced("(", ")")
+                self._balanced()
                 parts.append(Substitution(text[start : self.at], start, self.at, quoted=False))
             else:
                 break
-        return tuple(parts)
+        if end:
+            raise self.unclosed(end)
+        return parts
+
+    def _escaped(self, end: str) -> list[Literal]:
+        """What a backslash makes of the next character: a line goes on, or the character stands for itself."""
+        start, following = self.at, self.text[self.at + 1 : self.at + 2]
+        if end != "}" and (line := _LINE_END.match(self.text, start + 1)):
+            self.at = line.end()
+            return []
+        self.at += 2
+        if end == '"' and following not in '"$`\\':
+            return [Literal("\\" + following, start, quoted=True)]
+        return [Literal(following, start + 1, quoted=True)]
+
+    def _in_double_quotes(self) -> list[WordPart]:
+        self.at += 1
+        return self._parts(_IN_QUOTES, '"', quoted=True) or [Literal("", self.at - 1, quoted=True)]
 
     def _in_single_quotes(self, start: int) -> Literal:
         end = self.text.find("'", start)
@@ -80,33 +103,6 @@ class WordReader(Cursor):
             raise self.unclosed("'")
         self.at = end + 1
         return Literal(self.text[start:end], start, quoted=True)
-
-    def _in_double_quotes(self) -> list[WordPart]:
-        parts: list[WordPart] = []
-        text = self.text
-        while self.at < len(text):
-            here = text[self.at]
-            if here == '"':
-                self.at += 1
-                return parts or [Literal("", self.at - 1, quoted=True)]
-            if match := _IN_QUOTES.match(text, self.at):
-                parts.append(Literal(match[0], self.at, quoted=True))
-                self.at = match.end()
-            elif here == "\\":
-                following = text[self.at + 1 : self.at + 2]
-                if following == "\n" or text.startswith("\r\n", self.at + 1):
-                    self.at += 2 if following == "\n" else 3
-                elif following in '"$`\\':
-                    parts.append(Literal(following, self.at + 1, quoted=True))
-                    self.at += 2
-                else:
-                    parts.append(Literal("\\" + following, self.at, quoted=True))
-                    self.at += 2
-            elif here == "$":
-                parts.append(self._dollar(quoted=True))
-            else:
-                parts.append(self._backquotes(quoted=True))
-        raise self.unclosed('"')
 
     def _dollar(self, *, quoted: bool) -> WordPart:
         start, text = self.at, self.text
@@ -116,7 +112,7 @@ class WordReader(Cursor):
             return Arithmetic(text[start + 3 : end], start, self.at, quoted)
         if text.startswith("$(", start):
             self.at += 1
-            self._balanced("(", ")")
+            self._balanced()
             return Substitution(text[start : self.at], start, self.at, quoted)
         if text.startswith("${", start):
             self.at += 2
@@ -148,60 +144,22 @@ class WordReader(Cursor):
 
     def _braces(self, start: int, *, quoted: bool) -> WordPart:
         text = self.text
-        match = re.compile(r"[#!]?(\w+|[@*])").match(text, self.at)
-        if not match:
-            self._to_closing_brace()
-            return Substitution(text[start : self.at], start, self.at, quoted)
-        prefix, name = match[0][: -len(match[1])], match[1]
-        self.at = match.end()
-        index: str | None = None
-        if self.peek("["):
-            end = text.find("]", self.at)
-            if end < 0:
-                raise self.unclosed("]")
-            index = text[self.at + 1 : end]
-            self.at = end + 1
-        if prefix:
-            self._to_closing_brace()
-            return Substitution(text[start : self.at], start, self.at, quoted)
-        if self.peek("}"):
-            self.at += 1
-            return Expansion(name, start, self.at, quoted, index)
-        operator = _OPERATOR.match(text, self.at)
-        if operator is None:
-            self._to_closing_brace()
-            return Substitution(text[start : self.at], start, self.at, quoted)
-        self.at = operator.end()
-        argument = self._argument(quoted=quoted)
-        return Expansion(name, start, self.at, quoted, index, operator[0], argument)
-
-    def _argument(self, *, quoted: bool) -> Word:
-        """The word after the operator of `${…}`, up to its closing brace."""
-        parts: list[WordPart] = []
-        text = self.text
-        while self.at < len(text):
-            here = text[self.at]
-            if here == "}":
+        if match := _NAMED.match(text, self.at):
+            name, index, self.at = match[2], None, match.end()
+            if self.peek("["):
+                end = text.find("]", self.at)
+                if end < 0:
+                    raise self.unclosed("]")
+                index, self.at = text[self.at + 1 : end], end + 1
+            if not match[1] and self.peek("}"):
                 self.at += 1
-                return tuple(parts)
-            if here == "$":
-                parts.append(self._dollar(quoted=quoted))
-            elif here == '"':
-                self.at += 1
-                parts += self._in_double_quotes()
-            elif here == "'" and not quoted:
-                parts.append(self._in_single_quotes(self.at + 1))
-            elif here == "`":
-                parts.append(self._backquotes(quoted=quoted))
-            elif here == "\\":
-                parts.append(Literal(text[self.at + 1 : self.at + 2], self.at + 1, quoted=True))
-                self.at += 2
-            else:
-                match = re.compile(r"""[^}$"'`\\]+|'""").match(text, self.at)
-                assert match is not None
-                parts.append(Literal(match[0], self.at, quoted))
-                self.at = match.end()
-        raise self.unclosed("}")
+                return Expansion(name, start, self.at, quoted, index)
+            if not match[1] and (operator := _OPERATOR.match(text, self.at)):
+                self.at = operator.end()
+                argument = tuple(self._parts(_IN_BRACES[quoted], "}", quoted=quoted))
+                return Expansion(name, start, self.at, quoted, index, operator[0], argument)
+        self._to_closing_brace()
+        return Substitution(text[start : self.at], start, self.at, quoted)
 
     def _to_closing_brace(self) -> None:
         depth = 1
@@ -223,8 +181,8 @@ class WordReader(Cursor):
         self.at = end + 1
         return Substitution(self.text[start : self.at], start, self.at, quoted)
 
-    def _balanced(self, opening: str, closing: str) -> None:
-        """Goes past the bracket that closes the one here, over quotes and comments."""
+    def _balanced(self) -> None:
+        """Goes past the round bracket that closes the one here, over quotes and comments."""
         depth = 0
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -238,10 +196,10 @@ class WordReader(Cursor):
                 self.at = end + 1
                 continue
             self.at += 1
-            depth += (here == opening) - (here == closing)
+            depth += (here == "(") - (here == ")")
             if depth == 0:
                 return
-        raise self.unclosed(closing)
+        raise self.unclosed(")")
 
 
 @dataclass(frozen=True, slots=True)
