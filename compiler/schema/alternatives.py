@@ -32,8 +32,20 @@ from .keys import (
     wrong_form,
     wrong_type,
 )
-from .values import Findings, as_number, describe_expected, fitting, is_type, listed, named, quoted, types_of
-from .view import SchemaView, Violation, about
+from .values import (
+    Findings,
+    SchemaView,
+    Violation,
+    about,
+    as_number,
+    describe_expected,
+    fitting,
+    is_type,
+    listed,
+    named,
+    quoted,
+    types_of,
+)
 
 Follow = Callable[[Violation], None]
 _CLOSED = ("additionalProperties", "unevaluatedProperties")

@@ -14,17 +14,20 @@ from parcompile.user_files import shipped
 from .values import (
     NOTHING,
     Findings,
+    SchemaView,
+    Violation,
+    about,
     as_number,
     as_truth,
     describe_expected,
     describe_found,
+    example,
     fitting,
     is_type,
     listed,
     named,
     quoted,
 )
-from .view import SchemaView, Violation, about, example
 
 # What other tools call keys and values: Megatron-LM, DeepSpeed, Transformers, vLLM, torchtitan, nanotron and gpt-neox.
 # A user who brings a name from there is told the name here. Names are compared without case, `-` and `_`.

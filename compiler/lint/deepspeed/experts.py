@@ -11,8 +11,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest
 from parcompile.layout.groups import divisors
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules import Finding
-from parcompile.rules.arithmetic import listed
+from parcompile.rules import Finding, listed
 
 from .optimizer import ranks
 from .stages import ZERO, stage_of

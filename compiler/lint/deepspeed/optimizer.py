@@ -9,8 +9,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.deepspeed.constructors import ADAM, on_host, optimizers
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules import Finding
-from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.rules import Finding, listed, nearest_multiples
 
 from .stages import ZERO, stage_of
 

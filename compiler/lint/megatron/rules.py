@@ -10,8 +10,7 @@ from parcompile.diagnostics import Severity
 from parcompile.layout.groups import divisors
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.lint.registry import Settings, file_rule
-from parcompile.rules import Finding
-from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.rules import Finding, listed, nearest_multiples
 
 from . import also, attempt, fits, flag, is_nvidias, is_open, one_of, size, spelled, trains, where_decided
 
