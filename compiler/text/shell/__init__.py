@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from . import state as slurm
 from .conditions import UNKNOWN, assumed, judged, matches, test
-from .parse import parse
+from .parse import AndOr, Block, Case, For, Function, Group, If, Node, Simple, While, parse
 from .state import State, assign, declare, distinct, forget, let
-from .syntax import MAX_LENGTH, AndOr, Block, Case, For, Function, Group, If, Node, ShellLimitError, Simple, While, Work
+from .syntax import MAX_LENGTH, ShellLimitError, Work
 from .words import Array, Hole, Piece, Value, fields, joined, known, shown, unquoted
 
 # Commands that stand in the words of other commands: of `eval`, of `bash -c`, of launchers.

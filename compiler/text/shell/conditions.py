@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from .parse import AndOr, Block, Simple
 from .state import State, UnknownError, evaluate
-from .syntax import AndOr, Block, Expansion, Simple, Word
+from .syntax import Expansion, Word
 from .words import Piece, Value, known
 
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {

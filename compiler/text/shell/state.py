@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from parcompile.text.typed import decimal
 
-from .syntax import MAX_MATCHED, Arithmetic, Assignment, Expansion, Literal, Substitution, Word, Work, bounded
+from .parse import Assignment
+from .syntax import MAX_MATCHED, Arithmetic, Expansion, Literal, Substitution, Word, Work, bounded
 from .words import Array, Hole, Part, Piece, Value, fields, joined, known, missing
 
 # What `#SBATCH` lines say of the variables that Slurm sets.
