@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
@@ -58,6 +58,21 @@ def _elsewhere(schema: str) -> Mapping[str, str]:
     return {bare(name): advice for advice, names in stored.items() for name in names}
 
 
+Handler = Callable[[Violation, Findings, SchemaView], None]
+HANDLERS: dict[str, Handler] = {}
+"""What says a violation, by the violated keyword."""
+
+
+def handles(*keywords: str) -> Callable[[Handler], Handler]:
+    """Registers the decorated function for these keywords."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(keywords, handler))
+        return handler
+
+    return register
+
+
 # What is wrong with a key.
 
 
@@ -77,6 +92,7 @@ FEW = 12
 """So many names are still worth listing."""
 
 
+@handles("additionalProperties", "unevaluatedProperties")
 def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key of an object that its schema does not know."""
     parts = view.parts(violation.schema) if violation.keyword == "unevaluatedProperties" else [violation.schema]
@@ -156,6 +172,7 @@ def _target(key: str, parent: Path, known: Collection[str], instance: Mapping[st
     return None if near is None else tuple(_names(view.name)[near].split("."))
 
 
+@handles("required")
 def missing_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key that an object must have and has not."""
     for key in violation.limit:
@@ -163,6 +180,7 @@ def missing_keys(violation: Violation, findings: Findings, view: SchemaView) -> 
             _missing(key, violation, findings, view, "K002", "")
 
 
+@handles("dependentRequired")
 def needed_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key that another key of the object calls for."""
     for key, needed in violation.limit.items():
@@ -196,6 +214,7 @@ _RANGES = {
 _UNITS = {"Length": ("character", "characters"), "Items": ("entry", "entries"), "Properties": ("key", "keys")}
 
 
+@handles("type")
 def wrong_type(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K003 of one schema."""
     mismatch(violation.path, violation.instance, [violation.schema], findings)
@@ -248,6 +267,7 @@ def _meant(value: object) -> list[object]:
     return [str(value), *([bool(value)] if value in (0, 1) else [])]
 
 
+@handles("enum", "const")
 def not_allowed(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K004 of one schema."""
     allowed = violation.limit if violation.keyword == "enum" else [violation.limit]
@@ -305,6 +325,7 @@ def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:
     return closest(value, allowed), Safety.CHANGES_NUMERICS
 
 
+@handles(*_RANGES)
 def out_of_range(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K005."""
     problem, advice = _RANGES[violation.keyword]
@@ -313,6 +334,7 @@ def out_of_range(violation: Violation, findings: Findings, view: SchemaView | No
     findings.say("K005", violation.path, message, advice.format(limit))
 
 
+@handles("pattern", "format")
 def wrong_form(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K006."""
     message = f"{named(violation.path)}: {quoted(violation.instance)} is not of the expected form"
@@ -327,6 +349,7 @@ def form(schema: dict[str, Any]) -> str | None:
     return text or (f"it must match {schema['pattern']}" if "pattern" in schema else None)
 
 
+@handles(*(side + unit for side in ("min", "max") for unit in _UNITS))
 def wrong_count(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: too few or too many characters, entries or keys."""
     side, unit = violation.keyword[:3], violation.keyword[3:]
@@ -341,6 +364,7 @@ def wrong_count(violation: Violation, findings: Findings, view: SchemaView | Non
     )
 
 
+@handles("uniqueItems")
 def repeated(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: an entry is listed twice; the place is that of the second."""
     entries = violation.instance

@@ -158,19 +158,15 @@ class Document:
 
         `key` says that it is about keys rather than values.
         """
-        related = []
-        for one in diagnostic.related:
-            if one.position is None:
-                start, end = self._ends(one.path, key=key)
-                related.append(replace(one, position=start, end=end))
-            else:
-                related.append(one)
-        start, end = self._ends(diagnostic.path, key=key)
-        return replace(diagnostic, file=self.file, position=start, end=end, related=tuple(related))
+        related = [
+            one if one.position is not None else replace(one, **self._ends(one.path, key=key))
+            for one in diagnostic.related
+        ]
+        return replace(diagnostic, file=self.file, related=tuple(related), **self._ends(diagnostic.path, key=key))
 
-    def _ends(self, path: Path, *, key: bool) -> tuple[Position, Position]:
+    def _ends(self, path: Path, *, key: bool) -> dict[str, Any]:
         start, end = self.span(path, key=key)
-        return self.source.position(start), self.source.position(end)
+        return {"position": self.source.position(start), "end": self.source.position(end)}
 
     def line(self, number: int) -> str:
         """Line `number` (from 1) of the text, without its line break."""

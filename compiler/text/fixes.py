@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path as FilePath
 
 from parcompile.atomic import write_file
@@ -48,7 +49,7 @@ def apply_fixes(document: Document, diagnostics: Iterable[Diagnostic], *, unsafe
         paths = [path for edit in fix.edits for path in _paths(edit)]
         taken = any(_overlap(path, other) for path in paths for other in touched)
         try:
-            changed = None if taken else _all(document, fix)
+            changed = None if taken else reduce(apply_edit, fix.edits, document)
         except EditError:
             changed = None
         if changed is None:
@@ -58,12 +59,6 @@ def apply_fixes(document: Document, diagnostics: Iterable[Diagnostic], *, unsafe
         touched += paths
         applied.append(diagnostic)
     return Fixed(document, tuple(applied), tuple(skipped))
-
-
-def _all(document: Document, fix: Fix) -> Document:
-    for edit in fix.edits:
-        document = apply_edit(document, edit)
-    return document
 
 
 def _paths(edit: Edit) -> list[Path]:
@@ -144,18 +139,16 @@ def _working(
         if len(working) == MOST_OFFERED:
             break
         try:
-            changed = _all(document, fix)
+            changed = reduce(apply_edit, fix.edits, document)
         except EditError:
             continue
         after = recheck(changed)
         gone = all(_identity(other) != _identity(one) for other in after)
         known = Counter({(code, _renamed(path, fix)): count for (code, path), count in errors.items()})
         added = Counter(_identity(other) for other in after if other.is_error) - known
-        if gone and not added:
-            working.append(replace(fix, replacement=_replacement(document, changed)))
-        elif gone and all(code == too_large for code, _ in added):
+        if gone and all(code == too_large for code, _ in added):
             # Nobody could tell what memory it takes before: what is too large comes last.
-            last.append(replace(fix, replacement=_replacement(document, changed)))
+            (last if added else working).append(replace(fix, replacement=_replacement(document, changed)))
     return [*working, *last][:MOST_OFFERED]
 
 
