@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
 from parcompile.units import first_of
@@ -59,14 +59,15 @@ def _elsewhere(schema: str) -> Mapping[str, str]:
 
 
 Handler = Callable[[Violation, Findings, SchemaView], None]
+Handles = TypeVar("Handles", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
 """What says a violation, by the violated keyword."""
 
 
-def handles(*keywords: str) -> Callable[[Handler], Handler]:
+def handles(*keywords: str) -> Callable[[Handles], Handles]:
     """Registers the decorated function for these keywords."""
 
-    def register(handler: Handler) -> Handler:
+    def register(handler: Handles) -> Handles:
         HANDLERS.update(dict.fromkeys(keywords, handler))
         return handler
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity, format_path
+from parcompile.text.document import entry
 
 _TYPES = {
     "integer": "a whole number",
@@ -187,12 +188,7 @@ class Findings:
         """The document's value at `path`, NOTHING when there is none."""
         value: Any = self.tree
         for step in path:
-            if isinstance(value, dict):
-                value = value.get(step, NOTHING) if isinstance(step, str) else NOTHING
-            elif isinstance(value, list) and isinstance(step, int) and step < len(value):
-                value = value[step]
-            else:
-                return NOTHING
+            value = entry(value, step, NOTHING)
         return value
 
 

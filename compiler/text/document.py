@@ -127,7 +127,7 @@ class Document:
         """The place of the value at `path`, None when there is no such value."""
         place = self.root
         for step in path:
-            child = _entry(place.children, step, None)
+            child = entry(place.children, step, None)
             if child is None:
                 return None
             place = child
@@ -176,7 +176,7 @@ class Document:
         """The value at `path`, or `default`."""
         value: Any = self.tree
         for step in path:
-            value = _entry(value, step, _NOTHING)
+            value = entry(value, step, _NOTHING)
             if value is _NOTHING:
                 return default
         return value
@@ -185,7 +185,7 @@ class Document:
 _NOTHING = object()
 
 
-def _entry(container: Any, step: str | int, default: Any) -> Any:
+def entry(container: Any, step: str | int, default: Any) -> Any:
     """Entry `step` of a dict or list; a bool is no index."""
     if isinstance(container, dict) and isinstance(step, str):
         return container.get(step, default)
