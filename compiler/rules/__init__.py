@@ -258,12 +258,10 @@ def _model_type(resolution: Resolution) -> object:
 
 def _diagnostic(entry: Rule, finding: Finding, targets: Collection[str]) -> Diagnostic:
     nobody_runs_it = LAUNCHED in targets and entry.run_by and not set(entry.run_by) & set(targets)
-    elsewhere = f"; or ask for the files of {' or '.join(entry.run_by)} with --target" if nobody_runs_it else ""
-    severity = Severity.ERROR if nobody_runs_it else finding.severity or entry.severity
-    hint = finding.help and finding.help + elsewhere
-    return Diagnostic(
-        entry.code, severity, finding.message, finding.path, help=hint, fixes=finding.fixes, related=finding.related
-    )
+    elsewhere = f"; or ask for the files of {' or '.join(entry.run_by)} with --target"
+    if nobody_runs_it:
+        finding = replace(finding, severity=Severity.ERROR, help=finding.help and finding.help + elsewhere)
+    return finding.diagnostic(entry.code, entry.severity)
 
 
 BASE: Mapping[str, Any] = {

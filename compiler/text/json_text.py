@@ -33,7 +33,8 @@ def a_template(words: Iterable[str]) -> str:
 
 # JSON tokens.
 
-PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
+STRING, NUMBER, WORD, END = "string", "number", "word", "end"
+_SCALARS = (STRING, NUMBER, WORD)
 
 _TOKEN = re.compile(
     r"""[ \t\n\r]*(?:
@@ -64,7 +65,7 @@ _QUOTES = {"'": "'", "\u2018": "\u2019", "\u2019": "\u2019", "\u201c": "\u201d",
 
 
 class Token(NamedTuple):
-    """One token. `valid` is false when `value` only stands in for what was written."""
+    """One token; the kind of punctuation is the character. `valid` is false when `value` only stands in for another."""
 
     kind: str
     value: object
@@ -100,7 +101,8 @@ class Scanner(Reading):
             value = self.text[start + 1 : self.offset - 1]
             return Token(STRING, value, start, self.offset)
         if kind == "punctuation":
-            return Token(PUNCTUATION, self.text[self.offset - 1], self.offset - 1, self.offset)
+            mark = self.text[self.offset - 1]
+            return Token(mark, mark, self.offset - 1, self.offset)
         if kind == "word":
             return Token(WORD, _CONSTANTS[match["word"]], match.start("word"), self.offset)
         if kind == "end":
@@ -304,9 +306,9 @@ class _Parser(Scanner):
 
     def _value(self, token: Token, holder: _Open | None, key: tuple[int, int]) -> tuple[object, Place]:
         """The value that begins with `token`; `key` is where its key stands in `holder`."""
-        if token.kind == PUNCTUATION and token.value in ("{", "["):
+        if token.kind in ("{", "["):
             return self._collection(token, key)
-        if token.kind not in (STRING, NUMBER, WORD):
+        if token.kind not in _SCALARS:
             raise self._no_value(token, holder)
         if not token.valid:
             self.invalid.add(tuple(self.path))
@@ -339,7 +341,7 @@ class _Parser(Scanner):
         token = self.next(as_key=here.is_object)
         if self._closes(token, here):
             return None
-        if token.kind == PUNCTUATION and token.value == ",":
+        if token.kind == ",":
             raise self.fatal("J004", "there is nothing before this comma", token.start, "remove the comma")
         return self._entry(token, here)
 
@@ -351,17 +353,17 @@ class _Parser(Scanner):
         token = self.next(as_key=here.is_object)
         if self._closes(token, here):
             return None
-        if token.kind == PUNCTUATION and token.value == ",":
+        if token.kind == ",":
             comma = token.start
             token = self.next(as_key=here.is_object)
             if self._closes(token, here):
                 message = f"a comma before {here.closing} has nothing after it"
                 self.once("J013", message, comma, "remove the comma")
                 return None
-            if token.kind == PUNCTUATION and token.value == ",":
+            if token.kind == ",":
                 raise self.fatal("J004", "there is nothing between these two commas", token.start, "remove one comma")
             return self._entry(token, here)
-        if token.kind == PUNCTUATION and token.value == ":":
+        if token.kind == ":":
             entries = "an object's entry is one key and one value", "a list holds values; an object is written { }"
             what = entries[0] if here.is_object else entries[1]
             raise self.fatal("J004", f"unexpected ':': {what}", token.start, "expected , or " + here.closing)
@@ -379,9 +381,9 @@ class _Parser(Scanner):
         return found is not None
 
     def _closes(self, token: Token, here: _Open) -> bool:
-        if token.kind != PUNCTUATION or token.value not in ("}", "]"):
+        if token.kind not in ("}", "]"):
             return False
-        if token.value != here.closing:
+        if token.kind != here.closing:
             message = f"expected {here.closing} to close the {here.name}, found {token.value}"
             raise self._unclosed(message, token, here)
         return True
@@ -399,9 +401,9 @@ class _Parser(Scanner):
         assert isinstance(token.value, str)
         here.key = token.value, token.start, token.end
         name, colon = shown(token.value), self.next()
-        if colon.kind == PUNCTUATION and colon.value == ":":
+        if colon.kind == ":":
             return self.next()
-        if colon.kind in (STRING, NUMBER, WORD) or (colon.kind == PUNCTUATION and colon.value in ("{", "[")):
+        if colon.kind in (*_SCALARS, "{", "["):
             self.say("J004", f'a colon is missing after "{name}"', token.end, "write :")
             return colon
         found = "the end of the file" if colon.kind == END else str(colon.value)
