@@ -13,6 +13,7 @@ from parcompile.user_files import shipped
 
 from .values import (
     NOTHING,
+    WORDS,
     Findings,
     SchemaView,
     Violation,
@@ -205,14 +206,8 @@ def _missing(key: str, violation: Violation, findings: Findings, view: SchemaVie
 
 Schemas = Sequence[dict[str, Any]]
 
-_RANGES = {
-    "minimum": ("is too small", "write at least {0}"),
-    "maximum": ("is too large", "write at most {0}"),
-    "exclusiveMinimum": ("is too small: it must be above {0}", "write more than {0}"),
-    "exclusiveMaximum": ("is too large: it must be below {0}", "write less than {0}"),
-    "multipleOf": ("is not a multiple of {0}", "write a multiple of {0}"),
-}
-_UNITS = {"Length": ("character", "characters"), "Items": ("entry", "entries"), "Properties": ("key", "keys")}
+_RANGES: Mapping[str, Sequence[str]] = WORDS["ranges"]
+_UNITS: Mapping[str, Sequence[str]] = WORDS["units"]
 
 
 @handles("type")

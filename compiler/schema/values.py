@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity, format_path
 from parcompile.text.document import entry
+from parcompile.user_files import shipped
 
-_TYPES = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "boolean": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
+WORDS = shipped("parcompile.schema", "words.json")
+"""How types, ranges and units are said."""
 _LONGEST = 60
 
 
@@ -57,7 +51,7 @@ def describe_expected(schema: dict[str, Any]) -> str:
     if "enum" in schema and len(schema["enum"]) <= 12:
         return listed(schema["enum"])
     names = types_of(schema)
-    text = " or ".join(_TYPES.get(name, name) for name in names) or "another value"
+    text = " or ".join(WORDS["types"].get(name, name) for name in names) or "another value"
     if names in (["integer"], ["number"]):
         if "minimum" in schema:
             text += f" of at least {quoted(schema['minimum'])}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic
@@ -23,17 +23,13 @@ if TYPE_CHECKING:
     import yaml
 
 
-_STARTED = (
-    ("flow sequence", "the list opened here"),
-    ("flow mapping", "the mapping opened here"),
-    ("quoted scalar", "the string opened here"),
-    ("block mapping", "the mapping starts here"),
-    ("block collection", "the list starts here"),
-    ("simple key", "the key starts here"),
-)
-
-# (part of the library's problem, code, message, advice), the first that fits is used.
-_KNOWN: Sequence[tuple[str, str, str, str | None]] = shipped("parcompile.text", "yaml_problems.json")
+_WORDS = shipped("parcompile.text", "yaml_problems.json")
+_KNOWN: Sequence[tuple[str, str, str, str | None]] = _WORDS["known"]
+"""Part of the library's problem, code, message and advice; the first that fits is used."""
+_STARTED: Sequence[tuple[str, str]] = _WORDS["started"]
+"""Part of the library's context, and what it means for a reader."""
+_TAGS: Mapping[str, str] = _WORDS["tags"]
+"""Known tags in words."""
 
 
 def explain(source: SourceText, error: yaml.YAMLError) -> Diagnostic:
@@ -130,16 +126,6 @@ def _number(text: str, *, is_integer: bool) -> tuple[int | float, tuple[str, str
 
 MAX_NODES = 1_000_000
 """Values in one file once its aliases are written out: a few lines of anchors can stand for billions."""
-
-_TAGS = {
-    "tag:yaml.org,2002:str": "text",
-    "tag:yaml.org,2002:int": "a whole number",
-    "tag:yaml.org,2002:float": "a number",
-    "tag:yaml.org,2002:bool": "true or false",
-    "tag:yaml.org,2002:null": "null",
-    "tag:yaml.org,2002:map": "a mapping",
-    "tag:yaml.org,2002:seq": "a list",
-}
 
 
 def _index(mark: Any) -> int:
