@@ -59,14 +59,12 @@ def command(
     name: str | None,
     model: str | None,
     hf_config: Path | None,
-    nodes: int,
-    gpus_per_node: int,
-    accelerator: str,
     sequence_length: int | None,
     output: Path | None,
     *,
     no_estimate: bool,
     yes: bool,
+    **cluster: Any,
 ) -> None:
     """Write a first spec for a model and a cluster.
 
@@ -85,14 +83,16 @@ def command(
         if not sys.stdin.isatty():
             raise click.UsageError("name the model, as in parcompile init llama-3-8b, or with --hf-config PATH")
         model = _asked_model()
-        nodes = click.prompt("Machines", default=nodes, type=click.IntRange(1, 65536), err=True)
-        gpus_per_node = click.prompt("Ranks on each", default=gpus_per_node, type=click.IntRange(1, 256), err=True)
-        accelerator = click.prompt("Accelerator", default=accelerator, value_proc=accelerator_name, err=True)
+        machines, ranks = click.IntRange(1, 65536), click.IntRange(1, 256)
+        cluster["nodes"] = click.prompt("Machines", default=cluster["nodes"], type=machines, err=True)
+        cluster["gpus_per_node"] = click.prompt("Ranks on each", default=cluster["gpus_per_node"], type=ranks, err=True)
+        cluster["accelerator"] = click.prompt(
+            "Accelerator", default=cluster["accelerator"], value_proc=accelerator_name, err=True
+        )
     folder = output.parent if output else Path()
     chosen = chosen_model(model, hf_config, folder)
     if sequence_length is None:
         sequence_length = sequence_length_of(chosen.config)
-    cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
     offers = offered(chosen, cluster, sequence_length, folder, estimate=not no_estimate)
     for line in offer_lines(offers, Style.of(sys.stderr)):
         say(line, err=True)
@@ -176,11 +176,12 @@ def offered(
         UsageError: the schema refuses a value.
         ClickException: no layout fits.
     """
+    in_order = {key: cluster[key] for key in ("nodes", "gpus_per_node", "accelerator")}  # however they were given
     try:
         found = first_spec(
             chosen.name,
             chosen.section,
-            cluster,
+            in_order,
             length,
             folder,
             precision,
@@ -327,9 +328,6 @@ def new_command(
     directory: Path,
     model: str | None,
     hf_config: Path | None,
-    nodes: int,
-    gpus_per_node: int,
-    accelerator: str,
     sequence_length: int | None,
     weights: Path | None,
     tokenizer: Path | None,
@@ -338,6 +336,7 @@ def new_command(
     batch: int | None,
     *,
     finetune: bool,
+    **cluster: Any,
 ) -> None:
     """Create a project that trains as it stands.
 
@@ -367,15 +366,14 @@ def new_command(
     else:
         chosen = chosen_model(model, hf_config, Path())
         length = sequence_length or sequence_length_of(chosen.config)
-        cluster = {"nodes": nodes, "gpus_per_node": gpus_per_node, "accelerator": accelerator}
-        training = fine_tuning(nodes * gpus_per_node, length) if finetune else {}
+        training = fine_tuning(cluster["nodes"] * cluster["gpus_per_node"], length) if finetune else {}
         if lr is not None:
             training["optimizer"] = {"type": "adamw", **training.get("optimizer", {}), "lr": lr}
             if "lr_scheduler" in training:
                 training["lr_scheduler"] = {**training["lr_scheduler"], "min_lr": lr / 10}
         if batch is not None:
             training["global_batch_size"] = batch
-        precision = "fp32" if accelerator == "cpu" else "bf16"
+        precision = "fp32" if cluster["accelerator"] == "cpu" else "bf16"
         offer = offered(chosen, cluster, length, Path(), precision, training=training or None)[0]
         style = Style.of(sys.stdout)
         spec, lines = spec_text(offer), offer_lines((offer,), style)
