@@ -27,6 +27,7 @@ _TOGETHER = {
     "explain": "reference",
     "groups": "showing",
     "local": "preflight",
+    "models": "reference",
     "new": "init",
     "plan": "init",
     "report": "view",
@@ -34,7 +35,7 @@ _TOGETHER = {
 }
 """Subcommands that stand in a module with others, imported when one is called; each is the function NAME_command."""
 _ALONE = (
-    *("check", "checkpoint", "compile", "estimate", "import", "init", "models", "preflight", "profile", "prove"),
+    *("check", "checkpoint", "compile", "estimate", "import", "init", "preflight", "profile", "prove"),
     *("search", "view"),
 )
 """Each is the function `command` of the module of its name."""
