@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.schema import load
-from parcompile.schema.view import about, example, resolved
+from parcompile.schema.values import about, example, resolved
 
 _START = """\
 # The spec, key by key

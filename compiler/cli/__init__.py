@@ -21,18 +21,22 @@ _TOGETHER = {
     "accelerators": "reference",
     "advisories": "reference",
     "calibrate": "profile",
+    "data": "checkpoint",
     "diff": "showing",
-    "doctor": "report",
+    "doctor": "view",
     "explain": "reference",
     "groups": "showing",
     "local": "preflight",
+    "models": "reference",
+    "new": "init",
     "plan": "init",
+    "report": "view",
     "schema": "reference",
 }
 """Subcommands that stand in a module with others, imported when one is called; each is the function NAME_command."""
 _ALONE = (
-    *("check", "checkpoint", "compile", "data", "estimate", "import", "init", "models", "new", "preflight", "profile"),
-    *("prove", "report", "search", "view"),
+    *("check", "checkpoint", "compile", "estimate", "import", "init", "preflight", "profile", "prove"),
+    *("search", "view"),
 )
 """Each is the function `command` of the module of its name."""
 _COMMANDS = tuple(sorted((*_TOGETHER, *_ALONE)))

@@ -27,7 +27,16 @@ from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError, SourceText, parse
 
 from . import SPEC_HAS_ERRORS, USAGE, say, told
-from .options import Selection, chosen_targets, codes_of, no_estimate_option, target_option, with_inexpressible
+from .options import (
+    Selection,
+    chosen_targets,
+    codes_of,
+    no_estimate_option,
+    table_of,
+    target_option,
+    values_of,
+    with_inexpressible,
+)
 
 if TYPE_CHECKING:
     from parcompile.lint.deepspeed import UsageOptions
@@ -297,36 +306,29 @@ def _print(
         from parcompile.lint.registry import titles as all_titles
 
         titles = dict(all_titles())
-    hint = "--fix" if not run.fixed else None
     if format_ == "text" and estimates:
         for checked in run.checked:
             if (said := _verdict(checked)) is not None:
                 say((f"{checked.text.file}: " if len(run.checked) > 1 else "") + said)
-    if show_values:
-        from .options import table_of, values_of
-    if format_ == "json" and show_values:
-        stream = io.StringIO()
-        report(found, run.texts, format_, stream, files=run.files, kinds=run.kinds)
-        tree = json.loads(stream.getvalue())
-        tree["values"] = {file: values_of(one) for file, one in zip(run.files, run.checked, strict=True)}
-        say(json.dumps(tree, indent=2, default=str))
-        return
+    values = {file: values_of(one) for file, one in zip(run.files, run.checked, strict=True)} if show_values else {}
+    with_values = io.StringIO() if show_values and format_ == "json" else None
     report(
         found,
         run.texts,
         format_,
-        sys.stdout,
+        with_values or sys.stdout,
         files=run.files,
         titles=titles,
-        fix_hint=hint,
+        fix_hint="--fix" if not run.fixed else None,
         kinds=run.kinds,
         folded=folded,
     )
+    if with_values is not None:
+        say(json.dumps({**json.loads(with_values.getvalue()), "values": values}, indent=2, default=str))
     if format_ != "text":
         return
-    if show_values:
-        for file, one in zip(run.files, run.checked, strict=True):
-            say(table_of(file, values_of(one)))
+    for file, one in values.items():
+        say(table_of(file, one))
     if run.fixed:
         say(f"{run.fixed} fixed")
     if run.checked and not found:

@@ -24,16 +24,11 @@ from . import SPEC_HAS_ERRORS, say, told, writing
 from .init import chosen_model
 from .options import accelerator_option, sequence_length_option
 
-_OPTIONS: dict[SpecPath, str] = {
-    ("model",): "--model",
-    ("model", "vocab_size"): "--vocab-size",
-    ("cluster", "nodes"): "--nodes",
-    ("cluster", "gpus_per_node"): "--gpus-per-node",
-    ("cluster", "accelerator"): "--accelerator",
-    ("training", "sequence_length"): "--sequence-length",
-    ("training", "precision"): "--precision",
-}
-"""Options that answer for a value of the spec; all others are answered with --set."""
+_OPTIONS: tuple[SpecPath, ...] = (
+    *(("model",), ("model", "vocab_size"), ("cluster", "nodes"), ("cluster", "gpus_per_node")),
+    *(("cluster", "accelerator"), ("training", "sequence_length"), ("training", "precision")),
+)
+"""Values of the spec that an option of their name answers for; all others are answered with --set."""
 
 
 @click.command("import")
@@ -59,18 +54,13 @@ def command(
     kind: str | None,
     function: str | None,
     model: str | None,
-    vocab_size: int | None,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    accelerator: str | None,
-    sequence_length: int | None,
-    precision: str | None,
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     form: str,
     *,
     strict: bool,
     verbose: bool,
+    **given: Any,
 ) -> None:
     """Convert another tool's configuration into a spec.
 
@@ -88,16 +78,9 @@ def command(
     with told(SourceError, RefusedError):
         known, found = foreign(file, kind, function, dict(map(_variable, variables)))
     folder = output.parent if output else Path()
-    options: dict[SpecPath, Any] = {
-        ("model",): chosen_model(model, None, folder).section if model else None,
-        ("model", "vocab_size"): vocab_size,
-        ("cluster", "nodes"): nodes,
-        ("cluster", "gpus_per_node"): gpus_per_node,
-        ("cluster", "accelerator"): accelerator,
-        ("training", "sequence_length"): sequence_length,
-        ("training", "precision"): precision,
-    }
-    answers = {path: value for path, value in options.items() if value is not None} | dict(map(_setting, settings))
+    given["model"] = chosen_model(model, None, folder).section if model else None
+    answers = {path: value for path in _OPTIONS if (value := given[path[-1]]) is not None}
+    answers |= map(_setting, settings)
     try:
         result = import_document(known, found, answers, folder)
     except (ImportConflictError, RefusedError) as error:
@@ -200,7 +183,7 @@ def _answer(path: SpecPath) -> str:
     """What to add to the command line, with a value as an example."""
     value = example("spec", path)
     if path in _OPTIONS:
-        return f"{_OPTIONS[path]} {'llama-3-8b' if path == ('model',) else value}"
+        return f"--{path[-1].replace('_', '-')} {'llama-3-8b' if path == ('model',) else value}"
     text = value if isinstance(value, str) else json.dumps(value)
     return shlex.join(["--set", f"{'.'.join(path)}={text}"])
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from parcompile.backends.artefacts import to_text
+from parcompile.cost.table import columns, headed
 from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.plan.diff import TITLES, Difference, difference
 from parcompile.plan.sections import rank_groups
@@ -98,12 +99,8 @@ def _table(found: dict[str, Any], style: Style) -> str:
     rows = [("group", "size", "ranks", "nodes")]
     for name, group in found["groups"].items():
         rows.append((name, str(len(group["ranks"])), runs(group["ranks"]), runs(group["nodes"])))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
     coordinates = ", ".join(f"{axis} {index}" for axis, index in found["coordinates"].items())
-    return "\n".join([f"rank {found['rank']}: {coordinates}", style.strong(lines[0]), *lines[1:]]) + "\n"
+    return "\n".join([f"rank {found['rank']}: {coordinates}", *headed(columns(rows), style)]) + "\n"
 
 
 def runs(numbers: list[int]) -> str:

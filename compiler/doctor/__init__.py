@@ -20,7 +20,7 @@ from parcompile.units import format_bytes, format_seconds
 from . import hang, logs
 from .logs import PHASES, Fact, read_log
 from .metrics import WINDOW, usual
-from .reading import Evidence, Verdict, read_all, some
+from .reading import WORDS, Evidence, Verdict, read_all, some
 from .slow import slow, steps_of
 
 if TYPE_CHECKING:
@@ -36,19 +36,8 @@ HELD = 0.05
 """The share of a GPU's memory that is held where a job runs on it."""
 LOOKS = 3
 """Of nvidia-smi at each GPU: one alone may fall into a pause."""
-_RECORD = (
-    "runs of a plan write records/ beside it: send SIGUSR1 to every rank, or wait for the time-out, and read them",
-    "other engines: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE=DIR/trace_",
-    "keep each rank's output (torchrun --log-dir, srun --output=%t.log), and `py-spy dump --pid PID > rank-N.txt`",
-)
-_BROKEN = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "imed out wait",
-    "pair closure",
-)
+_RECORD: Sequence[str] = WORDS["record"]
+_BROKEN: Sequence[str] = WORDS["broken"]
 
 
 def judge(found: Evidence, plan: Plan | None = None, preflight: Preflight | None = None) -> Verdict:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from operator import eq
 from typing import Any
 
-from .reading import Verdict, some
+from .reading import WORDS, Verdict, some
 from .records import SAME_SIZE, Item, Message, Rank, describe
 
 CONTEXT = 3
@@ -31,22 +31,9 @@ UNDONE = ("open", "failed")
 STARTING = "starting"
 """What is sent before the first step is sent once."""
 BOUNDARY = "between two passes"
-ADVICE = {
-    "dead": "look for the end of its process: dmesg and the scheduler's log say whether the system killed it",
-    "stopped": "look at the process and its machine: a debugger, SIGSTOP, a frozen disk or a dead link",
-    "ended early": "give every rank the same number of batches, or drop the last ones of the ranks that have more",
-    "network": "look at the links between these hosts; NCCL_DEBUG=INFO names the interfaces",
-    "store": "compare MASTER_ADDR, MASTER_PORT and the world size of all ranks",
-}
+ADVICE: Mapping[str, str] = WORDS["advice"]
+DIVERGED: Mapping[str, str] = WORDS["diverged"]
 _DIVERGED = "look at what this rank does differently there: a branch on its data, its rank or its environment"
-DIVERGED = {
-    "skipped": "it skipped the collective",
-    "swapped order": "it posted them in another order",
-    "skipped or swapped": "it skipped the collective, or posts it later than the others",
-    "wrong size": "the sizes differ",
-    "wrong group": "it used another group",
-    "other message": "no rank posted that there before",
-}
 
 
 @dataclass(frozen=True, slots=True)

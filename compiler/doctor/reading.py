@@ -9,22 +9,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.user_files import read_start
+from parcompile.user_files import read_start, shipped
 
 from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_stack
 from .metrics import read_metrics
 from .records import DamagedError, Rank, read_dump, read_records, read_ring
 
-KINDS = {
-    "hang": "HANG",
-    "died": "DIED",
-    "memory": "OUT OF MEMORY",
-    "slow": "SLOW",
-    "wrong": "WRONG NUMBERS",
-    "start": "DOES NOT START",
-    "nothing": "NOTHING FOUND",
-    "unknown": "CANNOT TELL",
-}
+WORDS: Mapping[str, Any] = shipped("parcompile.doctor", "words.json")
+"""What kinds of verdicts are called, what to do about a cause, and how ranks say that a connection broke."""
+KINDS: Mapping[str, str] = WORDS["kinds"]
 
 
 def some(ranks: Sequence[int]) -> str:

@@ -20,8 +20,7 @@ from parcompile.backends.statements import Facts, Row, Values, filled, holds, ro
 from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import divisors
 from parcompile.model.tables.expression import compiled
-from parcompile.rules import Finding
-from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.rules import Finding, listed, nearest_multiples
 from parcompile.user_files import shipped
 
 from .deepspeed import UsageOptions

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
+from enum import Enum
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from parcompile.atomic import locate, read_set
 from parcompile.cost.memory import static_memory
@@ -118,8 +120,6 @@ def _body(plan: Plan) -> dict[str, Any]:
         "parallelism": {
             **asdict(spec.parallelism),
             "order": "-".join(spec.parallelism.order),
-            "cp_layout": spec.parallelism.cp_layout.value,
-            "cp_implementation": spec.parallelism.cp_implementation.value,
         },
         "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
         "training": _training(spec),
@@ -153,73 +153,69 @@ def spec_from_tree(tree: Mapping[str, Any]) -> Spec:
     Raises:
         KeyError, TypeError, ValueError: the tree is not a plan's.
     """
-    cluster, parallelism, training = dict(tree["cluster"]), dict(tree["parallelism"]), dict(tree["training"])
-    cluster.pop("world_size")
-    preset = cluster.pop("preset")
-    parallelism["order"] = tuple(map(Axis, parallelism["order"].split("-")))
-    parallelism["cp_layout"] = CpLayout(parallelism["cp_layout"])
-    parallelism["cp_implementation"] = CpImplementation(parallelism["cp_implementation"])
-    if not all(parallelism[axis.value] >= 1 for axis in Axis):
+    cluster = {name: value for name, value in tree["cluster"].items() if name not in ("world_size", "preset")}
+    preset = tree["cluster"]["preset"]
+    axes = _made(Parallelism, {**tree["parallelism"], "order": tree["parallelism"]["order"].split("-")})
+    if not all(axes.size(axis) >= 1 for axis in Axis):
         raise ValueError("an axis has less than 1 rank")
-    levels = parallelism["hierarchical_cp_sizes"]
-    parallelism["hierarchical_cp_sizes"] = sizes = None if levels is None else tuple(levels)
-    if (
-        parallelism["cp_implementation"].has_levels == (sizes is None)
-        or prod(sizes or [parallelism["cp"]]) != parallelism["cp"]
-    ):
+    sizes = axes.hierarchical_cp_sizes
+    if axes.cp_implementation.has_levels == (sizes is None) or prod(sizes or [axes.cp]) != axes.cp:
         raise ValueError("hierarchical_cp_sizes do not fit cp")
-    optimizer = dict(training.pop("optimizer"))
-    optimizer["betas"] = tuple(optimizer["betas"])
-    schedule, router = training.pop("lr_scheduler"), training.pop("router")
-    ramp = training.pop("rampup_batch_size", None)
-    for name in ("precision", "gradient_accumulation_dtype"):
-        training[name] = Precision(training[name])
-    if not isinstance(training["activation_checkpointing"], str):
-        training["activation_checkpointing"] = tuple(training["activation_checkpointing"])
     config = tree["model"]["hf_config"]
-    offloads = {name: _typed(Offload(**part)) for name in _OFFLOADS if (part := tree["zero"].get(name)) is not None}
     refuse_huge(config, "model.hf_config")
-    spec = Spec(
-        name=tree["name"],
+    return Spec(
+        name=_as((str,), "name", tree["name"]),
         model=Model(tree["model"]["source"], shape_from_config(config), config),
-        cluster=_typed(Cluster(**{**cluster, "preset": None if preset is None else preset_from_tree(preset)})),
-        parallelism=_typed(Parallelism(**parallelism)),
-        training=_typed(
-            Training(
-                **training,
-                optimizer=_typed(Optimizer(**optimizer)),
-                lr_scheduler=None if schedule is None else _typed(LrScheduler(**schedule)),
-                router=None if router is None else _typed(Router(**router)),
-                rampup_batch_size=None if ramp is None else _typed(RampupBatchSize(**ramp)),
-            )
-        ),
-        zero_stage=tree["zero"]["stage"],
-        **offloads,
+        cluster=_made(Cluster, {**cluster, "preset": None if preset is None else preset_from_tree(preset)}),
+        parallelism=axes,
+        training=_made(Training, tree["training"]),
+        zero_stage=_as((int,), "zero_stage", tree["zero"]["stage"]),
+        **{name: _made(Offload, part) for name in _OFFLOADS if (part := tree["zero"].get(name)) is not None},
         deepspeed=tree["deepspeed"],
         megatron=tree.get("backends", {}).get("megatron", {}),
-        provenance={
-            path: _typed(Provenance(found["value"], Origin(found["origin"]), found["detail"]))
-            for path, found in tree["provenance"].items()
-        },
+        provenance={path: _made(Provenance, found) for path, found in tree["provenance"].items()},
     )
-    return _typed(spec)
 
 
 Values = TypeVar("Values")
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_OF_JSON = frozenset({bool, int, float, str, type(None), list, dict})
 
 
-def _typed(values: Values) -> Values:
-    """The values, whose plain ones have the types that their class names.
+@cache
+def _kinds(of: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a class may have."""
+    hints = get_type_hints(of)
+    return {name: hint.__args__ if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+
+
+def _made(of: type[Values], tree: Mapping[str, Any]) -> Values:
+    """The values of a class as JSON has them, each as the type that the class names.
 
     Raises:
-        TypeError: one has another.
+        KeyError, TypeError, ValueError: one is of another, or the class has no such field.
     """
-    for name, hint in get_type_hints(type(values)).items():
-        kinds, value = hint.__args__ if isinstance(hint, UnionType) else (hint,), getattr(values, name)
-        if _PLAIN.issuperset(kinds) and type(value) not in kinds and not (float in kinds and type(value) is int):
-            raise TypeError(f"{name} is {shown(value)}")
-    return values
+    kinds: dict[str, tuple[Any, ...]] = _kinds(of)  # type: ignore[arg-type]  # a class can be hashed
+    return of(**{name: _as(kinds[name], name, value) for name, value in tree.items()})
+
+
+def _as(kinds: tuple[Any, ...], name: str, value: Any) -> Any:
+    """A value as the first of these types that it can be: an enum, a list, values of a class, or what JSON has itself.
+
+    Raises:
+        KeyError, TypeError, ValueError: it can be none.
+    """
+    inner = [get_args(kind)[:1] for kind in kinds if get_origin(kind) is tuple]
+    if isinstance(value, list) and inner:
+        return tuple(_as(inner[0], name, one) for one in value)
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return kind(value)
+        if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+            return _made(kind, value)
+    fits = type(value) in kinds or object in kinds or (float in kinds and type(value) is int)
+    if not fits and type(value) in _OF_JSON:
+        raise TypeError(f"{name} is {shown(value)}")
+    return value
 
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -231,10 +227,7 @@ def _offload(offload: Offload) -> dict[str, Any]:
 
 def _training(spec: Spec) -> dict[str, Any]:
     training = asdict(spec.training)
-    training["precision"] = spec.training.precision.value
-    training["gradient_accumulation_dtype"] = spec.training.gradient_accumulation_dtype.value
-    optimizer = asdict(spec.training.optimizer) | {"betas": list(spec.training.optimizer.betas)}
-    training["optimizer"] = {key: value for key, value in optimizer.items() if value is not None}
+    training["optimizer"] = {key: value for key, value in training["optimizer"].items() if value is not None}
     if training["lr_scheduler"] is not None and training["lr_scheduler"]["total_steps"] is None:
         del training["lr_scheduler"]["total_steps"]
     for name in (*SWITCHES, "rampup_batch_size"):

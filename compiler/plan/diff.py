@@ -298,8 +298,10 @@ def _changed(before: Plan, after: Plan) -> Iterator[Change]:
                 yield Change(kind, what, old.get(what), new.get(what), note, unit)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {} if value is None else asdict(value)
+def _under(section: str, values: Any) -> dict[str, Any]:
+    """What a section, or a value of several parts, holds; nothing for None."""
+    parts = asdict(values) if is_dataclass(values) and not isinstance(values, type) else values or {}
+    return {f"{section}.{key}": value for key, value in parts.items()}
 
 
 def _group(plan: Plan) -> str:
@@ -310,38 +312,29 @@ def _group(plan: Plan) -> str:
 
 def _numerics(plan: Plan) -> dict[str, Any]:
     training, router = plan.spec.training, plan.spec.training.router
-    model = {f"model.{key}": value for key, value in plan.spec.model.architecture.items()}
-    optimizer = {f"optimizer.{key}": value for key, value in asdict(training.optimizer).items()}
-    schedule = {f"lr_scheduler.{key}": value for key, value in _fields(training.lr_scheduler).items()}
     return {
-        **model,
+        **_under("model", plan.spec.model.architecture),
         "sequence_length": training.sequence_length,
         "global_batch_size": training.global_batch_size,
         "precision": training.precision.value,
         "gradient_accumulation_dtype": training.gradient_accumulation_dtype.value,
-        **optimizer,
-        **schedule,
+        **_under("optimizer", training.optimizer),
+        **_under("lr_scheduler", training.lr_scheduler),
         "gradient_clipping": training.gradient_clipping,
         "loss_scale": training.loss_scale,
-        **{f"router.{key}": value for key, value in _fields(router).items()},
+        **_under("router", router),
         **(
             {"micro_batch_size": training.micro_batch_size}
             if (router_scope(plan.spec) or "").startswith(MICRO_BATCH)
             else {}
         ),
         **({"router.expert_capacity of": _group(plan)} if router and router.expert_capacity else {}),
-        **{f"rampup_batch_size.{key}": value for key, value in _fields(training.rampup_batch_size).items()},
+        **_under("rampup_batch_size", training.rampup_batch_size),
         "train_steps": training.train_steps,
         "seed": training.seed,
-        **{f"deepspeed.{key}": value for key, value in plan.spec.deepspeed.items()},
-        **{f"backends.megatron.{key}": value for key, value in plan.spec.megatron.items()},
+        **_under("deepspeed", plan.spec.deepspeed),
+        **_under("backends.megatron", plan.spec.megatron),
     }
-
-
-def _under(section: str, values: Any) -> dict[str, Any]:
-    """What a section, or a value of several parts, holds; nothing for None."""
-    parts = asdict(values) if is_dataclass(values) and not isinstance(values, type) else values or {}
-    return {f"{section}.{key}": value for key, value in parts.items()}
 
 
 def _rounding(plan: Plan) -> dict[str, Any]:

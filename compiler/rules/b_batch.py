@@ -10,8 +10,7 @@ from parcompile.spec import Origin
 from parcompile.spec.rampup import MOST_INCREMENTS
 from parcompile.spec.resolve import Resolution
 
-from . import Finding, rule
-from .arithmetic import also, listed, nearest_multiples, removable
+from . import Finding, also, listed, nearest_multiples, removable, rule
 
 # The batch triangle: global batch = micro-batch · accumulation steps · dp, without any rounding.
 

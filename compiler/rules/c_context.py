@@ -13,8 +13,7 @@ from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayo
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
 
-from . import Finding, rule
-from .arithmetic import also, listed, nearest_multiples, removable, settable
+from . import Finding, also, listed, nearest_multiples, removable, rule, settable
 
 _LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")

@@ -19,8 +19,7 @@ from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 
-from . import Finding, rule
-from .arithmetic import also, removable
+from . import Finding, also, removable, rule
 
 # The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Safety, Severity
 from parcompile.spec.resolve import Resolution
 
-from . import Finding, rule
-from .arithmetic import removable
+from . import Finding, removable, rule
 
 _MEGATRON = ("backends", "megatron")
 

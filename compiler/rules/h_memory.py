@@ -21,8 +21,7 @@ from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import ESTIMATE, PEAK_RULE, Finding, rule
-from .arithmetic import also, model_path, settable
+from . import ESTIMATE, PEAK_RULE, Finding, also, model_path, rule, settable
 from .z_zero import the_host_can_hold_the_optimizer
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from . import Finding, rule
-from .arithmetic import (
+from . import (
+    Finding,
     also,
     layout_change,
     listed,
@@ -18,6 +18,7 @@ from .arithmetic import (
     nearest_divisors,
     nearest_multiples,
     removable,
+    rule,
     settable,
 )
 

@@ -11,8 +11,7 @@ from parcompile.model.catalogue import CORRECTED, router_scores
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
 
-from . import Finding, rule
-from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, removable, settable
+from . import Finding, also, layout_change, listed, model_path, nearest_divisors, removable, rule, settable
 
 _EP = ("parallelism", "ep")
 _ROUTER = ("training", "router")

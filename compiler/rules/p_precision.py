@@ -9,8 +9,7 @@ from parcompile.layout.groups import Axis
 from parcompile.spec import OPTIMIZER_KEYS, Precision
 from parcompile.spec.resolve import Resolution
 
-from . import Finding, rule
-from .arithmetic import also, removable
+from . import Finding, also, removable, rule
 
 _PRECISION = ("training", "precision")
 _SUMS = ("training", "gradient_accumulation_dtype")

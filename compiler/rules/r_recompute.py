@@ -9,8 +9,7 @@ from parcompile.layout.groups import Axis
 from parcompile.model.layer_parts import parts_of, why_whole
 from parcompile.spec.resolve import Resolution
 
-from . import Finding, rule
-from .arithmetic import also, removable, settable
+from . import Finding, also, removable, rule, settable
 
 _PATH = ("training", "activation_checkpointing")
 _OFFLOADING = ("training", "activation_offloading")

@@ -13,8 +13,7 @@ from parcompile.model.presets import near_presets, presets
 from parcompile.spec import LrScheduler
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from . import Finding, rule
-from .arithmetic import also, listed, model_path, removable, settable
+from . import Finding, also, listed, model_path, removable, rule, settable
 
 # The model can be read, and its positions reach as far as the sequence.
 

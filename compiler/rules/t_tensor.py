@@ -15,8 +15,7 @@ from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
-from . import Finding, rule
-from .arithmetic import also, layout_change, listed, model_path, nearest_divisors, removable
+from . import Finding, also, layout_change, listed, model_path, nearest_divisors, removable, rule
 from .c_context import length_finding
 
 _TP = ("parallelism", "tp")

@@ -19,8 +19,7 @@ from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
-from . import EXPERTS_RULE, Finding, rule
-from .arithmetic import also, axis_path, layout_change, listed, nearest_divisors, settable
+from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule, settable
 from .c_context import possible_sizes, resize
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution
 
-from . import OTHER_TOOL, Finding, rule
-from .arithmetic import also, model_path, settable
+from . import OTHER_TOOL, Finding, also, model_path, rule, settable
 from .l_stages import stages_of
 
 

@@ -11,8 +11,7 @@ from parcompile.model.blocks.experts import router_biases
 from parcompile.model.derived_rows import parameter_table
 from parcompile.spec.resolve import Resolution
 
-from . import Finding, rule
-from .arithmetic import also, removable
+from . import Finding, also, removable, rule
 
 _STAGE = ("zero", "stage")
 _ZERO: tuple[str, ...] = ("deepspeed", "zero_optimization")

@@ -21,13 +21,11 @@ from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
 
-from .view import resolved
+from .values import Findings, SchemaView, resolved
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
     from referencing import Registry
-
-    from .view import SchemaView
 
 
 class UnknownSchemaError(ValueError):
@@ -109,8 +107,6 @@ def _validator(name: str) -> Validator:
 
 @functools.cache
 def _view(name: str) -> SchemaView:
-    from .view import SchemaView
-
     return SchemaView(name, load(name))
 
 
@@ -124,7 +120,6 @@ def validate(document: Document | object, name: str) -> Validation:
         return Validation((), read_wrong)
     # Most specs violate nothing: what explains violations is imported for those that do.
     from .alternatives import explain
-    from .values import Findings
 
     findings = Findings(tree, placed.invalid if placed else frozenset())
     explain(errors, findings, _view(name))

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 
 from parcompile.diagnostics import Path, Related, closest
 
-from .keys import (
-    choice,
-    form,
-    known_key,
-    mismatch,
-    missing_keys,
-    needed_keys,
-    not_allowed,
-    out_of_range,
-    repeated,
-    unknown_key,
-    unknown_keys,
-    wrong_count,
-    wrong_form,
-    wrong_type,
+from .keys import HANDLERS, choice, form, handles, known_key, mismatch, unknown_key
+from .values import (
+    Findings,
+    SchemaView,
+    Violation,
+    about,
+    as_number,
+    describe_expected,
+    fitting,
+    is_type,
+    listed,
+    named,
+    quoted,
+    types_of,
 )
-from .values import Findings, as_number, describe_expected, fitting, is_type, listed, named, quoted, types_of
-from .view import SchemaView, Violation, about
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
 
 Follow = Callable[[Violation], None]
 _CLOSED = ("additionalProperties", "unevaluatedProperties")
@@ -205,6 +205,7 @@ def _exclude(path: Path, keys: Sequence[str], findings: Findings) -> None:
     findings.say("K008", (*path, keys[-1]), message, f"keep {listed(keys)}", at_key=True, related=related)
 
 
+@handles("not")
 def forbidden(violation: Violation, findings: Findings, view: SchemaView) -> None:  # noqa: ARG001
     """`not`: keys that exclude each other, or a value that is ruled out."""
     path = violation.path
@@ -225,26 +226,6 @@ def forbidden(violation: Violation, findings: Findings, view: SchemaView) -> Non
     findings.say("K008", path, message, about(violation.schema))
 
 
-if TYPE_CHECKING:
-    from jsonschema.exceptions import ValidationError
-
-_HANDLERS: dict[str, Callable[[Violation, Findings, SchemaView], None]] = {
-    "additionalProperties": unknown_keys,
-    "unevaluatedProperties": unknown_keys,
-    "required": missing_keys,
-    "dependentRequired": needed_keys,
-    "type": wrong_type,
-    "enum": not_allowed,
-    "const": not_allowed,
-    "not": forbidden,
-    "pattern": wrong_form,
-    "format": wrong_form,
-    "uniqueItems": repeated,
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), out_of_range),
-    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"), wrong_count),
-}
-
-
 def explain(errors: Iterable[ValidationError], findings: Findings, view: SchemaView) -> None:
     """Says each error of a validator once."""
 
@@ -256,8 +237,8 @@ def explain(errors: Iterable[ValidationError], findings: Findings, view: SchemaV
             findings.say("K001", (*path, key), message, form(violation.schema), at_key=True)
         elif violation.keyword in ("oneOf", "anyOf"):
             alternatives(violation, findings, view, follow)
-        elif violation.keyword in _HANDLERS:
-            _HANDLERS[violation.keyword](violation, findings, view)
+        elif violation.keyword in HANDLERS:
+            HANDLERS[violation.keyword](violation, findings, view)
         else:
             message = f"{named(path)}: {quoted(violation.instance)} may not stand here"
             findings.say("K008", path, message, about(violation.schema))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
 from parcompile.units import first_of
@@ -13,18 +13,22 @@ from parcompile.user_files import shipped
 
 from .values import (
     NOTHING,
+    WORDS,
     Findings,
+    SchemaView,
+    Violation,
+    about,
     as_number,
     as_truth,
     describe_expected,
     describe_found,
+    example,
     fitting,
     is_type,
     listed,
     named,
     quoted,
 )
-from .view import SchemaView, Violation, about, example
 
 # What other tools call keys and values: Megatron-LM, DeepSpeed, Transformers, vLLM, torchtitan, nanotron and gpt-neox.
 # A user who brings a name from there is told the name here. Names are compared without case, `-` and `_`.
@@ -55,6 +59,22 @@ def _elsewhere(schema: str) -> Mapping[str, str]:
     return {bare(name): advice for advice, names in stored.items() for name in names}
 
 
+Handler = Callable[[Violation, Findings, SchemaView], None]
+Handles = TypeVar("Handles", bound=Handler)
+HANDLERS: dict[str, Handler] = {}
+"""What says a violation, by the violated keyword."""
+
+
+def handles(*keywords: str) -> Callable[[Handles], Handles]:
+    """Registers the decorated function for these keywords."""
+
+    def register(handler: Handles) -> Handles:
+        HANDLERS.update(dict.fromkeys(keywords, handler))
+        return handler
+
+    return register
+
+
 # What is wrong with a key.
 
 
@@ -74,6 +94,7 @@ FEW = 12
 """So many names are still worth listing."""
 
 
+@handles("additionalProperties", "unevaluatedProperties")
 def unknown_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key of an object that its schema does not know."""
     parts = view.parts(violation.schema) if violation.keyword == "unevaluatedProperties" else [violation.schema]
@@ -153,6 +174,7 @@ def _target(key: str, parent: Path, known: Collection[str], instance: Mapping[st
     return None if near is None else tuple(_names(view.name)[near].split("."))
 
 
+@handles("required")
 def missing_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key that an object must have and has not."""
     for key in violation.limit:
@@ -160,6 +182,7 @@ def missing_keys(violation: Violation, findings: Findings, view: SchemaView) -> 
             _missing(key, violation, findings, view, "K002", "")
 
 
+@handles("dependentRequired")
 def needed_keys(violation: Violation, findings: Findings, view: SchemaView) -> None:
     """Every key that another key of the object calls for."""
     for key, needed in violation.limit.items():
@@ -183,16 +206,11 @@ def _missing(key: str, violation: Violation, findings: Findings, view: SchemaVie
 
 Schemas = Sequence[dict[str, Any]]
 
-_RANGES = {
-    "minimum": ("is too small", "write at least {0}"),
-    "maximum": ("is too large", "write at most {0}"),
-    "exclusiveMinimum": ("is too small: it must be above {0}", "write more than {0}"),
-    "exclusiveMaximum": ("is too large: it must be below {0}", "write less than {0}"),
-    "multipleOf": ("is not a multiple of {0}", "write a multiple of {0}"),
-}
-_UNITS = {"Length": ("character", "characters"), "Items": ("entry", "entries"), "Properties": ("key", "keys")}
+_RANGES: Mapping[str, Sequence[str]] = WORDS["ranges"]
+_UNITS: Mapping[str, Sequence[str]] = WORDS["units"]
 
 
+@handles("type")
 def wrong_type(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K003 of one schema."""
     mismatch(violation.path, violation.instance, [violation.schema], findings)
@@ -245,6 +263,7 @@ def _meant(value: object) -> list[object]:
     return [str(value), *([bool(value)] if value in (0, 1) else [])]
 
 
+@handles("enum", "const")
 def not_allowed(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K004 of one schema."""
     allowed = violation.limit if violation.keyword == "enum" else [violation.limit]
@@ -302,6 +321,7 @@ def _near(value: object, allowed: Sequence[str]) -> tuple[str | None, Safety]:
     return closest(value, allowed), Safety.CHANGES_NUMERICS
 
 
+@handles(*_RANGES)
 def out_of_range(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K005."""
     problem, advice = _RANGES[violation.keyword]
@@ -310,6 +330,7 @@ def out_of_range(violation: Violation, findings: Findings, view: SchemaView | No
     findings.say("K005", violation.path, message, advice.format(limit))
 
 
+@handles("pattern", "format")
 def wrong_form(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K006."""
     message = f"{named(violation.path)}: {quoted(violation.instance)} is not of the expected form"
@@ -324,6 +345,7 @@ def form(schema: dict[str, Any]) -> str | None:
     return text or (f"it must match {schema['pattern']}" if "pattern" in schema else None)
 
 
+@handles(*(side + unit for side in ("min", "max") for unit in _UNITS))
 def wrong_count(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: too few or too many characters, entries or keys."""
     side, unit = violation.keyword[:3], violation.keyword[3:]
@@ -338,6 +360,7 @@ def wrong_count(violation: Violation, findings: Findings, view: SchemaView | Non
     )
 
 
+@handles("uniqueItems")
 def repeated(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K007: an entry is listed twice; the place is that of the second."""
     entries = violation.instance

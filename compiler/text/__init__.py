@@ -14,26 +14,25 @@ from parcompile.diagnostics import Position, closest
 from parcompile.units import MIB
 
 from .document import Document, Place, Result, SourceError, SourceText
-from .json_parser import parse_json
+from .json_text import parse_json
 
 MAX_BYTES = 8 * MIB
 """Larger files are not read: a spec has a few kilobytes."""
 STDIN = "<stdin>"
 
 _UTF_8_BOM = b"\xef\xbb\xbf"
-_WIDE = (
-    (b"\xff\xfe\x00\x00", "UTF-32"),
-    (b"\x00\x00\xfe\xff", "UTF-32"),
-    (b"\xff\xfe", "UTF-16"),
-    (b"\xfe\xff", "UTF-16"),
-)
-_PACKED = (
-    (b"\x1f\x8b", "gzip"),
-    (b"PK\x03\x04", "zip"),
-    (b"BZh", "bzip2"),
-    (b"\xfd7zXZ", "xz"),
-    (b"\x28\xb5\x2f\xfd", "zstd"),
-)
+_NO_TEXT = {
+    b"\x1f\x8b": "compressed (gzip)",
+    b"PK\x03\x04": "compressed (zip)",
+    b"BZh": "compressed (bzip2)",
+    b"\xfd7zXZ": "compressed (xz)",
+    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""How files begin that are no UTF-8, and what they are."""
 
 
 def read_file(path: str | os.PathLike[str]) -> Result:
@@ -87,13 +86,8 @@ def parse_bytes(content: bytes, file: str, size_bytes: int | None = None, *, par
     """Decode and parse the bytes of a file. `size_bytes` is the file's size when `content` may be cut short."""
     if len(content) > MAX_BYTES:
         size = f"has {max(size_bytes or 0, len(content)):,} bytes" if size_bytes else "is too large"
-        empty = SourceText(file, "")
         message = f"the file {size}; at most {MAX_BYTES:,} are read"
-        return Result(
-            empty,
-            None,
-            (empty.problem("J002", message, 0, advice="a spec has a few kilobytes: is this the right file?"),),
-        )
+        return _refused(SourceText(file, ""), "J002", message, "a spec has a few kilobytes: is this the right file?")
     bom = content.startswith(_UTF_8_BOM)
     body = content[len(_UTF_8_BOM) :] if bom else content
     try:
@@ -101,7 +95,7 @@ def parse_bytes(content: bytes, file: str, size_bytes: int | None = None, *, par
     except UnicodeDecodeError as error:
         return _not_utf8(body, file, error)
     if "\0" in text[:64] and (wide := _looks_wide(body)):
-        return _wide(file, wide)
+        return _no_text(file, wide)
     return parse(text, file, bom=bom) if parsed else Result(SourceText(file, text, bom), None)
 
 
@@ -147,28 +141,23 @@ def _looks_wide(body: bytes) -> str | None:
     return None
 
 
-def _wide(file: str, encoding: str) -> Result:
-    source = SourceText(file, "")
-    problem = source.problem("J001", f"the file is {encoding}, not UTF-8", 0, advice="save it as UTF-8")
-    return Result(source, None, (problem,))
+def _refused(source: SourceText, code: str, message: str, advice: str, offset: int = 0) -> Result:
+    return Result(source, None, (source.problem(code, message, offset, advice=advice),))
+
+
+def _no_text(file: str, kind: str) -> Result:
+    what, advice = (kind, "unpack it first") if "(" in kind else (f"{kind}, not UTF-8", "save it as UTF-8")
+    return _refused(SourceText(file, ""), "J001", f"the file is {what}", advice)
 
 
 def _not_utf8(body: bytes, file: str, error: UnicodeDecodeError) -> Result:
-    for mark, tool in _PACKED:
-        if body.startswith(mark):
-            source = SourceText(file, "")
-            return Result(
-                source, None, (source.problem("J001", f"the file is compressed ({tool})", 0, advice="unpack it first"),)
-            )
-    for mark, encoding in _WIDE:
-        if body.startswith(mark):
-            return _wide(file, encoding)
-    if wide := _looks_wide(body):
-        return _wide(file, wide)
+    kind = next((kind for mark, kind in _NO_TEXT.items() if body.startswith(mark)), None) or _looks_wide(body)
+    if kind is not None:
+        return _no_text(file, kind)
     source = SourceText(file, body.decode("utf-8", errors="replace"))
     offset = len(body[: error.start].decode("utf-8", errors="replace"))
     byte = body[error.start]
     guess = bytes([byte]).decode("cp1252", errors="replace")
     hint = f"; in Windows-1252 it would be {guess}" if guess.isprintable() and guess != "\ufffd" else ""
     message = f"the byte 0x{byte:02X} is not UTF-8{hint}"
-    return Result(source, None, (source.problem("J001", message, offset, advice="save the file as UTF-8"),))
+    return _refused(source, "J001", message, "save the file as UTF-8", offset)

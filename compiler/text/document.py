@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -125,7 +127,7 @@ class Document:
         """The place of the value at `path`, None when there is no such value."""
         place = self.root
         for step in path:
-            child = _entry(place.children, step, None)
+            child = entry(place.children, step, None)
             if child is None:
                 return None
             place = child
@@ -156,19 +158,15 @@ class Document:
 
         `key` says that it is about keys rather than values.
         """
-        related = []
-        for one in diagnostic.related:
-            if one.position is None:
-                start, end = self._ends(one.path, key=key)
-                related.append(replace(one, position=start, end=end))
-            else:
-                related.append(one)
-        start, end = self._ends(diagnostic.path, key=key)
-        return replace(diagnostic, file=self.file, position=start, end=end, related=tuple(related))
+        related = [
+            one if one.position is not None else replace(one, **self._ends(one.path, key=key))
+            for one in diagnostic.related
+        ]
+        return replace(diagnostic, file=self.file, related=tuple(related), **self._ends(diagnostic.path, key=key))
 
-    def _ends(self, path: Path, *, key: bool) -> tuple[Position, Position]:
+    def _ends(self, path: Path, *, key: bool) -> dict[str, Any]:
         start, end = self.span(path, key=key)
-        return self.source.position(start), self.source.position(end)
+        return {"position": self.source.position(start), "end": self.source.position(end)}
 
     def line(self, number: int) -> str:
         """Line `number` (from 1) of the text, without its line break."""
@@ -178,7 +176,7 @@ class Document:
         """The value at `path`, or `default`."""
         value: Any = self.tree
         for step in path:
-            value = _entry(value, step, _NOTHING)
+            value = entry(value, step, _NOTHING)
             if value is _NOTHING:
                 return default
         return value
@@ -187,7 +185,7 @@ class Document:
 _NOTHING = object()
 
 
-def _entry(container: Any, step: str | int, default: Any) -> Any:
+def entry(container: Any, step: str | int, default: Any) -> Any:
     """Entry `step` of a dict or list; a bool is no index."""
     if isinstance(container, dict) and isinstance(step, str):
         return container.get(step, default)
@@ -212,3 +210,110 @@ class Result:
         first = self.diagnostics[0]
         at = f"line {first.position.line}, column {first.position.column}: " if first.position else ""
         return f"{at}{first.message}"
+
+
+# What the parsers of JSON and YAML have in common: numbers, texts in messages, what they note while they read.
+
+INT64_MAX = 2**63 - 1
+INT64_MIN = -(2**63)
+MAX_DIGITS = 400
+"""Longer numbers are not even converted: that takes time with the square of their length."""
+MAX_PROBLEMS = 50
+"""After so many mistakes a text is not worth reading on."""
+MAX_DEPTH = 100
+"""Lists and mappings inside each other; a spec needs 6."""
+NO_KEY = (-1, -1)
+"""Where the key of a value stands that has none."""
+
+
+def shown(text: str, limit: int = 40) -> str:
+    """`text` fit for a message: one line, printable, not longer than `limit`."""
+    flat = "".join(
+        character if character.isprintable() else f"\\u{ord(character):04x}" for character in text[: limit + 1]
+    )
+    return flat if len(text) <= limit else flat[: limit - 1] + "…"
+
+
+def read_number(literal: str, *, is_integer: bool) -> tuple[int | float, tuple[str, str] | None]:
+    """The number that `literal` means and, when it cannot be held exactly enough, (message, advice) and a stand-in."""
+    if is_integer:
+        if len(literal) <= 18:
+            return int(literal), None
+        value = int(literal) if len(literal) <= MAX_DIGITS else (INT64_MIN if literal[0] == "-" else INT64_MAX)
+        if INT64_MIN <= value <= INT64_MAX and len(literal) <= MAX_DIGITS:
+            return value, None
+        limit = "-2^63" if literal[0] == "-" else "2^63 - 1"
+        return value, (
+            f"{shown(literal)} is beyond {limit}, the largest whole number that can be held",
+            "write a smaller number",
+        )
+    number = float(literal)
+    if math.isinf(number):
+        stand_in = math.copysign(sys.float_info.max, number)
+        return stand_in, (
+            f"{shown(literal)} is too large for a 64-bit float (at most 1.8e308)",
+            "write a smaller number",
+        )
+    if number == 0.0 and re.search(r"[1-9]", re.split("[eE]", literal)[0]):
+        return number, (
+            f"{shown(literal)} is too small for a 64-bit float: it would be 0",
+            "write 0 or a larger number",
+        )
+    return number, None
+
+
+class Fatal(Exception):  # noqa: N818 - control flow inside this package, never seen outside
+    """The text cannot be read any further."""
+
+    def __init__(self, diagnostic: Diagnostic) -> None:
+        super().__init__(diagnostic.message)
+        self.diagnostic = diagnostic
+
+
+class Reading:
+    """What a parser notes while it reads a text: its `problems`, and the path of the value that it is at."""
+
+    too_many = "J004"
+    """Code of more mistakes than are worth reading."""
+
+    def __init__(self, source: SourceText) -> None:
+        self.source = source
+        self.problems: list[Diagnostic] = []
+        self.path: list[str | int] = []
+        self.invalid: set[Path] = set()
+        self.duplicates: set[Path] = set()
+
+    def fatal(self, code: str, message: str, at: int, advice: str | None = None, **more: Any) -> Fatal:
+        """The end of the reading, by a mistake at an offset."""
+        return Fatal(self.source.problem(code, message, at, advice=advice, **more))
+
+    def report(self, problem: Diagnostic, at: int) -> None:
+        """Report, and give the file up when there is no end to it."""
+        self.problems.append(problem)
+        if len(self.problems) >= MAX_PROBLEMS:
+            raise self.fatal(self.too_many, f"more than {MAX_PROBLEMS} mistakes: the rest was not read", at)
+
+    def put(self, values: dict[str, object], places: dict[str, Place], key: str, value: object, place: Place) -> None:
+        """Puts the value at `path` into its mapping. The same key at two offsets: both places are named."""
+        if (first := places.get(key)) is not None:
+            path, is_same = tuple(self.path), repr(values[key]) == repr(value)
+            line = self.source.position(first.key_start).line
+            found = self.source.problem(
+                "J009",
+                f'the key "{shown(key)}" is written twice here{", with the same value" * is_same}; the first is on '
+                f"line {line}",
+                place.key_start,
+                path=path,
+                advice="keep one of the two; most readers silently take the last",
+                related=(("the first", path, first.key_start),),
+            )
+            if not is_same:  # else it says what it says
+                self.duplicates.add(path)
+            self.report(replace(found, severity=Severity.WARNING) if is_same else found, place.key_start)
+        values[key] = value
+        places[key] = place
+
+    def result(self, tree: object, root: Place, format: str) -> Result:  # noqa: A002
+        """The document, with what was noted."""
+        found = Document(self.source, tree, root, format, frozenset(self.invalid), frozenset(self.duplicates))
+        return Result(self.source, found, tuple(self.problems))

@@ -287,15 +287,13 @@ class _Reader:
             raise SourceError(f"{self.source.file}: {function.node.name} calls itself, or too many others")
         arguments = function.node.args
         every = [*arguments.posonlyargs, *arguments.args]
-        local: dict[str, Any] = {}
         defaults = dict(zip([one.arg for one in every][::-1], arguments.defaults[::-1], strict=False))
         defaults |= {
             one.arg: default
             for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
             if default
         }
-        for name, default in defaults.items():
-            local[name] = self.value(default, {}, function.module)
+        local = {name: self.value(default, {}, function.module) for name, default in defaults.items()}
         local |= dict(zip((one.arg for one in every), given, strict=False)) | named
         for one in (*every, *arguments.kwonlyargs):
             local.setdefault(one.arg, Open(one.arg, f"the argument {one.arg}"))

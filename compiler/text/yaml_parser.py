@@ -11,31 +11,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parcompile.diagnostics import Diagnostic, Path
+from parcompile.diagnostics import Diagnostic
 from parcompile.user_files import shipped
 
-from .document import Document, Place, Result, SourceText
-from .json_parser import MAX_DEPTH
-from .json_scanner import Fatal, duplicate_key, read_number, shown
+from .document import MAX_DEPTH, NO_KEY, Fatal, Place, Reading, Result, SourceText, read_number, shown
 
 if TYPE_CHECKING:
     import yaml
 
 
-_STARTED = (
-    ("flow sequence", "the list opened here"),
-    ("flow mapping", "the mapping opened here"),
-    ("quoted scalar", "the string opened here"),
-    ("block mapping", "the mapping starts here"),
-    ("block collection", "the list starts here"),
-    ("simple key", "the key starts here"),
-)
-
-# (part of the library's problem, code, message, advice), the first that fits is used.
-_KNOWN: Sequence[tuple[str, str, str, str | None]] = shipped("parcompile.text", "yaml_problems.json")
+_WORDS = shipped("parcompile.text", "yaml_problems.json")
+_KNOWN: Sequence[tuple[str, str, str, str | None]] = _WORDS["known"]
+"""Part of the library's problem, code, message and advice; the first that fits is used."""
+_STARTED: Sequence[tuple[str, str]] = _WORDS["started"]
+"""Part of the library's context, and what it means for a reader."""
+_TAGS: Mapping[str, str] = _WORDS["tags"]
+"""Known tags in words."""
 
 
 def explain(source: SourceText, error: yaml.YAMLError) -> Diagnostic:
@@ -132,263 +126,179 @@ def _number(text: str, *, is_integer: bool) -> tuple[int | float, tuple[str, str
 
 MAX_NODES = 1_000_000
 """Values in one file once its aliases are written out: a few lines of anchors can stand for billions."""
-MAX_PROBLEMS = 50
-
-_TAGS = {
-    "tag:yaml.org,2002:str": "text",
-    "tag:yaml.org,2002:int": "a whole number",
-    "tag:yaml.org,2002:float": "a number",
-    "tag:yaml.org,2002:bool": "true or false",
-    "tag:yaml.org,2002:null": "null",
-    "tag:yaml.org,2002:map": "a mapping",
-    "tag:yaml.org,2002:seq": "a list",
-}
-
-
-class _Node:
-    """A finished value: what it is, where it stands, and how many values it stands for."""
-
-    __slots__ = ("place", "size", "value")
-
-    def __init__(self, value: object, place: Place, size: int) -> None:
-        self.value = value
-        self.place = place
-        self.size = size
-
-
-class _Frame:
-    """A mapping or list that is still open."""
-
-    __slots__ = ("anchor", "children", "key", "merges", "size", "start", "value")
-
-    def __init__(self, start: int, anchor: str | None, *, is_mapping: bool) -> None:
-        self.value: dict[str, object] | list[object] = {} if is_mapping else []
-        self.children: dict[str, Place] | list[Place] = {} if is_mapping else []
-        self.start = start
-        self.anchor = anchor
-        self.key: tuple[str, int, int] | None = None
-        self.merges: list[_Node] = []
-        self.size = 1
-
-
-class _Composer:
-    """Builds the tree and the places from events, keeping the open frames on a list of its own."""
-
-    def __init__(self, source: SourceText) -> None:
-        self.source = source
-        self.problems: list[Diagnostic] = []
-        self.frames: list[_Frame] = []
-        self.anchors: dict[str, _Node | None] = {}
-        self.invalid: set[Path] = set()
-        self.duplicates: set[Path] = set()
-        self.nodes = 0
-
-    def path(self) -> Path:
-        return tuple(
-            frame.key[0] if isinstance(frame.value, dict) and frame.key is not None else len(frame.value)
-            for frame in self.frames
-        )
-
-    def report(self, code: str, message: str, offset: int, advice: str | None = None) -> None:
-        self._add(self.source.problem(code, message, offset, advice=advice), offset)
-
-    def _add(self, problem: Diagnostic, offset: int) -> None:
-        self.problems.append(problem)
-        if len(self.problems) >= MAX_PROBLEMS:
-            raise self.fatal("J020", f"more than {MAX_PROBLEMS} mistakes: the rest was not read", offset)
-
-    def fatal(self, code: str, message: str, offset: int, advice: str | None = None) -> Fatal:
-        return Fatal(self.source.problem(code, message, offset, advice=advice))
-
-    def compose(self, events: Iterator[yaml.Event]) -> _Node:
-        import yaml
-
-        root: _Node | None = None
-        for event in events:
-            start, end = _index(event.start_mark), _index(event.end_mark)
-            if isinstance(event, yaml.DocumentStartEvent):
-                if root is not None:
-                    message = "a second document starts here; a file may hold only one"
-                    raise self.fatal("J024", message, start, "put it into a file of its own")
-                continue
-            if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-                self._tag(event, start)
-                self._open(event, start)
-                continue
-            if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                node = self._close(end)
-            elif isinstance(event, yaml.ScalarEvent):
-                if self._is_key():
-                    self._key(event, start, end)
-                    continue
-                node = self._scalar(event, start, end)
-            elif isinstance(event, yaml.AliasEvent):
-                node = self._alias(event, start, end)
-                if self._is_key():
-                    raise self.fatal(
-                        "J018", f"*{event.anchor} stands for a value, not for a key", start, "write the key"
-                    )
-            else:
-                continue
-            self.nodes += node.size if isinstance(event, yaml.AliasEvent) else 1
-            if self.nodes > MAX_NODES:
-                advice = "write the values out, or use fewer aliases"
-                raise self.fatal(
-                    "J022", f"with its aliases written out, the file has more than {MAX_NODES:,} values", start, advice
-                )
-            if self.frames:
-                self._put(node)
-            else:
-                root = node
-        if root is None:
-            raise self.fatal("J003", "the file is empty", 0, "a spec starts with its keys, such as version: 1")
-        return root
-
-    def _is_key(self) -> bool:
-        return bool(self.frames) and isinstance(self.frames[-1].value, dict) and self.frames[-1].key is None
-
-    def _open(self, event: yaml.CollectionStartEvent, start: int) -> None:
-        import yaml
-
-        if self._is_key():
-            raise self.fatal("J018", "a key is text, not a list or a mapping", start, "write a plain key")
-        if len(self.frames) >= MAX_DEPTH:
-            raise self.fatal("J008", f"more than {MAX_DEPTH} levels inside each other", start, "nest less")
-        if event.anchor is not None:
-            self.anchors[event.anchor] = None
-        self.frames.append(_Frame(start, event.anchor, is_mapping=isinstance(event, yaml.MappingStartEvent)))
-
-    def _close(self, end: int) -> _Node:
-        frame = self.frames.pop()
-        if isinstance(frame.value, dict) and isinstance(frame.children, dict):
-            for merged in frame.merges:
-                assert isinstance(merged.value, dict)
-                assert isinstance(merged.place.children, dict)
-                for key, value in merged.value.items():
-                    if key not in frame.value:
-                        frame.value[key] = value
-                        frame.children[key] = merged.place.children[key]
-        # A block ends where the next token starts: give back the white space and comments between.
-        end = self._last_end(frame, end)
-        node = _Node(frame.value, Place(frame.start, end, *self._key_span(), frame.children), frame.size)
-        if frame.anchor is not None:
-            self.anchors[frame.anchor] = node
-        return node
-
-    def _last_end(self, frame: _Frame, end: int) -> int:
-        if self.source.text[frame.start : frame.start + 1] in ("{", "["):
-            return end
-        children = frame.children.values() if isinstance(frame.children, dict) else frame.children
-        return max((child.end for child in children if frame.start <= child.end <= end), default=end)
-
-    def _key_span(self) -> tuple[int, int]:
-        frame = self.frames[-1] if self.frames else None
-        return (frame.key[1], frame.key[2]) if frame and frame.key else (-1, -1)
-
-    def _key(self, event: yaml.ScalarEvent, start: int, end: int) -> None:
-        frame = self.frames[-1]
-        text = event.value
-        if not event.style and text != "<<":
-            value, _ = plain_value(text)
-            if not isinstance(value, str):
-                self.report(
-                    "J018", f"the key {shown(text) or 'before this colon'} is not text", start, f'write "{shown(text)}"'
-                )
-        frame.key = (text, start, end)
-
-    def _put(self, node: _Node) -> None:
-        frame = self.frames[-1]
-        frame.size += node.size
-        if isinstance(frame.value, list) and isinstance(frame.children, list):
-            frame.value.append(node.value)
-            frame.children.append(node.place)
-            return
-        assert isinstance(frame.value, dict)
-        assert isinstance(frame.children, dict)
-        assert frame.key is not None
-        key, start, _ = frame.key
-        if key == "<<":
-            self._merge(frame, node, start)
-        else:
-            if key in frame.value:
-                self._duplicate(key, frame.children[key], start, is_same=repr(frame.value[key]) == repr(node.value))
-            frame.value[key] = node.value
-            frame.children[key] = node.place
-        frame.key = None
-
-    def _merge(self, frame: _Frame, node: _Node, start: int) -> None:
-        several = isinstance(node.value, list) and isinstance(node.place.children, list)
-        values = list(node.value) if isinstance(node.value, list) else [node.value]
-        places = list(node.place.children) if several and isinstance(node.place.children, list) else [node.place]
-        for value, place in zip(values, places, strict=True):
-            if not isinstance(value, dict):
-                raise self.fatal("J023", "<< takes a mapping or a list of mappings", start, "write `<<: *anchor`")
-            frame.merges.append(_Node(value, place, 1))
-
-    def _duplicate(self, key: str, first: Place, start: int, *, is_same: bool) -> None:
-        path = self.path()
-        if not is_same:  # else it says what it says
-            self.duplicates.add(path)
-        self._add(duplicate_key(self.source, key, path, first.key_start, start, is_same=is_same), start)
-
-    def _alias(self, event: yaml.AliasEvent, start: int, end: int) -> _Node:
-        name = event.anchor or ""
-        if name not in self.anchors:
-            raise self.fatal(
-                "J023", f"*{shown(name)} refers to no &{shown(name)} above it", start, f"write &{shown(name)} first"
-            )
-        node = self.anchors[name]
-        if node is None:
-            raise self.fatal("J022", f"*{shown(name)} stands inside its own &{shown(name)}: it would never end", start)
-        return _Node(node.value, Place(start, end, *self._key_span(), node.place.children), node.size)
-
-    def _tag(self, event: Any, start: int) -> None:
-        if event.tag is None or event.tag == "!" or event.tag in _TAGS:
-            return
-        name = event.tag.replace("tag:yaml.org,2002:", "!!")
-        raise self.fatal(
-            "J023", f"the tag {shown(name)} is not known here", start, "remove the tag: values are plain data"
-        )
-
-    def _scalar(self, event: yaml.ScalarEvent, start: int, end: int) -> _Node:
-        self._tag(event, start)
-        text, reason = event.value, None
-        value: object = text
-        if event.tag is None and not event.style:
-            value, reason = plain_value(text)
-        elif event.tag not in (None, "!", "tag:yaml.org,2002:str"):
-            value, reason = plain_value(text)
-            if tag_of(value) != event.tag:
-                reason = ("J023", f"{shown(text)} is not {_TAGS[event.tag]}", "remove the tag")
-        if reason is not None:
-            self.invalid.add(self.path())
-            self.report(reason[0], reason[1], start, reason[2])
-        node = _Node(value, Place(start, end, *self._key_span(), None), 1)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = node
-        return node
 
 
 def _index(mark: Any) -> int:
     return int(mark.index)
 
 
+class _Node(NamedTuple):
+    """A finished value: what it is, where it stands, and how many values it stands for."""
+
+    value: Any
+    place: Place
+    size: int = 1
+
+
+class _Composer(Reading):
+    """Builds the tree and the places from events."""
+
+    too_many = "J020"
+
+    def __init__(self, source: SourceText, events: Iterator[Any]) -> None:
+        super().__init__(source)
+        self.events = events
+        self.anchors: dict[str, _Node | None] = {}
+        self.nodes = 0
+
+    def compose(self) -> Result:
+        import yaml
+
+        root: _Node | None = None
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
+                message = "a second document starts here; a file may hold only one"
+                raise self.fatal("J024", message, _index(event.start_mark), "put it into a file of its own")
+            if isinstance(event, yaml.NodeEvent):
+                root = self._node(event, NO_KEY)
+        if root is None:
+            raise self.fatal("J003", "the file is empty", 0, "a spec starts with its keys, such as version: 1")
+        return self.result(root.value, root.place, "yaml")
+
+    def say(self, code: str, message: str, at: int, advice: str) -> None:
+        self.report(self.source.problem(code, message, at, advice=advice), at)
+
+    def _node(self, event: Any, key: tuple[int, int]) -> _Node:
+        """The value that begins with an event; `key` is where its key stands."""
+        import yaml
+
+        start = _index(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            node = self._alias(event)
+            self.nodes += node.size
+            node = _Node(node.value, Place(start, _index(event.end_mark), *key, node.place.children), node.size)
+        else:
+            if isinstance(event, yaml.ScalarEvent):
+                node = self._scalar(event, key)
+            else:
+                node, start = self._collection(event, key)
+            self.nodes += 1
+            if event.anchor is not None:
+                self.anchors[event.anchor] = node
+        if self.nodes > MAX_NODES:
+            message = f"with its aliases written out, the file has more than {MAX_NODES:,} values"
+            raise self.fatal("J022", message, start, "write the values out, or use fewer aliases")
+        return node
+
+    def _collection(self, event: Any, key: tuple[int, int]) -> tuple[_Node, int]:
+        """A mapping or list, and where the event stands that ends it."""
+        import yaml
+
+        start, is_mapping = _index(event.start_mark), isinstance(event, yaml.MappingStartEvent)
+        self._tag(event)
+        if len(self.path) >= MAX_DEPTH:
+            raise self.fatal("J008", f"more than {MAX_DEPTH} levels inside each other", start, "nest less")
+        if event.anchor is not None:
+            self.anchors[event.anchor] = None
+        values: Any = {} if is_mapping else []
+        places: Any = {} if is_mapping else []
+        merged: list[tuple[dict[str, object], dict[str, Place]]] = []
+        size = 1
+        while not isinstance(one := next(self.events), yaml.CollectionEndEvent):
+            span = NO_KEY
+            if is_mapping:
+                name, span = self._key(one), (_index(one.start_mark), _index(one.end_mark))
+                one = next(self.events)
+            self.path.append(name if is_mapping else len(values))
+            node = self._node(one, span)
+            size += node.size
+            if not is_mapping:
+                values.append(node.value)
+                places.append(node.place)
+            elif name == "<<":
+                merged += self._merged(node, span[0])
+            else:
+                self.put(values, places, name, node.value, node.place)
+            self.path.pop()
+        for others, their_places in merged:
+            for name, value in others.items():
+                if name not in values:
+                    values[name], places[name] = value, their_places[name]
+        end = _index(one.end_mark)
+        if self.source.text[start : start + 1] not in ("{", "["):
+            # A block ends where the next token starts: give back the white space and comments between.
+            inside = places.values() if is_mapping else places
+            end = max((child.end for child in inside if start <= child.end <= end), default=end)
+        return _Node(values, Place(start, end, *key, places), size), _index(one.start_mark)
+
+    def _key(self, event: Any) -> str:
+        import yaml
+
+        start = _index(event.start_mark)
+        if isinstance(event, yaml.AliasEvent):
+            self._alias(event)
+            raise self.fatal("J018", f"*{event.anchor} stands for a value, not for a key", start, "write the key")
+        if not isinstance(event, yaml.ScalarEvent):
+            self._tag(event)
+            raise self.fatal("J018", "a key is text, not a list or a mapping", start, "write a plain key")
+        text = str(event.value)
+        if not event.style and text != "<<" and not isinstance(plain_value(text)[0], str):
+            message = f"the key {shown(text) or 'before this colon'} is not text"
+            self.say("J018", message, start, f'write "{shown(text)}"')
+        return text
+
+    def _merged(self, node: _Node, start: int) -> Iterator[tuple[dict[str, object], dict[str, Place]]]:
+        several, children = isinstance(node.value, list), node.place.children
+        values: Any = node.value if several else [node.value]
+        places: Any = children if several else [node.place]
+        for value, place in zip(values, places, strict=True):
+            if not isinstance(value, dict):
+                raise self.fatal("J023", "<< takes a mapping or a list of mappings", start, "write `<<: *anchor`")
+            yield value, place.children
+
+    def _alias(self, event: Any) -> _Node:
+        name, start = shown(event.anchor), _index(event.start_mark)
+        if event.anchor not in self.anchors:
+            raise self.fatal("J023", f"*{name} refers to no &{name} above it", start, f"write &{name} first")
+        node = self.anchors[event.anchor]
+        if node is None:
+            raise self.fatal("J022", f"*{name} stands inside its own &{name}: it would never end", start)
+        return node
+
+    def _tag(self, event: Any) -> None:
+        if event.tag is None or event.tag == "!" or event.tag in _TAGS:
+            return
+        message = f"the tag {shown(event.tag.replace('tag:yaml.org,2002:', '!!'))} is not known here"
+        raise self.fatal("J023", message, _index(event.start_mark), "remove the tag: values are plain data")
+
+    def _scalar(self, event: Any, key: tuple[int, int]) -> _Node:
+        self._tag(event)
+        start, value, reason = _index(event.start_mark), event.value, None
+        if event.tag is None and not event.style:
+            value, reason = plain_value(event.value)
+        elif event.tag not in (None, "!", "tag:yaml.org,2002:str"):
+            value, reason = plain_value(event.value)
+            if tag_of(value) != event.tag:
+                reason = ("J023", f"{shown(event.value)} is not {_TAGS[event.tag]}", "remove the tag")
+        if reason is not None:
+            self.invalid.add(tuple(self.path))
+            code, message, advice = reason
+            self.say(code, message, start, advice)
+        return _Node(value, Place(start, _index(event.end_mark), *key, None))
+
+
 def parse_yaml(source: SourceText) -> Result:
     """Read YAML. Errors that leave no doubt about what was meant come with a document."""
     import yaml
 
-    composer = _Composer(source)
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    composer = _Composer(source, iter(yaml.parse(source.text, Loader=loader)))
     try:
-        node = composer.compose(yaml.parse(source.text, Loader=loader))
+        return composer.compose()
     except Fatal as fatal:
-        return Result(source, None, (*composer.problems, fatal.diagnostic))
+        problem = fatal.diagnostic
     except UnicodeEncodeError as error:
         problem = source.problem("J005", "half of a surrogate pair is no character", error.start, advice="remove it")
-        return Result(source, None, (*composer.problems, problem))
     except yaml.YAMLError as error:
-        return Result(source, None, (*composer.problems, explain(source, error)))
-    document = Document(
-        source, node.value, node.place, "yaml", frozenset(composer.invalid), frozenset(composer.duplicates)
-    )
-    return Result(source, document, tuple(composer.problems))
+        problem = explain(source, error)
+    return Result(source, None, (*composer.problems, problem))

@@ -27,7 +27,7 @@ from parcompile.show.page.render import page
 from parcompile.show.pictures import Subject
 from parcompile.spec.values import workload_of
 from parcompile.text import Result as Text
-from parcompile.text.edits import apply_edit
+from parcompile.text.fixes import apply_edit
 from parcompile.units import format_bytes, format_seconds
 
 Run = Callable[..., Result]

@@ -18,8 +18,7 @@ from parcompile import schema
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Safety, Severity
 from parcompile.pipeline import check_read
 from parcompile.text import Document, parse, read_file
-from parcompile.text.edits import EditError, apply_edit
-from parcompile.text.fixes import apply_fixes, save
+from parcompile.text.fixes import EditError, apply_edit, apply_fixes, save
 
 
 def document(text: str, format: str) -> Document:  # noqa: A002

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from parcompile.backends.registry import target
-from parcompile.cli.models import command
+from parcompile.cli.reference import models_command as command
 from parcompile.cost.flops import model_flops_per_token
 from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, model_types
 from parcompile.model.derived_rows import parameter_table

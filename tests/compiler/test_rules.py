@@ -28,8 +28,9 @@ from parcompile.rules import (
     all_rules,
     check,
     example_spec,
+    nearest_divisors,
+    nearest_multiples,
 )
-from parcompile.rules.arithmetic import nearest_divisors, nearest_multiples
 from parcompile.spec.resolve import Resolution
 from parcompile.user_files import shipped
 

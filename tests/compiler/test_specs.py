@@ -14,7 +14,7 @@ from parcompile.pipeline import Checked, check_file, check_read, compile_file
 from parcompile.plan import plan_from_tree, plan_tree
 from parcompile.rules import all_rules
 from parcompile.text import Result
-from parcompile.text.edits import apply_edit
+from parcompile.text.fixes import apply_edit
 
 NEGATIVE, POSITIVE = list(cases("negative")), list(cases("positive"))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from parcompile.diagnostics import Diagnostic, Severity, in_file_order
+from parcompile.user_files import shipped
 
 _COLOURS = {Severity.ERROR: "1;31", Severity.WARNING: "1;33", Severity.INFO: "1;36"}
 
@@ -118,19 +119,7 @@ def writable(stream: TextIO, text: str) -> str:
     return text
 
 
-_PLAIN = {
-    "×": "x",
-    "·": "*",
-    "≠": "!=",
-    "≤": "<=",
-    "≥": ">=",
-    "−": "-",
-    "–": "-",
-    "…": "...",
-    "→": "->",
-    "²": "^2",
-    "│": "|",
-}
+_PLAIN: Mapping[str, str] = shipped("parcompile.diagnostics", "plain.json")
 
 
 FORMATS = ("text", "concise", "json", "sarif", "github", "gitlab", "junit")

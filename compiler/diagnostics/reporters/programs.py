@@ -148,15 +148,6 @@ def fingerprint(found: Diagnostic) -> str:
     return hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def _numbered(diagnostics: Sequence[Diagnostic]) -> Iterator[tuple[Diagnostic, str, int]]:
-    """Each with its fingerprint, and which of those that have the same one it is."""
-    seen: Counter[str] = Counter()
-    for found in diagnostics:
-        print_ = fingerprint(found)
-        seen[print_] += 1
-        yield found, print_, seen[print_]
-
-
 def write_json(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Context) -> None:
     """The object, indented, with a line break at its end."""
     errors = sum(1 for found in diagnostics if found.severity is Severity.ERROR)

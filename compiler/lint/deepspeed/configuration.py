@@ -36,10 +36,9 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Related, Safety, Severity
 from parcompile.lint.registry import Settings, check_settings
 from parcompile.schema.keys import choice, mismatch, out_of_range, unknown_key, wrong_count
-from parcompile.schema.values import Findings, named, quoted
-from parcompile.schema.view import Violation
+from parcompile.schema.values import Findings, Violation, named, quoted
 from parcompile.text import Document, Result
-from parcompile.text.json_scanner import FILL_IN, a_template
+from parcompile.text.json_text import FILL_IN, a_template
 
 from . import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 from .constructors import wrong_parameters, wrong_paths, wrong_type

@@ -24,8 +24,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.lint.stored import register
-from parcompile.rules import Finding
-from parcompile.rules.arithmetic import listed, nearest_multiples
+from parcompile.rules import Finding, listed, nearest_multiples
 from parcompile.units import first_of
 
 from . import ACCELERATE, BARE, GUESSED, TITLES, TRANSFORMERS, UsageOptions, autos, filled

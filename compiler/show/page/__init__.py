@@ -28,26 +28,12 @@ from parcompile.spec import Origin
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
-from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_text
+from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_text, shipped
 
 from .sections import Html, both_widths, folded, joined, table, tag
 
-USES = {
-    Axis.TP: "layers",
-    Axis.CP: "one sequence",
-    Axis.DP: "batches",
-    Axis.PP: "stages",
-    "dp-cp": "gradients and ZeRO",
-    "tp-pp": "one copy of the model",
-    "kv-replica": "gradients of shared kv heads",
-    "cp-inner": "attention, neighbours",
-    "cp-outer": "attention, across",
-    Axis.EP: "routed experts",
-    "expert-dp": "gradients of experts",
-    "expert-tp": "one expert",
-    "expert-tp-ep": "all experts of a layer",
-    "expert-tp-ep-pp": "all experts",
-}
+_WORDS: Mapping[str, Mapping[str, str]] = shipped("parcompile.show.page", "assets/words.json")
+"""What groups carry, by their names, and how a table says what a search may set besides the axes."""
 
 
 def page_data(plan: Plan) -> dict[str, Any]:
@@ -67,7 +53,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         "groups": [
             {
                 "name": name,
-                "use": USES.get(name, ""),
+                "use": _WORDS["groups"].get(name, ""),
                 "members": strided(groups.family(name))["members"],
                 "ends": name in EMBEDDING_GROUPS,
             }
@@ -249,22 +235,7 @@ def _name(layout: Mapping[str, object]) -> str:
     axes = [f"{axis} {layout[axis]}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP) if axis in layout]
     more = []
     for name, value in layout.items():
-        if name in _WORDS and value not in (False, "none"):
-            more.append(_WORDS[name].format(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value))
+        words = _WORDS["layout"].get(name)
+        if words is not None and value not in (False, "none"):
+            more.append(words.format(", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value))
     return ", ".join([" · ".join(axes), *more])
-
-
-_WORDS = {
-    _VIRTUAL: "{} virtual stages",
-    "num_layers_in_first_pipeline_stage": "{} layers in the first stage",
-    "num_layers_in_last_pipeline_stage": "{} in the last",
-    "account_for_embedding_in_pipeline_split": "embedding as a layer",
-    "account_for_loss_in_pipeline_split": "loss as a layer",
-    "micro_batch_size": "micro {}",
-    "sequence_parallel": "sequence parallel",
-    "activation_checkpointing": "recompute {}",
-    "gradient_accumulation_dtype": "sums in {}",
-    "order": "order {}",
-    "cp_implementation": "{}",
-}
-"""How a table says what a search may set besides the axes."""

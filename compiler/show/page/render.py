@@ -41,22 +41,18 @@ def page(
     plan = subject.plan
     pictures, drawn = sections.figures(subject)
     said = remarks(plan) if found is None else found
-    more = [section("diagnostics", "Diagnostics", sections.diagnostics(said, subject))]
+    more = [("diagnostics", "Diagnostics", sections.diagnostics(said, subject))]
     if search is not None:
-        more.append(section("search", "Search", search_section(search, _layout(subject))))
+        more.append(("search", "Search", search_section(search, _layout(subject))))
         drawn += [front.draw(search, WIDE)] if search["fitting"] and "pareto_front" in search else []
     if other is not None:
         compared, shown = comparison(subject, other)
-        more.append(section("beside", "Beside another plan", compared))
+        more.append(("beside", "Beside another plan", compared))
         drawn += shown
-    more.append(section("launch", "Launch", sections.launching(subject)))
-    more.append(section("values", "Values", sections.values(subject)))
+    more += [("launch", "Launch", sections.launching(subject)), ("values", "Values", sections.values(subject))]
     links = [("ranks", "Ranks"), ("splits", "Shards"), ("memory", "Memory"), ("traffic", "Traffic")]
     links += [("ring", "Ring")] if plan.spec.parallelism.cp > 1 else []
-    links += [("step", "Step"), ("diagnostics", "Diagnostics")]
-    links += [("search", "Search")] if search is not None else []
-    links += [("beside", "Beside")] if other is not None else []
-    links += [("launch", "Launch"), ("values", "Values")]
+    links += [("step", "Step"), *((anchor, title.split()[0]) for anchor, title, _ in more)]
     axes = [axis for axis in (*DENSE_AXES, Axis.EP) if plan.spec.parallelism.size(axis) > 1] or [Axis.TP]
     choices = joined(tag("option", axis, value=axis, selected=axis == subject.axes[0]) for axis in axes)
     main = Template(_read("page.html")).substitute(
@@ -64,7 +60,7 @@ def page(
         axes=choices,
         last_rank=str(plan.world_size - 1),
         pictures=pictures,
-        more=joined(more),
+        more=joined(section(*one) for one in more),
         data=script_json(page_data(plan)),
         script="\n".join(_read(name) for name in SCRIPTS),
     )

@@ -1,4 +1,4 @@
-"""What `parcompile report` says of a run: words for a terminal, and a page with its curves."""
+"""What `parcompile report` and `doctor` say of a run: words for a terminal, pages with its curves and its verdict."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.diagnostics.reporters import Style, hanging
+from parcompile.doctor import Verdict
+from parcompile.doctor.reading import KINDS, Evidence
 from parcompile.show.page.render import framed
-from parcompile.show.page.sections import both_widths, joined, section, table, tag
+from parcompile.show.page.sections import both_widths, joined, section, table, tag, with_code
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
 from parcompile.show.pictures.curves import Points, draw, spark
 from parcompile.show.run import Run, figures, known_values
@@ -193,3 +195,36 @@ def _lines(run: Run, names: tuple[str, ...]) -> dict[str, tuple[str, Points]]:
     kept = {name: points for name, points in found.items() if any(math.isfinite(value) for _, value in points)}
     order = sorted(kept, key=lambda name: ("/" in name, -kept[name][-1][1] if "/" in name else 0))[: len(_ROLES)]
     return {name.replace("_", " "): (role, kept[name]) for role, name in zip(_ROLES, order, strict=False)}
+
+
+MOST_RANKS = 256
+"""Shown, those of the verdict first."""
+
+
+def doctor_page(verdict: Verdict, found: Evidence) -> str:
+    """The verdict as HTML."""
+    parts = [section("verdict", "Verdict", table([("place", "value"), *verdict.places().items()], caption="Where"))]
+    for name, title, lines in (("evidence", "Evidence", verdict.evidence), ("todo", "What to do", verdict.advice)):
+        parts.append(section(name, title, tag("ul", *(tag("li", *with_code(one)) for one in lines))))
+    ranks = sorted(found.ranks.values(), key=lambda one: (one.rank not in verdict.ranks, one.rank))[:MOST_RANKS]
+    rows = [("rank", "last message", "step", "state", "its end")]
+    for one in ranks:
+        last = one.messages[-1] if one.messages else None
+        place = ("none", "", "")
+        if last is not None:
+            place = (str(last), "" if last.step is None else str(last.step), last.state)
+        rows.append((str(one.rank), *place, "; ".join(one.events)[:300]))
+    parts.append(section("ranks", "Ranks", table(rows, caption="What each rank did last", class_="stacked")))
+    unread = verdict.read.get("unreadable", {})
+    said = [tag("p", f"{verdict.read.get('files', 0)} files: {verdict.read.get('said', '')}")]
+    said += [table([("not read", "why"), *unread.items()], caption="Files that were not read")] if unread else []
+    parts.append(section("read", "What was read", *said))
+    return framed(
+        title=KINDS[verdict.kind],
+        kind="run",
+        summary=verdict.summary,
+        links=[("verdict", "Verdict"), ("evidence", "Evidence"), ("todo", "What to do"), ("ranks", "Ranks")],
+        main=joined(parts),
+        drawn=(),
+        version="doctor",
+    )

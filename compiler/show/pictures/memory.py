@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parcompile.cost.footprint import RankMemory, stage_interval
 from parcompile.cost.table import fit_text, memory_bars, memory_rows
 from parcompile.units import GIB, format_bytes
 
 from . import SMALL, Box, Line, Picture, Sketch, Subject, Text, text_width, ticks
+from .svg import COLOURS
 
-ROLES = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "master weights": "master",
-    "optimizer state": "optimizer",
-    "reduce bucket": "bucket",
-    "activations": "activations",
-    "logits": "logits",
-    "optimizer step": "step",
-    "pipeline buffers": "buffers",
-    "gathered weights": "buffers",
-    "framework": "framework",
-}
+ROLES: Mapping[str, str] = COLOURS["memory"]
+"""Of the parts of a rank's memory, from the first one drawn to the last."""
 
 
 def draw(subject: Subject, width: float) -> Picture:

@@ -15,12 +15,13 @@ from . import LARGE, NORMAL, Area, Box, Cells, Line, Picture, Shape, Text, broke
 
 SHADES = 16
 
-_COLOURS = shipped("parcompile.show.pictures", "colours.json")
-LIGHT: Mapping[str, str] = _COLOURS["light"]
+COLOURS = shipped("parcompile.show.pictures", "colours.json")
+"""Colours by role, and the roles of the parts of memory and of a step."""
+LIGHT: Mapping[str, str] = COLOURS["light"]
 
-DARK: Mapping[str, str] = _COLOURS["dark"]
+DARK: Mapping[str, str] = COLOURS["dark"]
 
-_RAMPS: Mapping[str, Sequence[Sequence[str]]] = _COLOURS["ramps"]
+_RAMPS: Mapping[str, Sequence[Sequence[str]]] = COLOURS["ramps"]
 """Of each axis the lightest, the middle and the darkest shade in light, and the other way round in dark."""
 
 

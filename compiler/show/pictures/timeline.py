@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parcompile.cost.step import StepTime, forward_share
@@ -13,20 +13,10 @@ from parcompile.layout.pipeline import Pass, Schedule
 from parcompile.units import format_seconds
 
 from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text, fitted, text_width
+from .svg import COLOURS
 
-ROLES = {
-    "computation": "computation",
-    "kernel launches": "launches",
-    "tp, exposed": Axis.TP,
-    "cp, exposed": Axis.CP,
-    "ep, exposed": Axis.EP,
-    "pipeline bubble and imbalance": "bubble",
-    "stage exchange": Axis.PP,
-    "gradients, exposed": Axis.DP,
-    "optimizer": "optimizer",
-    "optimizer on the host": "master",
-    "activations to the host, exposed": "buffers",
-}
+ROLES: Mapping[str, str] = COLOURS["time"]
+"""Of the parts of a step."""
 LEAST_PASS = 5.0
 """Pixels of a pass below which the middle of a step is left out."""
 

@@ -21,8 +21,7 @@ from parcompile.model.shape import ModelShape, portable
 from parcompile.spec import Model, Origin
 from parcompile.user_files import read_text
 
-from .parallelism import ParallelismValues
-from .reader import Unavailable
+from .reader import ParallelismValues, Unavailable
 
 
 class ModelValues(ParallelismValues):

@@ -24,13 +24,13 @@ from parcompile.spec import (
     Provenance,
     RampupBatchSize,
     Router,
+    Spec,
     Training,
 )
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
-from .parallelism import ParallelismValues
-from .reader import MISSING, Switch, Unavailable, Value
+from .reader import MISSING, ParallelismValues, Switch, Unavailable, Value
 
 
 class TrainingValues(ParallelismValues):
@@ -258,8 +258,30 @@ _SIZES = ("parallelism", "hierarchical_cp_sizes")
 AUTO = "auto"
 
 
-class ContextValues(ModelValues, TrainingValues):
-    """What `parallelism.cp_implementation` and its sizes say."""
+class Resolution(ModelValues, TrainingValues):
+    """The values of a spec. The arguments are those of `SpecReader`."""
+
+    def spec(self) -> Spec:
+        """The resolved spec.
+
+        Raises:
+            Unavailable: an error was reported that leaves a value undecided.
+        """
+        return Spec(
+            name=self.get("name"),
+            model=self.model(),
+            cluster=self.cluster,
+            parallelism=self.parallelism(self.context_parallel),
+            training=self.training(),
+            zero_stage=self.zero_stage,
+            offload_optimizer=self.offload_of("optimizer"),
+            offload_param=self.offload_of("param"),
+            deepspeed=dict(self.get("deepspeed")),
+            provenance=dict(sorted(self.provenance.items())),
+            megatron=dict(self.get("backends", "megatron")) if self.given("backends", "megatron") else {},
+        )
+
+    # What `parallelism.cp_implementation` and its sizes say.
 
     @property
     def named_implementation(self) -> str:

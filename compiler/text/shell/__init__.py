@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from . import state as slurm
 from .conditions import UNKNOWN, assumed, judged, matches, test
-from .parse import parse
+from .parse import AndOr, Block, Case, For, Function, Group, If, Node, Simple, While, parse
 from .state import State, assign, declare, distinct, forget, let
-from .syntax import MAX_LENGTH, AndOr, Block, Case, For, Function, Group, If, Node, ShellLimitError, Simple, While, Work
+from .syntax import MAX_LENGTH, ShellLimitError, Work
 from .words import Array, Hole, Piece, Value, fields, joined, known, shown, unquoted
 
 # Commands that stand in the words of other commands: of `eval`, of `bash -c`, of launchers.
@@ -29,19 +29,23 @@ def flattened(words: tuple[Value, ...]) -> tuple[Value, ...]:
     if words and known(words[0]) == "eval":
         return tuple(_first_command(tuple(fields(unquoted(joined(words[1:]))))))
     found: list[Value] = []
-    follows = False
     for number, word in enumerate(words):
         text = shown(word)
-        is_script = follows and any(one.isspace() for one in text)
-        is_long = number > 0 and "--" in text and any(one.isspace() for one in text.strip()) and " --" in f" {text}"
-        if is_script:
+        has_spaces = any(one.isspace() for one in text)
+        is_long = number > 0 and " --" in f" {text}" and any(one.isspace() for one in text.strip())
+        if has_spaces and _is_script(words, number):
             found += _first_command(tuple(fields(unquoted(word))))
         elif is_long and re.search(r"\.py(\s|$)", text):  # a command of its own, as launchers take it
             found += fields(unquoted(word))
         else:
             found.append(word)
-        follows = text in ("-c", "-lc", "-ic") and any(_SHELLS.match(shown(one)) for one in words[:number])
     return tuple(found)
+
+
+def _is_script(words: tuple[Value, ...], number: int) -> bool:
+    """Whether a word is the script of a shell: it stands behind `bash -c`."""
+    is_named = number > 1 and shown(words[number - 1]) in ("-c", "-lc", "-ic")
+    return is_named and any(_SHELLS.match(shown(one)) for one in words[: number - 1])
 
 
 def _first_command(words: tuple[Value, ...]) -> Iterator[Value]:
@@ -61,13 +65,8 @@ def _first_command(words: tuple[Value, ...]) -> Iterator[Value]:
 
 def inner_script(words: tuple[Value, ...]) -> Value | None:
     """The script of `bash -c 'script'`, when variables in it are left for the inner shell."""
-    for number, word in enumerate(words):
-        text = known(word)
-        after_shell = number >= 2 and shown(words[number - 1]) in ("-c", "-lc", "-ic")
-        of_shell = after_shell and any(_SHELLS.match(shown(one)) for one in words[: number - 1])
-        if text is not None and "$" in text and of_shell:
-            return word
-    return None
+    scripts = (word for number, word in enumerate(words) if _is_script(words, number))
+    return next((word for word in scripts if "$" in (known(word) or "")), None)
 
 
 # Follows a script from its first line to its last, and notes every command that it would run.

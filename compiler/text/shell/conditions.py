@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from . import arithmetic
-from .state import State
-from .syntax import AndOr, Block, Expansion, Simple, Word
+from .parse import AndOr, Block, Simple
+from .state import State, UnknownError, evaluate
+from .syntax import Expansion, Word
 from .words import Piece, Value, known
 
-_NUMBERS = {
-    "-eq": lambda left, right: left == right,
-    "-ne": lambda left, right: left != right,
-    "-lt": lambda left, right: left < right,
-    "-le": lambda left, right: left <= right,
-    "-gt": lambda left, right: left > right,
-    "-ge": lambda left, right: left >= right,
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
 }
 
 
@@ -59,34 +60,41 @@ def test(command: Simple, state: State) -> Verdict | None:
 def _arithmetic(command: Simple, state: State) -> Verdict:
     expression = known(state.value(command.words[1])) or ""
     try:
-        return Verdict(arithmetic.evaluate(expression, state.number) != 0)
-    except arithmetic.UnknownError:
+        return Verdict(evaluate(expression, state.number) != 0)
+    except UnknownError:
         return UNKNOWN
 
 
+_ALTERNATIVES, _PARTS = ("||", "-o"), ("&&", "-a")
+
+
 def _any(words: Sequence[Word], state: State, *, double: bool) -> Verdict:
-    return _combined(words, state, ("||", "-o"), double=double)
+    """Of alternatives, each of parts that all have to hold."""
+    alternatives = [
+        _together([_single(one, state, double=double) for one in _split(parts, _PARTS)], decisive=False)
+        for parts in _split(words, _ALTERNATIVES)
+    ]
+    return _together(alternatives, decisive=True)
 
 
-def _combined(words: Sequence[Word], state: State, operators: tuple[str, str], *, double: bool) -> Verdict:
+def _split(words: Sequence[Word], marks: tuple[str, str]) -> list[list[Word]]:
     parts: list[list[Word]] = [[]]
     for word in words:
-        if _literal(word) in operators:
+        if _literal(word) in marks:
             parts.append([])
         else:
             parts[-1].append(word)
-    is_or = "||" in operators
-    if len(parts) == 1:
-        one = parts[0]
-        return _combined(one, state, ("&&", "-a"), double=double) if is_or else _single(one, state, double=double)
-    inner = ("&&", "-a")
-    verdicts = [
-        _combined(one, state, inner, double=double) if is_or else _single(one, state, double=double) for one in parts
-    ]
+    return parts
+
+
+def _together(verdicts: Sequence[Verdict], *, decisive: bool) -> Verdict:
+    """That of conditions of which one that comes to `decisive` decides."""
+    if len(verdicts) == 1:
+        return verdicts[0]
     results = [one.holds for one in verdicts]
-    if is_or in results:
-        return Verdict(is_or)
-    return UNKNOWN if None in results else Verdict(not is_or)
+    if decisive in results:
+        return Verdict(decisive)
+    return UNKNOWN if None in results else Verdict(not decisive)
 
 
 def _literal(word: Word) -> str:
@@ -133,7 +141,7 @@ def _equal(
 ) -> Verdict:
     if texts[0] is not None and texts[1] is not None:
         is_pattern = double and not any(getattr(part, "quoted", True) for part in words[2])
-        return Verdict(fnmatch.fnmatchcase(texts[0], texts[1]) if is_pattern else texts[0] == texts[1])
+        return Verdict(fnmatchcase(texts[0], texts[1]) if is_pattern else texts[0] == texts[1])
     for word, value, text in ((words[0], left, texts[1]), (words[2], right, texts[0])):
         name = _alone(word, value)
         if name and text is not None and not any(one in text for one in "*?["):
@@ -159,11 +167,7 @@ def matches(word: Word, patterns: Sequence[Word], state: State) -> Verdict:
         found = [
             None
             if one is None
-            else (
-                one == text
-                if any(getattr(part, "quoted", False) for part in pattern)
-                else fnmatch.fnmatchcase(text, one)
-            )
+            else (one == text if any(getattr(part, "quoted", False) for part in pattern) else fnmatchcase(text, one))
             for one, pattern in zip(texts, patterns, strict=True)
         ]
         return Verdict(holds=True) if True in found else UNKNOWN if None in found else Verdict(holds=False)
@@ -192,8 +196,5 @@ def judged(condition: Block, state: State) -> Verdict | None:
         left, right = judged((node.left,), state), judged((node.right,), state)
         if left is None or right is None:
             return None
-        decisive = node.operator == "||"
-        if decisive in (left.holds, right.holds):
-            return Verdict(decisive)
-        return UNKNOWN if None in (left.holds, right.holds) else Verdict(not decisive)
+        return _together((left, right), decisive=node.operator == "||")
     return None

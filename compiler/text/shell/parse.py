@@ -6,28 +6,112 @@ What cannot be parsed is skipped up to the next line, so that the rest of a scri
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from .syntax import (
-    AndOr,
-    Assignment,
-    Block,
-    Branch,
-    Case,
-    Choice,
-    For,
-    Function,
-    Group,
-    If,
-    Literal,
-    Node,
-    ShellLimitError,
-    ShellSyntaxError,
-    Simple,
-    While,
-    Word,
-    WordPart,
-)
-from .words import WordReader
+from .syntax import Literal, ShellLimitError, ShellSyntaxError, Word, WordPart, WordReader
+
+# What a script consists of.
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`name=value`, `name+=value`, `name[index]=value` or `name=(…)`."""
+
+    name: str
+    value: Word | tuple[Word, ...]
+    is_array: bool = False
+    append: bool = False
+    index: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """A command with its words. Assignments before it hold for it alone; without words they stay."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class AndOr:
+    """`left && right` or `left || right`."""
+
+    left: Node
+    operator: str
+    right: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A condition and what runs when it holds."""
+
+    condition: Block
+    body: Block
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    """`if … elif … else … fi`."""
+
+    branches: tuple[Branch, ...]
+    otherwise: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The patterns of a case and what runs when one of them matches."""
+
+    patterns: tuple[Word, ...]
+    body: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`case word in … esac`."""
+
+    word: Word
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class For:
+    """`for name in words; do … done`; `words` is None for the C-like form and for one without `in`."""
+
+    name: str
+    words: tuple[Word, ...] | None
+    body: Block
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    """`while` and `until`."""
+
+    condition: Block
+    body: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`{ … }` or `( … )`; `own` variables stay inside."""
+
+    body: Block
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function, which runs when it is called."""
+
+    name: str
+    body: Block
+
+
+Node = Simple | AndOr | If | Case | For | While | Group | Function
+Block = tuple[Node, ...]
+
+
+# The parser.
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\n]*)\])?(\+?)=")
 _NAME = re.compile(r"[A-Za-z_]\w*")

@@ -1,16 +1,19 @@
-"""The variables of a script at one place of it, what gives them other values, and words under them."""
+"""The variables of a script at one place of it, what gives them other values, words and arithmetic under them."""
 
 from __future__ import annotations
 
+import ast
 import fnmatch
+import operator
 import re
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from parcompile.text.typed import decimal
 
-from . import arithmetic
-from .syntax import MAX_MATCHED, Arithmetic, Assignment, Expansion, Literal, Substitution, Word, Work, bounded
+from .parse import Assignment
+from .syntax import MAX_MATCHED, Arithmetic, Expansion, Literal, Substitution, Word, Work, bounded
 from .words import Array, Hole, Part, Piece, Value, fields, joined, known, missing
 
 # What `#SBATCH` lines say of the variables that Slurm sets.
@@ -36,6 +39,86 @@ def variables(text: str) -> Iterable[tuple[str, Value]]:
         if value.isdigit():
             for name in _SLURM_NAMES.get(match[1] or match[2], ()):
                 yield name, (Piece(value, match.start(3)),)
+
+
+# Whole-number arithmetic of the shell.
+
+_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda left, right: _quotient(left, right),
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
+    ast.Pow: operator.pow,
+    ast.Lt: lambda left, right: int(left < right),
+    ast.Gt: lambda left, right: int(left > right),
+    ast.LtE: lambda left, right: int(left <= right),
+    ast.GtE: lambda left, right: int(left >= right),
+    ast.Eq: lambda left, right: int(left == right),
+    ast.NotEq: lambda left, right: int(left != right),
+}
+LARGEST = 2**63
+LONGEST = 2000
+"""Characters of an expression that is read."""
+
+
+def _quotient(left: int, right: int) -> int:
+    """Whole division that rounds to zero."""
+    found = abs(left) // abs(right)
+    return found if (left < 0) == (right < 0) else -found
+
+
+class UnknownError(Exception):
+    """An expression hangs on something that is not known, or cannot be read."""
+
+
+def evaluate(expression: str, lookup: Callable[[str], int | None]) -> int:
+    """The value of `$((expression))`.
+
+    Raises:
+        UnknownError: a name in it has no known value, or it is not plain arithmetic.
+    """
+    if len(expression) > LONGEST:
+        raise UnknownError("a long expression")
+    text = _NAME.sub(r"\1", expression).strip()
+    text = re.sub(r"(?<!/)/(?!/)", "//", text).replace("&&", " and ").replace("||", " or ")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's compiler, about what stands in the script
+            tree = ast.parse(text.replace("\n", " "), mode="eval").body
+        return _value(tree, lookup)
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        raise UnknownError(expression) from error
+
+
+def _value(node: ast.expr, lookup: Callable[[str], int | None]) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return int(node.value)
+    if isinstance(node, ast.Name):
+        found = lookup(node.id)
+        if found is None:
+            raise UnknownError(node.id)
+        return found
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand, lookup)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, lookup), _value(node.right, lookup)
+        if isinstance(node.op, ast.Pow) and not 0 <= right < 64:
+            raise UnknownError("power")
+        found = _OPERATORS[type(node.op)](left, right)
+        if abs(found) > LARGEST:
+            raise UnknownError("too large")
+        return found
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+        return _OPERATORS[type(node.ops[0])](_value(node.left, lookup), _value(node.comparators[0], lookup))
+    if isinstance(node, ast.BoolOp):
+        values = [_value(one, lookup) != 0 for one in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.IfExp):
+        return _value(node.body if _value(node.test, lookup) else node.orelse, lookup)
+    raise UnknownError(ast.dump(node))
 
 
 # The variables of a script at one place of it, and words under them.
@@ -71,8 +154,7 @@ class State:
         Raises:
             ShellLimitError: it is too long.
         """
-        self.work.spend(bounded(sum(len(part.text) + 1 for part in value), f"variable {name}"))
-        self.variables[name] = value
+        self._set(name, value, sum(len(part.text) + 1 for part in value))
         self.arrays.discard(name)
 
     def set_array(self, name: str, values: Array) -> None:
@@ -81,10 +163,12 @@ class State:
         Raises:
             ShellLimitError: it is too long.
         """
-        length = sum(len(part.text) + 1 for value in values for part in value) + len(values)
-        self.work.spend(bounded(length, f"variable {name}"))
-        self.variables[name] = values
+        self._set(name, values, sum(len(part.text) + 1 for value in values for part in value) + len(values))
         self.arrays.add(name)
+
+    def _set(self, name: str, value: Value | Array, length: int) -> None:
+        self.work.spend(bounded(length, f"variable {name}"))
+        self.variables[name] = value
 
     def string(self, name: str) -> Value | None:
         """A variable's string, which is the first of a list; None when it is not set."""
@@ -151,8 +235,8 @@ class State:
     def _computed(self, part: Arithmetic) -> Part:
         text = f"$(({part.expression}))"
         try:
-            return Piece(str(arithmetic.evaluate(part.expression, self.number)), part.start)
-        except arithmetic.UnknownError:
+            return Piece(str(evaluate(part.expression, self.number)), part.start)
+        except UnknownError:
             unknown = [name for name in re.findall(r"[A-Za-z_]\w*", part.expression) if self.number(name) is None]
             return Hole(text, tuple(dict.fromkeys(unknown)) or (text,), part.start, part.end)
 
@@ -169,11 +253,7 @@ class State:
             return
         if not value and part.quoted:
             yield Piece("", part.start, is_quoted=True)
-        for one in value:
-            if isinstance(one, Hole):
-                yield one
-            else:
-                yield Piece(one.text, one.start, splits, part.quoted)
+        yield from _again(value, splits=splits, is_quoted=part.quoted)
 
     def _all(self, part: Expansion, *, splits: bool) -> Iterator[Part | None]:
         """Every element of a list: quoted, each is a word."""
@@ -188,14 +268,12 @@ class State:
         if part.quoted and (part.index or part.name) == "*":
             if not found:
                 yield Piece("", part.start, is_quoted=True)
-            for one in joined(found):
-                yield one if isinstance(one, Hole) else Piece(one.text, one.start, is_quoted=True)
+            yield from _again(joined(found), splits=False, is_quoted=True)
             return
         for number, value in enumerate(found):
             if number:
                 yield None
-            for one in value:
-                yield one if isinstance(one, Hole) else Piece(one.text, one.start, splits, is_quoted=not splits)
+            yield from _again(value, splits=splits, is_quoted=not splits)
 
     def _element(self, part: Expansion) -> Value | None:
         if part.index is None:
@@ -205,54 +283,62 @@ class State:
             return None
         if part.name in self.arrays:
             try:
-                index = arithmetic.evaluate(part.index.strip("'\""), self.number)
-            except arithmetic.UnknownError:
+                index = evaluate(part.index.strip("'\""), self.number)
+            except UnknownError:
                 return (Hole(_text(part), (part.name,), part.start, part.end),)
             return values[index] if -len(values) <= index < len(values) else ()
         return values[0]
 
     def _operated(self, part: Expansion, value: Value | None) -> Value | None:
-        operator, argument = part.operator, part.argument
-        if operator in (":-", "-", ":=", "="):
+        how, argument = part.operator, part.argument
+        if how in (":-", "-", ":=", "="):
             # Where the environment could say it too, the script's own default is what the script says.
-            if value is None or (operator.startswith(":") and not value):
+            if value is None or (how.startswith(":") and not value):
                 value = self.value(argument)
-                if operator.endswith("="):
+                if how.endswith("="):
                     self.set(part.name, value)
             return value
-        if operator in (":+", "+"):
+        if how in (":+", "+"):
             if value is None:
                 return None
-            return self.value(argument) if value or operator == "+" else ()
-        if operator in (":?", "?"):
+            return self.value(argument) if value or how == "+" else ()
+        if how in (":?", "?"):
             return value
         text, pattern = (None if value is None else known(value)), known(self.value(argument))
-        if value is None or text is None or pattern is None:
+        changed = None if text is None or pattern is None else _changed(text, how, pattern)
+        if changed is None:
             names = missing(value or ()) or (part.name,)
             return (Hole(_text(part), names, part.start, part.end),)
-        changed = _changed(text, operator, pattern)
-        if changed is None:
-            return (Hole(_text(part), (part.name,), part.start, part.end),)
         return (Piece(changed, part.start),)
+
+
+def _again(value: Value, *, splits: bool, is_quoted: bool) -> Iterator[Part]:
+    """The parts of a variable's value where it is written without or within quotes."""
+    return (one if isinstance(one, Hole) else Piece(one.text, one.start, splits, is_quoted) for one in value)
+
+
+def _unknown(name: str) -> Value:
+    """What nobody knows of a variable."""
+    return (Hole(f"${name}", (name,), None, None, can_be_words=True),)
 
 
 def _text(part: Expansion) -> str:
     return f"${{{part.name}}}" if part.operator or part.index or len(part.name) > 1 else f"${part.name}"
 
 
-def _changed(text: str, operator: str, pattern: str) -> str | None:
+def _changed(text: str, how: str, pattern: str) -> str | None:
     """`${name%pattern}` and its kin."""
-    if operator in ("%", "%%", "#", "##"):
-        return _trimmed(text, operator, pattern) if len(text) <= MAX_MATCHED else None
-    if operator in ("/", "//"):
+    if how in ("%", "%%", "#", "##"):
+        return _trimmed(text, how, pattern) if len(text) <= MAX_MATCHED else None
+    if how in ("/", "//"):
         old, _, new = pattern.partition("/")
         if not old or any(one in old for one in "*?[\\"):
             return None
         bounded(len(text) + text.count(old) * len(new), "a word")
-        return text.replace(old, new) if operator == "//" else text.replace(old, new, 1)
-    if operator in ("^^", ",,"):
-        return text.upper() if operator == "^^" else text.lower()
-    if operator == ":":
+        return text.replace(old, new) if how == "//" else text.replace(old, new, 1)
+    if how in ("^^", ",,"):
+        return text.upper() if how == "^^" else text.lower()
+    if how == ":":
         numbers = pattern.split(":")
         if all(re.fullmatch(r"\s*\d+\s*", one) for one in numbers) and len(numbers) <= 2:
             start = int(numbers[0])
@@ -260,12 +346,12 @@ def _changed(text: str, operator: str, pattern: str) -> str | None:
     return None
 
 
-def _trimmed(text: str, operator: str, pattern: str) -> str:
+def _trimmed(text: str, how: str, pattern: str) -> str:
     cuts = range(len(text) + 1)
-    if operator[0] == "%":
-        order = cuts if operator == "%%" else reversed(cuts)
+    if how[0] == "%":
+        order = cuts if how == "%%" else reversed(cuts)
         return next((text[:at] for at in order if fnmatch.fnmatchcase(text[at:], pattern)), text)
-    order = reversed(cuts) if operator == "##" else cuts
+    order = reversed(cuts) if how == "##" else cuts
     return next((text[at:] for at in order if fnmatch.fnmatchcase(text[:at], pattern)), text)
 
 
@@ -295,7 +381,7 @@ def _joined(states: list[State]) -> State:
         whole.assumptions = _common(whole.assumptions, other.assumptions)
         for name in {*whole.variables, *other.variables}:
             if whole.variables.get(name) != other.variables.get(name):
-                whole.set(name, (Hole(f"${name}", (name,), None, None, can_be_words=True),))
+                whole.set(name, _unknown(name))
     return whole
 
 
@@ -307,16 +393,14 @@ def assign(state: State, one: Assignment) -> None:
     if one.is_array:
         words: Array = tuple(value for word in one.value for value in state.expand(word))  # type: ignore[arg-type]
         before = state.array(one.name) if one.append else ()
-        if before is None:
-            before = ((Hole(f"${one.name}", (one.name,), None, None, can_be_words=True),),)
-        state.set_array(one.name, (*before, *words))
+        state.set_array(one.name, (*((_unknown(one.name),) if before is None else before), *words))
         return
     value = state.value(one.value)  # type: ignore[arg-type]  # a list is told by is_array
     if one.index is not None:
         return
     if one.append:
         old = state.string(one.name)
-        value = (*(old if old is not None else (Hole(f"${one.name}", (one.name,), None, None, True),)), *value)
+        value = (*(_unknown(one.name) if old is None else old), *value)
     state.set(one.name, value)
 
 
@@ -349,11 +433,11 @@ def let(expression: str | None, state: State) -> None:
         match = re.fullmatch(r"(\w+)([-+])=(1)", f"{counted[1]}{counted[2][0]}=1")
     if not match:
         return
-    name, operator, rest = match[1], match[2], match[3]
-    text = f"{name} {operator} ({rest})" if operator else rest
+    name, how, rest = match[1], match[2], match[3]
+    text = f"{name} {how} ({rest})" if how else rest
     try:
-        state.set(name, (Piece(str(arithmetic.evaluate(text, state.number)), None),))
-    except arithmetic.UnknownError:
+        state.set(name, (Piece(str(evaluate(text, state.number)), None),))
+    except UnknownError:
         state.set(name, (Hole(f"${name}", (name,), None, None),))
 
 

@@ -1,11 +1,14 @@
-"""What a shell script consists of, and the place up to which it was read. Positions are offsets in its text."""
+"""The words of a shell script: what they consist of, and how they are read. Positions are offsets in its text.
+
+Words are plain text, quotes, and what the shell puts in their place; redirections are gone past.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# What a shell script consists of. Positions are offsets in its text.
+# What a word consists of.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,102 +57,57 @@ WordPart = Literal | Expansion | Arithmetic | Substitution
 Word = tuple[WordPart, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """`name=value`, `name+=value`, `name[index]=value` or `name=(…)`."""
+# How much of a script is followed.
 
-    name: str
-    value: Word | tuple[Word, ...]
-    is_array: bool = False
-    append: bool = False
-    index: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Simple:
-    """A command with its words. Assignments before it hold for it alone; without words they stay."""
-
-    assignments: tuple[Assignment, ...]
-    words: tuple[Word, ...]
-    start: int
+MAX_LENGTH = 2**20
+"""Characters of one value. Linux starts no program with a word of more than 2**17."""
+MAX_WORK = 500_000
+"""Parts that are put together, and blocks of 16 characters in them: a second or so. Scripts take a few thousand."""
+MAX_MATCHED = 4096
+"""Characters of a value that a pattern is taken off: trying every place takes the square of it."""
+_BLOCK = 16
 
 
-@dataclass(frozen=True, slots=True)
-class AndOr:
-    """`left && right` or `left || right`."""
+class ShellLimitError(Exception):
+    """A script asks for more than is followed. The message is meant for the user.
 
-    left: Node
-    operator: str
-    right: Node
+    `start` is where the statement stands that did; None where that is in another file.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """A condition and what runs when it holds."""
-
-    condition: Block
-    body: Block
+    def __init__(self, message: str, start: int | None = None) -> None:
+        super().__init__(message)
+        self.start = start
 
 
-@dataclass(frozen=True, slots=True)
-class If:
-    """`if … elif … else … fi`."""
+@dataclass
+class Work:
+    """What was done for a script so far."""
 
-    branches: tuple[Branch, ...]
-    otherwise: Block
+    done: int = 0
 
+    def spend(self, length: int) -> None:
+        """Counts one part of so many characters.
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The patterns of a case and what runs when one of them matches."""
-
-    patterns: tuple[Word, ...]
-    body: Block
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """`case word in … esac`."""
-
-    word: Word
-    choices: tuple[Choice, ...]
+        Raises:
+            ShellLimitError: that is too much.
+        """
+        self.done += 1 + length // _BLOCK
+        if self.done > MAX_WORK:
+            raise ShellLimitError(
+                f"its loops and expansions take more than {MAX_WORK:,} steps: write the arguments out, or give the "
+                "variables with --variable"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class For:
-    """`for name in words; do … done`; `words` is None for the C-like form and for one without `in`."""
+def bounded(length: int, name: str) -> int:
+    """A length of a value.
 
-    name: str
-    words: tuple[Word, ...] | None
-    body: Block
-
-
-@dataclass(frozen=True, slots=True)
-class While:
-    """`while` and `until`."""
-
-    condition: Block
-    body: Block
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """`{ … }` or `( … )`; `own` variables stay inside."""
-
-    body: Block
-    own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function, which runs when it is called."""
-
-    name: str
-    body: Block
-
-
-Node = Simple | AndOr | If | Case | For | While | Group | Function
-Block = tuple[Node, ...]
+    Raises:
+        ShellLimitError: it is too long; `name` is what the value is of.
+    """
+    if length > MAX_LENGTH:
+        raise ShellLimitError(f"{name} would have more than {MAX_LENGTH:,} characters")
+    return length
 
 
 # The place in a shell script up to which it was read.
@@ -230,52 +188,197 @@ class Cursor:
         self.heredocs.clear()
 
 
-MAX_LENGTH = 2**20
-"""Characters of one value. Linux starts no program with a word of more than 2**17."""
-MAX_WORK = 500_000
-"""Parts that are put together, and blocks of 16 characters in them: a second or so. Scripts take a few thousand."""
-MAX_MATCHED = 4096
-"""Characters of a value that a pattern is taken off: trying every place takes the square of it."""
-_BLOCK = 16
+# Words.
+
+_PLAIN = re.compile(r"""[^\s\\'"$`;&|<>()#]+|#""")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_IN_QUOTES = re.compile(r"""[^"\\$`]+""")
+_IN_BRACES = re.compile(r"""[^}$"'`\\]+"""), re.compile(r"""[^}$"'`\\]+|'""")
+"""Plain text behind the operator of `${name…}`, and of one in double quotes, in which ' is a character as any other."""
+_LINE_END = re.compile(r"\r?\n")
+_NAMED = re.compile(r"([#!]?)(\w+|[@*])")
+_OPERATOR = re.compile(r":[-=+?]?|%%?|##?|//?|\^\^?|,,?|[-=+?@]")
+"""Of `${name…}`."""
+
+_HEREDOC = re.compile(r"""<<(-?)[ \t]*(?:'([^'\n]+)'|"([^"\n]+)"|\\?([\w.-]+))""")
+_REDIRECT = re.compile(r"\d*(?:&>>|&>|>>|>&|<&|<<<|>\||<>|>|<)")
 
 
-class ShellLimitError(Exception):
-    """A script asks for more than is followed. The message is meant for the user.
+class WordReader(Cursor):
+    """Reads words where it stands."""
 
-    `start` is where the statement stands that did; None where that is in another file.
-    """
+    def redirects(self) -> None:
+        """Goes past redirections, and remembers the heredocs that begin with them."""
+        while True:
+            self.blank()
+            if (match := _HEREDOC.match(self.text, self.at)) and not self.peek("<<<"):
+                self.heredocs.append((match[2] or match[3] or match[4], bool(match[1])))
+                self.at = match.end()
+                continue
+            match = _REDIRECT.match(self.text, self.at)
+            if not match:
+                return
+            self.at = match.end()
+            self.blank()
+            if not self.peek("("):
+                self.word()
+            else:
+                self._balanced()
 
-    def __init__(self, message: str, start: int | None = None) -> None:
-        super().__init__(message)
-        self.start = start
+    def word(self) -> Word:
+        """One word, empty where none begins here."""
+        return tuple(self._parts(_PLAIN, "", quoted=False))
 
+    def _parts(self, plain: re.Pattern[str], end: str, *, quoted: bool) -> list[WordPart]:
+        """The parts up to the character `end`; where it is empty, up to what no word holds."""
+        parts: list[WordPart] = []
+        text = self.text
+        while self.at < len(text):
+            here = text[self.at]
+            if here == end:
+                self.at += 1
+                return parts
+            if match := plain.match(text, self.at):
+                if match[0] == "#" and not parts and not end:
+                    break
+                parts.append(Literal(match[0], self.at, quoted))
+                self.at = match.end()
+            elif here == "\\":
+                parts += self._escaped(end)
+            elif here == "'":
+                parts.append(self._in_single_quotes(self.at + 1))
+            elif here == '"':
+                parts += self._in_double_quotes()
+            elif here == "$":
+                parts.append(self._dollar(quoted=quoted))
+            elif here == "`":
+                parts.append(self._backquotes(quoted=quoted))
+            elif here in "<>" and text.startswith("(", self.at + 1):
+                start = self.at
+                self.at += 1
+                self._balanced()
+                parts.append(Substitution(text[start : self.at], start, self.at, quoted=False))
+            else:
+                break
+        if end:
+            raise self.unclosed(end)
+        return parts
 
-@dataclass
-class Work:
-    """What was done for a script so far."""
+    def _escaped(self, end: str) -> list[Literal]:
+        """What a backslash makes of the next character: a line goes on, or the character stands for itself."""
+        start, following = self.at, self.text[self.at + 1 : self.at + 2]
+        if end != "}" and (line := _LINE_END.match(self.text, start + 1)):
+            self.at = line.end()
+            return []
+        self.at += 2
+        if end == '"' and following not in '"$`\\':
+            return [Literal("\\" + following, start, quoted=True)]
+        return [Literal(following, start + 1, quoted=True)]
 
-    done: int = 0
+    def _in_double_quotes(self) -> list[WordPart]:
+        self.at += 1
+        return self._parts(_IN_QUOTES, '"', quoted=True) or [Literal("", self.at - 1, quoted=True)]
 
-    def spend(self, length: int) -> None:
-        """Counts one part of so many characters.
+    def _in_single_quotes(self, start: int) -> Literal:
+        end = self.text.find("'", start)
+        if end < 0:
+            raise self.unclosed("'")
+        self.at = end + 1
+        return Literal(self.text[start:end], start, quoted=True)
 
-        Raises:
-            ShellLimitError: that is too much.
-        """
-        self.done += 1 + length // _BLOCK
-        if self.done > MAX_WORK:
-            raise ShellLimitError(
-                f"its loops and expansions take more than {MAX_WORK:,} steps: write the arguments out, or give the "
-                "variables with --variable"
-            )
+    def _dollar(self, *, quoted: bool) -> WordPart:
+        start, text = self.at, self.text
+        if text.startswith("$((", start):
+            end = self._end_of_arithmetic(start + 3)
+            self.at = end + 2
+            return Arithmetic(text[start + 3 : end], start, self.at, quoted)
+        if text.startswith("$(", start):
+            self.at += 1
+            self._balanced()
+            return Substitution(text[start : self.at], start, self.at, quoted)
+        if text.startswith("${", start):
+            self.at += 2
+            return self._braces(start, quoted=quoted)
+        if text.startswith("$'", start) and not quoted:
+            return self._in_single_quotes(start + 2)
+        match = _NAME.match(text, start + 1)
+        if match:
+            self.at = match.end()
+            return Expansion(match[0], start, self.at, quoted)
+        if text[start + 1 : start + 2] and text[start + 1] in "@*#?$!-0123456789":
+            self.at += 2
+            return Expansion(text[start + 1], start, self.at, quoted)
+        self.at += 1
+        return Literal("$", start, quoted)
 
+    def _end_of_arithmetic(self, start: int) -> int:
+        depth, at = 0, start
+        while at < len(self.text):
+            here = self.text[at]
+            if here == "(":
+                depth += 1
+            elif here == ")":
+                if depth == 0 and self.text.startswith("))", at):
+                    return at
+                depth -= 1
+            at += 1
+        raise self.unclosed("))")
 
-def bounded(length: int, name: str) -> int:
-    """A length of a value.
+    def _braces(self, start: int, *, quoted: bool) -> WordPart:
+        text = self.text
+        if match := _NAMED.match(text, self.at):
+            name, index, self.at = match[2], None, match.end()
+            if self.peek("["):
+                end = text.find("]", self.at)
+                if end < 0:
+                    raise self.unclosed("]")
+                index, self.at = text[self.at + 1 : end], end + 1
+            if not match[1] and self.peek("}"):
+                self.at += 1
+                return Expansion(name, start, self.at, quoted, index)
+            if not match[1] and (operator := _OPERATOR.match(text, self.at)):
+                self.at = operator.end()
+                argument = tuple(self._parts(_IN_BRACES[quoted], "}", quoted=quoted))
+                return Expansion(name, start, self.at, quoted, index, operator[0], argument)
+        self._to_closing_brace()
+        return Substitution(text[start : self.at], start, self.at, quoted)
 
-    Raises:
-        ShellLimitError: it is too long; `name` is what the value is of.
-    """
-    if length > MAX_LENGTH:
-        raise ShellLimitError(f"{name} would have more than {MAX_LENGTH:,} characters")
-    return length
+    def _to_closing_brace(self) -> None:
+        depth = 1
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            self.at += 1
+            depth += (here == "{") - (here == "}")
+            if depth == 0:
+                return
+        raise self.unclosed("}")
+
+    def _backquotes(self, *, quoted: bool) -> WordPart:
+        start = self.at
+        end = self.text.find("`", start + 1)
+        while end > 0 and self.text[end - 1] == "\\":
+            end = self.text.find("`", end + 1)
+        if end < 0:
+            raise self.unclosed("`")
+        self.at = end + 1
+        return Substitution(self.text[start : self.at], start, self.at, quoted)
+
+    def _balanced(self) -> None:
+        """Goes past the round bracket that closes the one here, over quotes and comments."""
+        depth = 0
+        while self.at < len(self.text):
+            here = self.text[self.at]
+            if here == "\\":
+                self.at += 2
+                continue
+            if here in "'\"":
+                end = self.at + 1
+                while end < len(self.text) and self.text[end] != here:
+                    end += 2 if here == '"' and self.text[end] == "\\" else 1
+                self.at = end + 1
+                continue
+            self.at += 1
+            depth += (here == "(") - (here == ")")
+            if depth == 0:
+                return
+        raise self.unclosed(")")

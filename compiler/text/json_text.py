@@ -1,4 +1,4 @@
-"""JSON tokens with their offsets, and a precise word about everything that is nearly JSON.
+"""JSON text to a `Document`, with a precise word about everything that is nearly JSON.
 
 What can be understood although it is not JSON (a comment, single quotes, `True`) is reported once and read as it was
 meant, so that the rest of the file is still checked.
@@ -10,77 +10,17 @@ import math
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass
 from json.decoder import (  # type: ignore[attr-defined]  # the type stubs leave scanstring out
     JSONDecodeError,
     scanstring,
 )
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from parcompile.diagnostics import Diagnostic, Path, Severity
+from parcompile.diagnostics import Diagnostic, Path
 from parcompile.units import first_of
 
-from .document import SourceText
-
-# What JSON and YAML have in common: numbers, texts in messages, keys that are written twice.
-
-INT64_MAX = 2**63 - 1
-INT64_MIN = -(2**63)
-MAX_DIGITS = 400
-"""Longer numbers are not even converted: that takes time with the square of their length."""
-
-
-def shown(text: str, limit: int = 40) -> str:
-    """`text` fit for a message: one line, printable, not longer than `limit`."""
-    flat = "".join(
-        character if character.isprintable() else f"\\u{ord(character):04x}" for character in text[: limit + 1]
-    )
-    return flat if len(text) <= limit else flat[: limit - 1] + "…"
-
-
-def read_number(literal: str, *, is_integer: bool) -> tuple[int | float, tuple[str, str] | None]:
-    """The number that `literal` means and, when it cannot be held exactly enough, (message, advice) and a stand-in."""
-    if is_integer:
-        if len(literal) <= 18:
-            return int(literal), None
-        value = int(literal) if len(literal) <= MAX_DIGITS else (INT64_MIN if literal[0] == "-" else INT64_MAX)
-        if INT64_MIN <= value <= INT64_MAX and len(literal) <= MAX_DIGITS:
-            return value, None
-        limit = "-2^63" if literal[0] == "-" else "2^63 - 1"
-        return value, (
-            f"{shown(literal)} is beyond {limit}, the largest whole number that can be held",
-            "write a smaller number",
-        )
-    number = float(literal)
-    if math.isinf(number):
-        stand_in = math.copysign(sys.float_info.max, number)
-        return stand_in, (
-            f"{shown(literal)} is too large for a 64-bit float (at most 1.8e308)",
-            "write a smaller number",
-        )
-    if number == 0.0 and re.search(r"[1-9]", re.split("[eE]", literal)[0]):
-        return number, (
-            f"{shown(literal)} is too small for a 64-bit float: it would be 0",
-            "write 0 or a larger number",
-        )
-    return number, None
-
-
-def duplicate_key(
-    source: SourceText, key: str, path: Path, first: int, second: int, *, is_same: bool = False
-) -> Diagnostic:
-    """The same key at two offsets of one object: both places are named. With the same value it is a warning."""
-    line = source.position(first).line
-    found = source.problem(
-        "J009",
-        f'the key "{shown(key)}" is written twice here{", with the same value" * is_same}; the first is on line {line}',
-        second,
-        path=path,
-        advice="keep one of the two; most readers silently take the last",
-        related=(("the first", path, first),),
-    )
-    return replace(found, severity=Severity.WARNING) if is_same else found
-
+from .document import MAX_DEPTH, MAX_DIGITS, NO_KEY, Fatal, Place, Reading, Result, SourceText, read_number, shown
 
 FILL_IN = "fill in the values, then check the result"
 
@@ -93,7 +33,8 @@ def a_template(words: Iterable[str]) -> str:
 
 # JSON tokens.
 
-PUNCTUATION, STRING, NUMBER, WORD, END = "punctuation", "string", "number", "word", "end"
+STRING, NUMBER, WORD, END = "string", "number", "word", "end"
+_SCALARS = (STRING, NUMBER, WORD)
 
 _TOKEN = re.compile(
     r"""[ \t\n\r]*(?:
@@ -122,12 +63,9 @@ _NOT_A_NUMBER = {"nan", "inf", "infinity", ".nan", ".inf"}
 _PLACEHOLDER = re.compile(r"<[\w ./|:-]+>|\$\{[^}\n]*\}|\$[A-Za-z_]\w*|[A-Z][A-Z0-9_]+\w*(?![.])|[A-Z]\w*_[A-Z]\w*")
 _QUOTES = {"'": "'", "\u2018": "\u2019", "\u2019": "\u2019", "\u201c": "\u201d", "\u201d": "\u201d", "`": "`"}
 
-MAX_PROBLEMS = 50
-"""After so many mistakes a text is not worth reading on."""
-
 
 class Token(NamedTuple):
-    """One token. `valid` is false when `value` only stands in for what was written."""
+    """One token; the kind of punctuation is the character. `valid` is false when `value` only stands in for another."""
 
     kind: str
     value: object
@@ -136,22 +74,13 @@ class Token(NamedTuple):
     valid: bool = True
 
 
-class Fatal(Exception):  # noqa: N818 - control flow inside this package, never seen outside
-    """The text cannot be read any further."""
-
-    def __init__(self, diagnostic: Diagnostic) -> None:
-        super().__init__(diagnostic.message)
-        self.diagnostic = diagnostic
-
-
-class Scanner:
+class Scanner(Reading):
     """Hands out the tokens of a text one by one, collecting `problems` on the way."""
 
     def __init__(self, source: SourceText) -> None:
-        self.source = source
+        super().__init__(source)
         self.text = source.text
         self.offset = 0
-        self.problems: list[Diagnostic] = []
         self.placeholders: list[tuple[str, int]] = []
         """Words of a template that stand for values, with their offsets: they are one thing to do, not thirty
         mistakes."""
@@ -172,7 +101,8 @@ class Scanner:
             value = self.text[start + 1 : self.offset - 1]
             return Token(STRING, value, start, self.offset)
         if kind == "punctuation":
-            return Token(PUNCTUATION, self.text[self.offset - 1], self.offset - 1, self.offset)
+            mark = self.text[self.offset - 1]
+            return Token(mark, mark, self.offset - 1, self.offset)
         if kind == "word":
             return Token(WORD, _CONSTANTS[match["word"]], match.start("word"), self.offset)
         if kind == "end":
@@ -190,16 +120,13 @@ class Scanner:
         self.offset = match.end()
         return match["name"], *match.span("key")
 
-    def report(self, diagnostic: Diagnostic) -> None:
+    def report(self, problem: Diagnostic, at: int) -> None:  # noqa: ARG002 -- it is given up where it is read
         """Report, and give the file up when there is no end to it."""
-        self.problems.append(diagnostic)
-        if len(self.problems) >= MAX_PROBLEMS:
-            message = f"more than {MAX_PROBLEMS} mistakes: the rest was not read"
-            raise Fatal(self.source.problem("J004", message, self.offset))
+        super().report(problem, self.offset)
 
     def say(self, code: str, message: str, at: int, advice: str | None = None) -> None:
         """Report a mistake of the text at an offset."""
-        self.report(self.source.problem(code, message, at, advice=advice))
+        self.report(self.source.problem(code, message, at, advice=advice), at)
 
     def once(self, code: str, message: str, at: int, advice: str) -> None:
         """Report only the first of its code: twenty trailing commas are one habit, not twenty mistakes."""
@@ -213,7 +140,7 @@ class Scanner:
             message = a_template(shown(word) for word, _ in self.placeholders)
             related = tuple((f"{shown(word)} here", (), offset) for word, offset in self.placeholders[1:20])
             offset = self.placeholders[0][1]
-            self.report(self.source.problem("J017", message, offset, advice=FILL_IN, related=related))
+            self.report(self.source.problem("J017", message, offset, advice=FILL_IN, related=related), offset)
 
     def _number(self, literal: str, start: int, fraction: str | None, exponent: str | None) -> Token:
         value, reason = read_number(literal, is_integer=fraction is None and exponent is None)
@@ -237,7 +164,7 @@ class Scanner:
             self.offset = comment.end()
             return None
         if text.startswith("/*", start):
-            raise Fatal(self.source.problem("J014", "this comment is never closed, and JSON has no comments", start))
+            raise self.fatal("J014", "this comment is never closed, and JSON has no comments", start)
         if character == '"':
             return self._string(start)
         if character in _QUOTES:
@@ -287,7 +214,7 @@ class Scanner:
         while end < len(self.text) and self.text[end] not in (close, "\n", "\r"):
             end += 2 if self.text[end] == "\\" else 1
         if end >= len(self.text) or self.text[end] != close:
-            raise Fatal(self.source.problem("J005", "this string is never closed on its line", start, advice='use "…"'))
+            raise self.fatal("J005", "this string is never closed on its line", start, 'use "…"')
         value = self.text[start + 1 : end]
         self.once("J015", f"strings need double quotes, not {quote}…{close}", start, f'write "{shown(value)}"')
         self.offset = end + 1
@@ -309,7 +236,7 @@ class Scanner:
             found, values = self.text[start], "a value: a string, a number, true, false, null, { or ["
             known = {"=": "write : between a key and its value", ";": "write , between two entries"}
             advice = known.get(found, f"expected {'a key in double quotes' if as_key else values}")
-            raise Fatal(self.source.problem("J004", f"unexpected {shown(found)!r}", start, advice=advice))
+            raise self.fatal("J004", f"unexpected {shown(found)!r}", start, advice)
         word = bare[0].rstrip(";")
         end = start + len(word)
         self.offset = bare.end()
@@ -339,3 +266,168 @@ class Scanner:
             advice = f"write {value!r}"
         self.say("J012", f"{shown(word)} is not how a number is written in JSON", start, advice)
         return Token(NUMBER, value, start, end, valid=False)
+
+
+# The tree.
+
+
+@dataclass(slots=True)
+class _Open:
+    """An object or list that is being read, with the key and its offsets that an object's entry has."""
+
+    start: int
+    path: Path
+    is_object: bool
+    key: tuple[str, int, int] | None = None
+
+    @property
+    def closing(self) -> str:
+        return "}" if self.is_object else "]"
+
+    @property
+    def name(self) -> str:
+        return "object" if self.is_object else "list"
+
+
+class _Parser(Scanner):
+    """Builds the tree and the places from tokens."""
+
+    def parse(self) -> Result:
+        token = self.next()
+        if token.kind == END:
+            raise self.fatal("J003", "the file is empty", 0, "a spec starts with {")
+        tree, root = self._value(token, None, NO_KEY)
+        token = self.next()
+        if token.kind != END:
+            message = f"found {shown(self.text[token.start : token.end])} after the end of the document"
+            raise self.fatal("J004", message, token.start, "remove it: a file holds one document")
+        self.finish()
+        return self.result(tree, root, "json")
+
+    def _value(self, token: Token, holder: _Open | None, key: tuple[int, int]) -> tuple[object, Place]:
+        """The value that begins with `token`; `key` is where its key stands in `holder`."""
+        if token.kind in ("{", "["):
+            return self._collection(token, key)
+        if token.kind not in _SCALARS:
+            raise self._no_value(token, holder)
+        if not token.valid:
+            self.invalid.add(tuple(self.path))
+        return token.value, Place(token.start, token.end, *key, None)
+
+    def _collection(self, opening: Token, key: tuple[int, int]) -> tuple[object, Place]:
+        if len(self.path) >= MAX_DEPTH:
+            raise self.fatal("J008", f"more than {MAX_DEPTH} brackets inside each other", opening.start, "nest less")
+        here = _Open(opening.start, tuple(self.path), opening.value == "{")
+        values: Any = {} if here.is_object else []
+        places: Any = {} if here.is_object else []
+        token = self._first_entry(here)
+        while token is not None:
+            name, *span = here.key or (len(values), *NO_KEY)
+            self.path.append(name)
+            value, place = self._value(token, here, (span[0], span[1]))
+            if isinstance(name, str):
+                self.put(values, places, name, value, place)
+            else:
+                values.append(value)
+                places.append(place)
+            self.path.pop()
+            token = self._next_entry(here)
+        return values, Place(here.start, self.offset, *key, places)
+
+    def _first_entry(self, here: _Open) -> Token | None:
+        """After an opening bracket: the first value's first token, None when the bracket closes at once."""
+        if self._reads_key(here, after_comma=False):
+            return self.next()
+        token = self.next(as_key=here.is_object)
+        if self._closes(token, here):
+            return None
+        if token.kind == ",":
+            raise self.fatal("J004", "there is nothing before this comma", token.start, "remove the comma")
+        return self._entry(token, here)
+
+    def _next_entry(self, here: _Open) -> Token | None:
+        """After a value: the next value's first token, None when the bracket closes."""
+        if self._reads_key(here, after_comma=True):
+            return self.next()
+        after = self.offset
+        token = self.next(as_key=here.is_object)
+        if self._closes(token, here):
+            return None
+        if token.kind == ",":
+            comma = token.start
+            token = self.next(as_key=here.is_object)
+            if self._closes(token, here):
+                message = f"a comma before {here.closing} has nothing after it"
+                self.once("J013", message, comma, "remove the comma")
+                return None
+            if token.kind == ",":
+                raise self.fatal("J004", "there is nothing between these two commas", token.start, "remove one comma")
+            return self._entry(token, here)
+        if token.kind == ":":
+            entries = "an object's entry is one key and one value", "a list holds values; an object is written { }"
+            what = entries[0] if here.is_object else entries[1]
+            raise self.fatal("J004", f"unexpected ':': {what}", token.start, "expected , or " + here.closing)
+        if token.kind == END:
+            raise self._no_value(token, here)
+        between = self.text[max(after - 1, 0) : token.start]
+        where = "here" if between[:1] in "}]\"'" or "\n" in between else "on this line"  # Hjson takes the former
+        self.say("J004", f"a comma is missing {where}", after, "write , between two entries")
+        return self._entry(token, here)
+
+    def _reads_key(self, here: _Open, *, after_comma: bool) -> bool:
+        """Reads the key of an entry that is written without a mistake, which most are."""
+        found = self.key(after_comma=after_comma) if here.is_object else None
+        here.key = found or here.key
+        return found is not None
+
+    def _closes(self, token: Token, here: _Open) -> bool:
+        if token.kind not in ("}", "]"):
+            return False
+        if token.kind != here.closing:
+            message = f"expected {here.closing} to close the {here.name}, found {token.value}"
+            raise self._unclosed(message, token, here)
+        return True
+
+    def _entry(self, token: Token, here: _Open) -> Token:
+        """`token` starts an entry: for an object read `key :` and give the value's first token."""
+        if not here.is_object:
+            return token
+        if token.kind == END:
+            raise self._no_value(token, here)
+        if token.kind != STRING:
+            word = shown(self.text[token.start : token.end])
+            advice = f'write "{word}"' if token.kind in (NUMBER, WORD) else 'an object holds entries like "tp": 2'
+            raise self.fatal("J018", f"expected a key in double quotes, found {word}", token.start, advice)
+        assert isinstance(token.value, str)
+        here.key = token.value, token.start, token.end
+        name, colon = shown(token.value), self.next()
+        if colon.kind == ":":
+            return self.next()
+        if colon.kind in (*_SCALARS, "{", "["):
+            self.say("J004", f'a colon is missing after "{name}"', token.end, "write :")
+            return colon
+        found = "the end of the file" if colon.kind == END else str(colon.value)
+        message = f'the key "{name}" has no value: found {found}'
+        raise self.fatal("J004", message, token.start, f'write "{name}": and a value')
+
+    def _no_value(self, token: Token, here: _Open | None) -> Fatal:
+        if token.kind == END and here is not None:
+            line = self.source.position(here.start).line
+            return self._unclosed(f"the file ends inside the {here.name} opened on line {line}", token, here)
+        if here is not None and here.key is not None:
+            message = f'the key "{shown(here.key[0])}" has no value'
+            return self.fatal("J004", message, token.start, "write a value after the colon")
+        return self.fatal("J004", f"expected a value, found {token.value}", token.start, "a spec starts with {")
+
+    def _unclosed(self, message: str, token: Token, here: _Open) -> Fatal:
+        related = ((f"the {here.name} opened here", here.path, here.start),)
+        return self.fatal("J007", message, token.start, f"write {here.closing}", related=related)
+
+
+def parse_json(source: SourceText) -> Result:
+    """Read JSON. Errors that leave no doubt about what was meant come with a document."""
+    parser = _Parser(source)
+    try:
+        return parser.parse()
+    except Fatal as fatal:
+        return Result(source, None, (*parser.problems, fatal.diagnostic))
