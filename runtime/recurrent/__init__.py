@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pieces import Chain, Pieces, Segment, Strand
-from .scan import Action, LocalScan, halo, join, scan
+from .pieces import Action, Chain, LocalScan, Pieces, Segment, Strand, halo, join, scan
 
 DeltaRule = Callable[..., tuple[Tensor, "Tensor | None"]]
 """Of one piece: (query, key, value, g=, beta=, initial_state=, output_final_state=, …) to output and final state."""

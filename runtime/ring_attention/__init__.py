@@ -11,9 +11,17 @@ from .collator import (
     packed_attention,
     unpack_tensors,
 )
-from .packing import Packing, PackingCosts, document_borders, pack_documents, padding_borders
 from .passes import keep_attention
-from .sequence import gather_sequence, local_positions, split_sequence
+from .sequence import (
+    Packing,
+    PackingCosts,
+    document_borders,
+    gather_sequence,
+    local_positions,
+    pack_documents,
+    padding_borders,
+    split_sequence,
+)
 from .token_order import Run, TokenOrder, Windows, order_of_last, order_of_packing, order_of_sequence, windows_of
 from .ulysses import IMPLEMENTATIONS, UspGroups, attention, double_ring_attention, ulysses_attention, usp_attention
 

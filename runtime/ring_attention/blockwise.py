@@ -38,8 +38,8 @@ from .kernels import Tile
 from .kernels.blocks import RunningAttention, add_gradients, attend
 from .kernels.kernel import Kernel, Terms, accumulation_dtype
 from .kernels.selection import select_kernel
-from .packing import Documents
 from .passes import AttentionCall, Pass, once
+from .sequence import Documents
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

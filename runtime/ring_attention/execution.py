@@ -24,11 +24,10 @@ from .kernels.blocks import RunningAttention, attend, unseen_rows_to_infinity
 from .kernels.fused import CpuFlashKernel, is_fused_on_cpus
 from .kernels.kernel import Terms, accumulation_dtype
 from .kernels.selection import select_kernel
-from .packing import Documents, documents_of_rows
 from .passes import AttentionCall, Pass, head_groups
 from .ring import around, gathered, gathered_backward, ring_backward
 from .route import RingStep, effective_layout, plan_route
-from .sequence import positions_of_ranks
+from .sequence import Documents, documents_of_rows, positions_of_ranks
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -28,8 +28,7 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.transport.backend import to_device
 
 from .collator import pack_tensors
-from .packing import Packing
-from .sequence import local_positions
+from .sequence import Packing, local_positions
 
 Borders = tuple[tuple[int, ...], ...]
 """For each row where its documents begin, and its length."""

@@ -27,8 +27,7 @@ from parcompile.runtime.transport.backend import to_device
 
 from .blockwise import all_gather_attention, attend_over_ranks, ring_attention
 from .execution import autocast, check_inputs, check_terms
-from .packing import documents_of_rows
-from .sequence import local_positions
+from .sequence import documents_of_rows, local_positions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
