@@ -1,9 +1,9 @@
 """Exact attention over a sequence that is split over the ranks of a context-parallel group, block by block.
 
-Keys and values of the other ranks come around a ring (`ring`) or all at once (`all_gather`); each block is computed by
-a local kernel and merged by its log-sum-exp.
+Keys and values of the other ranks come around a ring or all at once (`ring` has both); each block is computed by a
+local kernel and merged by its log-sum-exp.
 
-Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, D head dim.
+Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, C further keys, D head dim.
 
 Attention over ranks as one operator of torch, which `torch.compile` keeps whole: nothing of it is traced.
 
@@ -14,8 +14,6 @@ Attention over the keys of a sequence and further keys beside them, which every 
 
 The keys of the sequence are those of `ring_attention`. The further ones (such as keys that stand for windows of tokens)
 are one more block, merged by its log-sum-exp: no more of the scores is in memory than a kernel has.
-
-Shapes: B batch, H query heads, K key/value heads, S tokens of this rank, C further keys, D head dim.
 """
 
 from __future__ import annotations

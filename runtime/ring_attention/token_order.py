@@ -1,15 +1,13 @@
 """Where the tokens of all ranks are in their sequences: for what looks at every key at once.
 
-Shapes: B rows, S tokens of this rank, T tokens of all ranks without padding.
-
 Windows of tokens over ranks: which rank makes what stands for a window, and whose tokens it takes for that.
 
 A window is made where its last token is. What other ranks have of it, and of the window before where that counts too,
 is sent there: at most a few tokens in front of each chunk. Windows begin anew in each document; tokens behind the last
 whole window of a document are in none.
 
-Shapes: B rows, S tokens of this rank, T tokens of all ranks, R tokens that it receives, N windows that it makes, M most
-windows of a rank, C most windows of a row.
+Shapes: B rows, S tokens of this rank, T tokens of all ranks without padding, R tokens that it receives, N windows that
+it makes, M most windows of a rank, C most windows of a row.
 """
 
 from __future__ import annotations
