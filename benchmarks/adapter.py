@@ -82,9 +82,9 @@ def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes
             setattr(module.SelfCheck, name, timed(getattr(module.SelfCheck, name), notes, "self-check"))
         module.inject = timed(module.inject, notes, "injection")
     else:
-        from parcompile.runtime.inject import loading
+        from parcompile.runtime.inject import injection
 
-        loading.inject = timed(loading.inject, notes, "injection")
+        injection.inject = timed(injection.inject, notes, "injection")
         model = load_pretrained(folder, plan)
     engine, *_ = initialize(plan=plan, model=model, self_check=self_check)
     mesh = engine.mesh

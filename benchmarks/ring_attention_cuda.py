@@ -30,13 +30,11 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import IMPLEMENTATIONS, attention, ring_attention, split_sequence
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
-from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
-from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel
+from parcompile.runtime.ring_attention.kernels.blocks import RunningAttention, add_gradients, attend
 from parcompile.runtime.ring_attention.kernels.fused import CudaEfficientKernel, CudnnKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries, QueriesOfPass
-from parcompile.runtime.ring_attention.kernels.merge import RunningAttention
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel, padded
-from parcompile.runtime.ring_attention.kernels.selection import select_kernel
+from parcompile.runtime.ring_attention.kernels.selection import CudaFlashKernel, select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -12,13 +12,12 @@ from parcompile.runtime.model.pretrained import build_model
 
 from .data import PackedPlanLoader, PlanLoader, split_batch
 from .engine import decay_groups, initialize
-from .engine.loop import evaluate, evaluate_domains
+from .engine.loop import Prompts, evaluate, evaluate_domains
 from .engine.metering import StepMeter
-from .engine.prompts import Prompts
 from .errors import RunError
 from .groups import Mesh, join, leave
 from .inject import adapter_state, describe
-from .inject.loading import load_pretrained
+from .inject.injection import load_pretrained
 from .inject.own_engine import OwnRing, register_ring
 from .labels import shift_labels
 from .liveness import Stopped, StopSignals, report_errors

@@ -29,7 +29,7 @@ from .checkpoint import load, save
 from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
-from .engine.rampup import refuse_ramp
+from .engine.loop import refuse_ramp
 from .errors import RunError, differs_from_plan
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST

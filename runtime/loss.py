@@ -110,9 +110,6 @@ def _arrived(given: Any) -> Any:
     return type(given)(map(_arrived, given)) if type(given) in (list, tuple) else given
 
 
-# The loss of a plan: a sum over this rank's tokens, divided so that DeepSpeed's reduction gives the mean over all.
-
-
 _COMPUTES_WITH_LOGITS = (
     "the model computes with its logits before the loss, so that they are whole: set the key to false"
 )

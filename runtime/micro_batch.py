@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -112,14 +113,9 @@ def is_repeated() -> bool:
     return _here.recomputing or _here.ahead
 
 
-@contextmanager
-def looking_ahead() -> Iterator[None]:
+def looking_ahead() -> AbstractContextManager[Any]:
     """Within it micro-batches go forward that will be trained on later."""
-    _here.ahead = True
-    try:
-        yield
-    finally:
-        _here.ahead = False
+    return mock.patch.object(_here, "ahead", True)
 
 
 def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -156,25 +152,28 @@ def follow_calls(model: nn.Module) -> None:
     model.register_forward_hook(lambda *_: end(), always_call=True)
 
 
-def recompute_context(**moves: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def recompute_context(
+    *further: AbstractContextManager[Any], **moves: Any
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of activation checkpointing.
 
     A recomputation works on the micro-batch of its forward pass. Attention is kept: it would send keys and values
-    around the ring a second time; `moves` are those of `keep_attention`.
+    around the ring a second time; `moves` are those of `keep_attention`. It runs within `further` contexts, too.
     """
     keeping, taking = keep_attention(**moves)
-    return keeping, _Restored(_here.current, taking)
+    return keeping, _Restored(_here.current, taking, *further)
 
 
 class _Restored:
     """Within it a micro-batch is worked on again."""
 
-    def __init__(self, micro_batch: MicroBatch, taking: AbstractContextManager[Any]) -> None:
-        self._micro_batch, self._taking = micro_batch, taking
+    def __init__(self, micro_batch: MicroBatch, *contexts: AbstractContextManager[Any]) -> None:
+        self._micro_batch, self._contexts = micro_batch, contexts
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._taking)
+        for context in self._contexts:
+            self._stack.enter_context(context)
         self._before = _here.current, _here.recomputing
         _here.current, _here.recomputing = self._micro_batch, True
 

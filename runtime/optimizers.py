@@ -26,17 +26,17 @@ from parcompile.layout.groups import EXPERT_DP
 from parcompile.layout.shards import Owner, is_decayed, newton_schulz_work, pieces, rounds, takes_muon
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     PlaceInShard,
+    local_shape,
     master_shards,
     parameter_groups,
     place_in_shard,
 )
-from parcompile.runtime.deepspeed_patches.sharded_weights import local_shape
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import matrix_of, plain_name
 from parcompile.runtime.model.slices import Slices
-from parcompile.runtime.tensor_parallel.weights import take_ranges
+from parcompile.runtime.tensor_parallel.partial import take_ranges
 from parcompile.spec import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

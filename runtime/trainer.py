@@ -39,13 +39,12 @@ from .checkpoint.state_file import random_state, set_random_state
 from .data import PlanLoader
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
-from .engine.loop import evaluate
+from .engine.loop import evaluate, refuse_ramp
 from .engine.metering import known_work
-from .engine.rampup import refuse_ramp
 from .errors import RunError, differs_from_plan
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
-from .inject.loading import load_pretrained
+from .inject.injection import load_pretrained
 from .labels import IGNORED_LABEL
 from .model.lora import matrix_layout, matrix_of, without_peft
 from .model.pretrained import build_model

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,9 @@ class WholeLogits:
         model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._leave)
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
+    def generating(self) -> AbstractContextManager[Any]:
         """Within it calls are those of `generate`, which gives whole logits itself."""
-        self._generates = True
-        try:
-            yield
-        finally:
-            self._generates = False
+        return mock.patch.object(self, "_generates", True)
 
     def _enter(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._generates:

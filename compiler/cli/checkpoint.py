@@ -176,9 +176,14 @@ def data_command(
     loaded = read_plan(plan)[0]
     with needing("runtime,hf"):
         from parcompile.runtime import RunError
-        from parcompile.runtime.data.ledger import ledger, samples_before, text
         from parcompile.runtime.data.megatron_files import write_megatron
-        from parcompile.runtime.data.training_files import documents_of, read_training_data
+        from parcompile.runtime.data.training_files import (
+            documents_of,
+            ledger,
+            read_training_data,
+            samples_before,
+            text,
+        )
     with told(RunError):
         if write is not None:
             vocab_size = loaded.spec.model.shape.vocab_size

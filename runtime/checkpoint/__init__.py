@@ -33,6 +33,7 @@ from .manifest import Note, damages, read_note, strange_contents
 from .reading import SavedRun, refuse_damaged, unreadable, verify, wrong_files
 from .saving import saver_of
 from .state_file import experts_file, load_random_state, random_file, weights_file
+from .whole_tensors import joined_adapters
 
 
 def save(
@@ -74,7 +75,9 @@ def save(
         finite.settle()
     stages = _stages(engine)
     sizes = [stage.group_sizes for stage in stages]
-    note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, _adapters(stages), sizes)
+    note = Note(
+        place, step, mesh.plan, file_layout(mesh.plan), {}, joined_adapters(one.adapters for one in stages), sizes
+    )
     with doing("saving a checkpoint"), share_errors():
         if not saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error):
             return None
@@ -94,15 +97,6 @@ def _stages(engine: Any) -> list[_Stage]:
     """All stages, in the order of pp."""
     mine = _Stage(group_sizes(engine.optimizer), describe_adapters(engine.module))
     return gather_objects(mine, engine.mesh.group("pp"))
-
-
-def _adapters(stages: Sequence[_Stage]) -> dict[str, Any] | None:
-    """Those of the whole model."""
-    described = [stage.adapters for stage in stages if stage.adapters is not None]
-    if not described:
-        return None
-    linears = {name: entry for one in described for name, entry in one["linears"].items()}
-    return {**described[0], "linears": linears}
 
 
 def wait_for_save(engine: Any) -> None:
@@ -131,7 +125,7 @@ def load(engine: Any, folder: str | Path) -> int:
     if fixed:
         raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
     stages = _stages(engine)
-    _compare_adapters(note, _adapters(stages))
+    _compare_adapters(note, joined_adapters(one.adapters for one in stages))
     _agree_that_it_is_whole(note)
     schedules = _compare_schedulers(engine, note)
     # An earlier version gave sums in another type to an optimizer of DeepSpeed whose files have another form.

@@ -13,12 +13,12 @@ from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.cpu_adam import in_own_settings
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
+    gathered,
     groups_of_shards,
     master_shards,
     parameter_groups,
     place_in_shard,
 )
-from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.model.configuration import check_folder
 from parcompile.runtime.model.lora import matrix_of, plain_name

@@ -32,12 +32,12 @@ from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
+    gathered,
     groups_of_shards,
     master_shards,
     parameter_groups,
     place_in_shard,
 )
-from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh

@@ -1,7 +1,5 @@
 """One job at a time saves into a folder of checkpoints, which is whole at every moment.
 
-One job at a time saves into a folder of checkpoints.
-
 `.parcompile-lock` in the folder names the host and the process that saves there. Its time of change is the heartbeat of
 that process. A job that is gone does not keep the folder: on the same machine its process is looked for, and a process
 of another machine is gone when its heartbeat has stopped. `flock` only guards the moment of writing the file.
@@ -31,8 +29,7 @@ from parcompile.atomic import sync_folder, write_file
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.liveness.watchdog import process_fields
 
-from .manifest import LATEST, NOTE, REPLACED, Note, read_note
-from .universal import leave_script
+from .manifest import LATEST, NOTE, REPLACED, Note, leave_script, read_note
 
 LOCK = ".parcompile-lock"
 HEARTBEAT_SECONDS = 10.0

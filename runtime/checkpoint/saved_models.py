@@ -11,9 +11,11 @@ import contextlib
 import functools
 import itertools
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from parcompile.runtime.model.lora import plain_name, without_peft
 
 from .agreement import on_all_ranks, one_line
 from .exporting import INDEX, SHARD_BYTES, ModelWriter, whole_adapters, whole_weights, write_adapter, write_config
-from .live_tensors import LiveTensors, is_whole
+from .whole_tensors import LiveTensors, is_whole
 
 _UNFINISHED = "unfinished"
 _BINARY = "pytorch_model.bin"
@@ -60,15 +62,9 @@ def let_engine_save(engine: Any) -> None:
         setattr(engine, name, _with_slices(getattr(engine, name)))
 
 
-@contextlib.contextmanager
-def slices_wanted() -> Iterator[None]:
+def slices_wanted() -> contextlib.AbstractContextManager[Any]:
     """Within it `state_dict` of an injected model gives the slices of this rank."""
-    global _slices_wanted
-    before, _slices_wanted = _slices_wanted, True
-    try:
-        yield
-    finally:
-        _slices_wanted = before
+    return mock.patch.object(sys.modules[__name__], "_slices_wanted", True)
 
 
 def _with_slices(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
-from parcompile.runtime.deepspeed_patches.sharded_weights import held
+from parcompile.runtime.deepspeed_patches.optimizer_state import held
 from parcompile.runtime.errors import RunError
 
 from . import writing
 from .agreement import Collectives, StoreMessages, await_seen, on_all_ranks, on_rank_0
-from .manifest import Note, check_listed, damages, locate
+from .manifest import Note, check_listed, damages, locate, universal_checkpoint_info
 from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
 from .state_file import random_file, random_state
-from .universal import universal_checkpoint_info
 
 _SLOWEST_WRITE = 3600.0
 """Seconds that the writer of one rank waits for that of another: disks differ."""

@@ -35,10 +35,9 @@ from parcompile.runtime.optimizers import fresh_optimizer, muon_settings
 from parcompile.spec import Precision
 
 from .agreement import one_line
-from .manifest import LATEST, NOTE, Note, check_listed, damages
+from .manifest import LATEST, NOTE, Note, check_listed, damages, universal_checkpoint_info
 from .placing import begin, hold, is_noted_there, put_in_place, release
 from .state_file import MASTER, MOMENTUM, MUON_KEY, experts_file, shard_file, weights_file, write_state
-from .universal import universal_checkpoint_info
 
 MODULE = "module"
 """The key of weights in a file, as in DeepSpeed's."""

@@ -76,7 +76,7 @@ Changed:
 Read:
 
 - `ds_id`, `ds_shape`, `ds_numel`, `ds_tensor` and `ds_process_group` of weights in shards, and the sub-groups of the
-  optimizer of stage 3: `fp16_groups`, `fp32_partitioned_groups_flat`, `sub_group_to_group_id`. `sharded_weights`
+  optimizer of stage 3: `fp16_groups`, `fp32_partitioned_groups_flat`, `sub_group_to_group_id`. `optimizer_state`
 - Groups of parameters, their flat tensors and shards: `bit16_groups`, `bit16_groups_flat` and
   `single_partition_of_fp32_groups` (runtime/zero/stage_1_and_2.py). Checkpoints of another layout are written into
   them, and preflight counts their bytes. `parameter_groups`, `flat_weights`, `master_shards`
@@ -106,7 +106,7 @@ Agreed on with DeepSpeed by name, in the module that the name belongs to:
 - Names, keys and pickled classes of checkpoint files: they are read and written without an engine.
   `checkpoint.state_file`, `checkpoint.writing`, `checkpoint.reading`
 - `universal_checkpoint_info` with its affine maps (checkpoint/affine_ir_spec.md): how a parameter is cut, for
-  `ds_to_universal`. `checkpoint.universal`
+  `ds_to_universal`. `checkpoint.manifest`
 - The environment variable `LOCAL_RANK` (runtime/engine.py): the engine asks for it without a launcher too.
   `groups.rendezvous`
 """

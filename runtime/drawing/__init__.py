@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -104,14 +105,9 @@ class Redrawn:
         _here.site = self._before
 
 
-@contextmanager
-def recording(recorded: dict[tuple[str, int], int]) -> Iterator[None]:
+def recording(recorded: dict[tuple[str, int], int]) -> AbstractContextManager[Any]:
     """Within it draws draw nothing; how wide each is, is noted."""
-    _here.recorded = recorded
-    try:
-        yield
-    finally:
-        _here.recorded = None
+    return mock.patch.object(_here, "recorded", recorded)
 
 
 def hold_features(module: nn.Module, ranges: Ranges) -> None:

@@ -28,14 +28,13 @@ from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.deepspeed_patches import check_names, cpu_adam
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer, without_bf16_optimizer
-from parcompile.runtime.deepspeed_patches.optimizer_state import add_in_place
-from parcompile.runtime.deepspeed_patches.sharded_weights import shard_weights
+from parcompile.runtime.deepspeed_patches.optimizer_state import add_in_place, shard_weights
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, Mpu, join
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.heads import count_once
-from parcompile.runtime.inject.loading import draws_all, initial_model
+from parcompile.runtime.inject.injection import draws_all, initial_model
 from parcompile.runtime.inject.regions import recompute_as_planned
 from parcompile.runtime.inject.selfcheck import SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
@@ -52,9 +51,8 @@ from parcompile.runtime.tensor_parallel import is_sharded
 from parcompile.runtime.transport.backend import gather_objects
 from parcompile.spec import Training, learning_rate, weight_decay_of
 
-from .finite import STOP_AFTER, FiniteWatch
-from .loop import attach_loop, guard_backward
-from .rampup import let_batch_grow
+from .loop import attach_loop, guard_backward, let_batch_grow
+from .metering import STOP_AFTER, FiniteWatch
 from .router_bias import attach_biases, keep_biases
 from .unsharded import sum_once
 
@@ -172,9 +170,6 @@ def _shard_weights(model: nn.Module, mesh: Mesh) -> None:
         ds_config(mesh.plan),
         Mpu(mesh),
     )
-
-
-# One call from a plan to a DeepSpeed engine.
 
 
 def initialize(

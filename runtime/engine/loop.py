@@ -1,4 +1,12 @@
-"""How an engine goes through the micro-batches of its steps, and the loss on data that is not trained on."""
+"""How an engine goes through the micro-batches of its steps, and the loss on data that is not trained on.
+
+The batch of an engine's steps while it grows: `training.rampup_batch_size`.
+
+DeepSpeed's own `set_train_batch_size` counts the ranks of cp as such with other sequences. The samples that the engine
+has taken decide, so that a run goes on as it was in another layout, too.
+
+Prompts that a run continues while it trains: people read what the model has learnt.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.layout.groups import Axis
+from parcompile.plan import Plan
 from parcompile.runtime.data import Batch, split_batch, stack
-from parcompile.runtime.data.stream import check_length
+from parcompile.runtime.data.loader import check_length
+from parcompile.runtime.data.training_files import read_tokenizer
+from parcompile.runtime.deepspeed_patches.engine import set_batch
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
@@ -144,8 +156,6 @@ def _rest(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     if number < count:
         raise RunError(f"the batches ended after {number} of the {count} micro-batches of a step", everywhere=True)
 
-
-# The loss on data that is not trained on.
 
 _LABELS = ("labels", "shift_labels")
 """Entries of a batch that say which tokens are predicted."""
@@ -280,3 +290,126 @@ class _Guard:
                 "engine.train_batch(iterator). To evaluate, call engine.module(…) under torch.no_grad()",
                 everywhere=True,
             )
+
+
+class GrowingBatch:
+    """Gives each step of an engine its batch, and its learning rate by the samples that came before.
+
+    Args:
+        engine: of a plan whose batch grows; its `step` is wrapped.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._step = engine.step
+        engine.step = self._step_and_follow
+        self.follow()
+
+    def _step_and_follow(self, *args: Any, **options: Any) -> Any:
+        ends = self._engine.is_gradient_accumulation_boundary()
+        result = self._step(*args, **options)
+        if ends:
+            self.follow()
+        return result
+
+    def follow(self) -> None:
+        """Sets what the next step has, where it begins. Also after `global_samples` of the engine were set."""
+        engine, training = self._engine, self._engine.mesh.plan.spec.training
+        batch = training.batch(engine.global_samples)
+        count = batch // (training.micro_batch_size * engine.mesh.size("dp"))
+        set_batch(engine, batch, count)
+        losses = without_peft(engine.module).loss_function
+        if isinstance(losses, RouterLosses):
+            losses.take_micro_batches(count)
+        if hasattr(engine.lr_scheduler, "follow"):  # a user's own counts as it likes
+            engine.lr_scheduler.follow(engine.global_samples)
+
+
+def let_batch_grow(engine: Any) -> None:
+    """Gives an engine the batches of its plan, where they grow."""
+    grows = engine.mesh.plan.spec.training.rampup_batch_size is not None
+    engine.parcompile_batch = GrowingBatch(engine) if grows else None
+
+
+def refuse_ramp(plan: Plan, loop: str) -> None:
+    """Refuses a plan whose batch grows.
+
+    Args:
+        plan: the plan.
+        loop: who takes the steps.
+
+    Raises:
+        RunError: it grows.
+    """
+    if (ramp := plan.spec.training.rampup_batch_size) is not None:
+        raise RunError(
+            f"training.rampup_batch_size grows the batch from {ramp.start} to {plan.spec.training.global_batch_size}, "
+            f"and {loop} takes the same number of micro-batches in every step: remove the key and compile again, or "
+            "train with parcompile.runtime.initialize and engine.train_batch",
+            everywhere=True,
+        )
+
+
+class Prompts:
+    """Texts, and how the model goes on from them: the most likely token each time, the same in every layout.
+
+    Args:
+        texts: the prompts.
+        plan: the plan of the run.
+        tokenizer: a folder with a Hugging Face tokenizer. None: a token is a byte.
+        new_tokens: the most tokens that a prompt is continued by; there are fewer where the model ends its text, or
+            where prompt and text fill a sequence of the plan.
+
+    Raises:
+        RunError: the layers are in stages, or which prompt cannot be continued, and why.
+    """
+
+    def __init__(
+        self, texts: Sequence[str], plan: Plan, tokenizer: str | Path | None = None, new_tokens: int = 64
+    ) -> None:
+        self.texts, self._words = tuple(texts), read_tokenizer(tokenizer)
+        room, vocabulary = plan.spec.training.sequence_length, plan.spec.model.shape.vocab_size
+        if texts and (pp := plan.spec.parallelism.pp) > 1:
+            raise RunError(
+                f"a plan with pp {pp} continues no prompts while it trains, since each stage has a part of the layers: "
+                "leave the prompts out, and generate with the exported model",
+                everywhere=True,
+            )
+        self._tokens = [self._encoded(text) for text in self.texts]
+        for text, tokens in zip(self.texts, self._tokens, strict=True):
+            wrong = ""
+            if not tokens:
+                wrong = "has no token: write some text"
+            elif len(tokens) >= room:
+                wrong = f"has {len(tokens)} tokens, and sequence_length is {room}: no token can follow"
+            elif max(tokens) >= vocabulary:
+                wrong = (
+                    f"has the token {max(tokens)}, and the model's vocabulary {vocabulary}: name the model's tokenizer"
+                )
+            if wrong:
+                raise RunError(f"the prompt {text[:40]!r} {wrong}", everywhere=True)
+        self._new = [min(new_tokens, room - len(tokens)) for tokens in self._tokens]
+
+    def continued(self, engine: Any) -> dict[str, str]:
+        """What the model adds to each prompt. Every rank calls it, and gets the same."""
+        found = {}
+        for text, tokens, new in zip(self.texts, self._tokens, self._new, strict=True):
+            given = torch.tensor([tokens], device=engine.device)
+            whole = engine.module.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=new,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+            found[text] = self._decoded(whole[0, len(tokens) :].tolist())
+        return found
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(text.encode()) if self._words is None else list(self._words.encode(text))
+
+    def _decoded(self, tokens: list[int]) -> str:
+        if self._words is not None:
+            return str(self._words.decode(tokens, skip_special_tokens=True))
+        return bytes(one for one in tokens if one < 256).decode("utf-8", "replace")

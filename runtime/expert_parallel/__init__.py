@@ -38,18 +38,17 @@ from parcompile.runtime.deepspeed_patches.norm import (
     is_expert,
     mark_expert,
     norm_at_once,
+    take_over_gradients,
     with_expert_layers,
 )
-from parcompile.runtime.deepspeed_patches.offload import take_over_gradients
-from parcompile.runtime.deepspeed_patches.sharded_weights import mark_sharded_experts, take_over_shards
+from parcompile.runtime.deepspeed_patches.optimizer_state import mark_sharded_experts, take_over_shards
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.tensor_parallel import mark_shard, take_ranges
 from parcompile.runtime.transport import group_rank, group_size
 from parcompile.spec.values import workload_of
 
-from .dispatch import AllToAll, Dispatcher
-from .routing import Capacity, Routing, Sharing, route, route_up_to
+from .routing import AllToAll, Capacity, Dispatcher, Routing, Sharing, route, route_up_to
 from .variants import (
     PassedOn,
     ScaledExperts,

@@ -2,8 +2,6 @@
 
 One grouped product for modules of experts that transformers has compute in another way.
 
-Shapes: A tokens, k experts of a token, H hidden size, F width of an expert.
-
 Routers that look the experts of a token up by its number (the first layers of DeepSeek-V4).
 
 Models hand them the numbers of tokens from the embedding on. A stage of a pipeline begins with hidden states: its
@@ -15,8 +13,6 @@ transformers visits experts one after the other, those that give back too. Here 
 product, and what is given back is weighted once for each token. Tensor-parallel ranks have the same tokens, and their
 outputs are parts of a sum: the first rank gives back.
 
-Shapes: A tokens, k experts of a token, H hidden size, F width of an expert.
-
 Experts of which the router's scores scale what they take, not what they give (Llama 4).
 
 transformers multiplies each token by its score for every expert, zero for those that were not chosen, and has all
@@ -26,8 +22,6 @@ and give the same numbers, and what they give to expert parallelism is what othe
 
 Source: `Llama4TextMoe` and `Llama4TextExperts` of transformers 5.23.
 
-Shapes: A tokens, E experts, k experts of a token, R rows, H hidden size.
-
 The shared expert of a layer, computed while rows travel to the routed experts.
 
 Blocks of transformers call their routed experts first and the shared one behind them, mostly with the same hidden
@@ -35,7 +29,7 @@ states. It is computed as soon as the rows have left, and handed out when the bl
 takes what was recorded last first: the gradients of rows leave, then the shared expert runs backward, then they are
 waited for. Blocks that call the shared expert first, or with something else, compute it as they are written.
 
-Shapes: A tokens, H hidden size.
+Shapes: A tokens, E experts, k experts of a token, R rows, H hidden size, F width of an expert.
 """
 
 from __future__ import annotations
@@ -130,8 +124,6 @@ def grouped(
     return found
 
 
-# Routers that look the experts of a token up by its number (the first layers of DeepSeek-V4).
-
 TABLE = "tid2eid"
 """What transformers calls the experts of each token, [vocabulary, k]."""
 
@@ -177,9 +169,6 @@ def draw_tables(model: nn.Module, experts: int, generator: torch.Generator) -> N
 
 def _tables(model: nn.Module) -> Iterator[Tensor]:
     return (buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == TABLE)
-
-
-# Experts that give back what they take (LongCat-Flash, arXiv 2509.01322, section 2.2.1), beside experts that compute.
 
 
 def pass_on(model: nn.Module, mesh: Mesh) -> None:
@@ -235,9 +224,6 @@ class _Nothing(nn.Module):
         return torch.zeros_like(hidden)
 
 
-# Experts of which the router's scores scale what they take, not what they give (Llama 4).
-
-
 def visit_chosen(model: nn.Module) -> None:
     """Lets tokens visit the experts alone that they have chosen."""
     for module in model.modules():
@@ -289,9 +275,6 @@ class ScaledExperts:
         own: Any = type(module).forward
         done: Tensor = own(module, (rows_RH * is_chosen_ER1).flatten(0, 1))
         return done.view(module.num_experts, *rows_RH.shape).sum(0)
-
-
-# The shared expert of a layer, computed while rows travel to the routed experts.
 
 
 class SharedExpert:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from parcompile.runtime.collectives import copy_to_group, pad_to_multiple, reduce_from_group
 from parcompile.runtime.deepspeed_patches.norm import count_in_norm
-from parcompile.runtime.deepspeed_patches.optimizer_state import place_in_shard
-from parcompile.runtime.deepspeed_patches.sharded_weights import local_shape
+from parcompile.runtime.deepspeed_patches.optimizer_state import local_shape, place_in_shard
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current

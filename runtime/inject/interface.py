@@ -92,18 +92,10 @@ def _core(
     module._attn = attend
 
 
-def _gptj(model: nn.Module, module: Any) -> None:
-    _core(model, module, scaling=1.0 / math.sqrt(module.head_dim))
-
-
 def _gpt_neo(model: nn.Module, module: Any) -> None:
     module.layer_idx = module.layer_id
     window = module.config.window_size if module.attention_type == "local" else None
     _core(model, module, scaling=1.0, window=window)
-
-
-def _gpt_neox_japanese(model: nn.Module, module: Any) -> None:
-    _core(model, module, scaling=1.0 / module.norm_factor, dropout_name="attention_dropout")
 
 
 def _openai_gpt(model: nn.Module, module: Any) -> None:
@@ -278,9 +270,11 @@ PREPARED: Mapping[str, Callable[[Any, str], None]] = {"ctrl": write_to_copies, "
 """What is done to a model and its base model beside."""
 
 REPLACED: Mapping[str, Callable[[nn.Module, Any], None]] = {
-    "gptj": _gptj,
+    "gptj": lambda model, module: _core(model, module, scaling=1.0 / math.sqrt(module.head_dim)),
     "gpt_neo": _gpt_neo,
-    "gpt_neox_japanese": _gpt_neox_japanese,
+    "gpt_neox_japanese": lambda model, module: _core(
+        model, module, scaling=1.0 / module.norm_factor, dropout_name="attention_dropout"
+    ),
     "openai-gpt": _openai_gpt,
     "codegen": _forward(_codegen),
     "ctrl": _forward(_ctrl),

@@ -25,8 +25,8 @@ from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE, REAL_TOKENS,
 from parcompile.runtime.model.pretrained import parameters_without_memory
 from parcompile.runtime.model.text_head import model_class
 
+from .agreement import check_masks
 from .attention import CASTS_MASKS, RING, NoMask, attend
-from .masks import check_masks
 from .positions import embeddings_by_length, scaled_by_place
 from .ring_place import RingPlace
 

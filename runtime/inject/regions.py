@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -267,21 +267,7 @@ def _switch(
 
 def _contexts(**moves: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The `context_fn` of activation checkpointing: the micro-batch and the random numbers of the forward pass."""
-    keeping, taking = recompute_context(**moves)
-    return keeping, _Both(taking, Redrawn())
-
-
-class _Both:
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    return recompute_context(Redrawn(), **moves)
 
 
 _AGAIN: Callable[..., Any] = partial(checkpoint, use_reentrant=False, context_fn=_contexts)

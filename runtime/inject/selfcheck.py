@@ -39,11 +39,10 @@ from parcompile.runtime.ring_attention import document_borders, split_sequence
 from parcompile.runtime.router_losses import without_router_losses
 from parcompile.runtime.transport.backend import gather_objects
 
-from .agreement import EXPERTS, entries
+from .adapters import by_stack
+from .agreement import EXPERTS, entries, separates_documents
 from .heads import KEY_COUNTS, QUERY_COUNTS
 from .injection import inject
-from .masks import separates_documents
-from .mechanisms.expert_adapters import by_stack
 from .mechanisms.shared_blocks import share_blocks
 from .positions import embeddings_by_length, scaled_by_place
 from .regions import recompute_as_planned

@@ -191,8 +191,6 @@ def _settle(how: Callable[[Any], None], value: Any) -> None:
         how(value)
 
 
-# Messages between ranks without a process group, through keys of the launcher's store. Every wait has a time-out.
-
 LOST = (RuntimeError, dist.DistError)
 """What a store raises when the process that keeps it has ended."""
 POLL_SECONDS = (0.01, 0.5)

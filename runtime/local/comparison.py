@@ -27,7 +27,7 @@ from parcompile.model import Parameter
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.progress import progress
-from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
+from parcompile.runtime.deepspeed_patches.optimizer_state import gathered
 from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import check_executable

@@ -9,15 +9,16 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.layout.shards import Ranges
 from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.presets import text_part
 from parcompile.plan import Plan
@@ -28,7 +29,7 @@ from parcompile.user_files import MAX_INDEX_BYTES, read_text
 from .configuration import planned_config, unused_tensors
 from .initial import InitialWeights, UndrawnError, is_small
 from .slices import Slice
-from .stored_names import stored_as, written_as
+from .stored_names import Joined, Rows, stored_as, written_as
 from .text_head import causal_model
 
 
@@ -92,8 +93,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-@contextlib.contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def parameters_without_memory() -> AbstractContextManager[Any]:
     """Parameters that modules register go to the meta device; buffers stay, since no file holds them."""
     register = nn.Module.register_parameter
 
@@ -102,11 +102,7 @@ def parameters_without_memory() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return mock.patch.object(nn.Module, "register_parameter", register_empty)
 
 
 INDEX = "model.safetensors.index.json"
@@ -268,7 +264,7 @@ class PretrainedFolder:
         """
         stored, dim, ranges = self._slice(name), piece.dim, piece.ranges
         if piece.experts is not None:
-            stored = _Narrowed(stored, piece.experts)
+            stored = Joined([Rows(stored, start, stop) for start, stop in piece.experts])
         if dim is None or ranges is None:
             whole: Tensor = stored[...]
             return whole
@@ -332,19 +328,3 @@ def _multimodal_type(folder: Path) -> str | None:
     if not isinstance(values, dict) or values.get("model_type") not in TEXT_PARTS or text_part(values) is values:
         return None
     return str(values["model_type"])
-
-
-class _Narrowed:
-    """Some of the first dim of a stored tensor."""
-
-    def __init__(self, stored: Any, experts: Ranges) -> None:
-        self._stored, self._experts = stored, experts
-
-    def get_shape(self) -> list[int]:
-        return [sum(stop - start for start, stop in self._experts), *self._stored.get_shape()[1:]]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        rest = index[1:] if isinstance(index, tuple) else ()
-        places = [(slice(start, stop), *rest) for start, stop in self._experts]
-        parts: list[Tensor] = [self._stored[place] for place in places]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)

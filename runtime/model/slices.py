@@ -16,7 +16,7 @@ from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.tensor_parallel.weights import take_ranges
+from parcompile.runtime.tensor_parallel.partial import take_ranges
 
 from .lora import matrix_layout, matrix_of, plain_name
 

@@ -72,29 +72,35 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
         if other in stored:
             return opened(other), {other}
     if rows := _expert_by_expert(name, stored):
-        return StackedExperts(rows, opened), {one for row in rows for one in row}
+        return StackedExperts([_joined(row, opened) for row in rows]), {one for row in rows for one in row}
     for pattern, endings in _JOINED:
         names = [re.sub(pattern, ending, name) for ending in endings]
         if name not in names and all(one in stored for one in names):
-            return Joined(names, opened), set(names)
+            return _joined(names, opened), set(names)
     for pattern, ending in _PIECES:
         numbered = (re.sub(pattern, ending.format(piece), name) for piece in itertools.count())
         names = list(itertools.takewhile(lambda one: one != name and one in stored, numbered))
         if names:
-            return Joined(names, opened), set(names)
+            return _joined(names, opened), set(names)
     for pattern, replacement, order in _PARTS:
         found = re.search(pattern, name)
         if found and (other := re.sub(pattern, replacement, name)) in stored:
-            return EqualPart(opened(other), order.index(found[1]), len(order)), {other}
+            whole, number = opened(other), order.index(found[1])
+            size = whole.get_shape()[0] // len(order)
+            return Rows(whole, number * size, (number + 1) * size), {other}
     if _ATTENTION[0] in name:
         return stored_as(name.replace(*_ATTENTION), stored, opened)
     return None
 
 
+def _joined(names: Sequence[str], opened: Opener) -> Joined:
+    return Joined([opened(name) for name in names], names)
+
+
 def written_as(name: str, whole: Tensor, stored: Collection[str], opened: Opener) -> dict[str, Tensor] | None:
     """A tensor of the model as the files store it, by stored name; None where it is a part of a stored one, or none."""
     entry = stored_as(name, stored, opened)
-    if entry is None or isinstance(entry[0], EqualPart):
+    if entry is None or isinstance(entry[0], Rows):
         return None
     if isinstance(entry[0], Joined | StackedExperts):
         return entry[0].parted(whole)
@@ -119,9 +125,10 @@ def _expert_by_expert(name: str, stored: Collection[str]) -> list[list[str]]:
 class Joined:
     """Several tensors as one; their rows follow one another."""
 
-    def __init__(self, names: Sequence[str], opened: Opener) -> None:
-        self._names, self._parts = names, [opened(name) for name in names]
-        self._rows = [part.get_shape()[0] for part in self._parts]
+    def __init__(self, parts: Sequence[Any], names: Sequence[str] = ()) -> None:
+        """`names`: of the stored ones, for `parted`."""
+        self._parts, self._names = parts, names
+        self._rows = [part.get_shape()[0] for part in parts]
 
     def parted(self, whole: Tensor) -> dict[str, Tensor]:
         """Another such tensor as the stored ones."""
@@ -133,17 +140,22 @@ class Joined:
 
     def __getitem__(self, index: Any) -> Tensor:
         """The rows and further slices; only they are read."""
-        rows, rest = _rows_and_rest(index)
-        start, stop, _ = rows.indices(sum(self._rows))
-        return _read_rows(self._parts, self._rows, start, stop, rest)
+        start, stop, rest = _rows_and_rest(index, sum(self._rows))
+        pieces, offset = [], 0
+        for part, size in zip(self._parts, self._rows, strict=True):
+            first, last = max(start - offset, 0), min(stop - offset, size)
+            if first < last:
+                place = (slice(first, last), *rest)
+                pieces.append(part[place])
+            offset += size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-class EqualPart:
-    """One of several equal ranges of rows of a tensor."""
+class Rows:
+    """A range of rows of a tensor."""
 
-    def __init__(self, whole: Any, number: int, count: int) -> None:
-        self._whole, size = whole, whole.get_shape()[0] // count
-        self._first, self._size = number * size, size
+    def __init__(self, whole: Any, first: int, stop: int) -> None:
+        self._whole, self._first, self._size = whole, first, stop - first
 
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""
@@ -151,51 +163,35 @@ class EqualPart:
 
     def __getitem__(self, index: Any) -> Tensor:
         """The rows and further slices; only they are read."""
-        rows, rest = _rows_and_rest(index)
-        start, stop, _ = rows.indices(self._size)
+        start, stop, rest = _rows_and_rest(index, self._size)
         place = (slice(self._first + start, self._first + stop), *rest)
         found: Tensor = self._whole[place]
         return found
 
 
-def _rows_and_rest(index: Any) -> tuple[slice, tuple[slice, ...]]:
-    if index is ...:
-        return slice(None), ()
-    return (index[0], tuple(index[1:])) if isinstance(index, tuple) else (index, ())
-
-
-def _read_rows(parts: list[Any], sizes: list[int], start: int, stop: int, rest: tuple[slice, ...]) -> Tensor:
-    """The rows from start to stop of parts that follow one another; only they are read."""
-    pieces, offset = [], 0
-    for part, size in zip(parts, sizes, strict=True):
-        first, last = max(start - offset, 0), min(stop - offset, size)
-        if first < last:
-            place = (slice(first, last), *rest)
-            pieces.append(part[place])
-        offset += size
-    return torch.cat(pieces)
+def _rows_and_rest(index: Any, size: int) -> tuple[int, int, tuple[slice, ...]]:
+    """The first row, the one behind the last, and the slices of further dims."""
+    rows, *rest = index if isinstance(index, tuple) else (slice(None) if index is ... else index,)
+    start, stop, _ = rows.indices(size)
+    return start, stop, tuple(rest)
 
 
 class StackedExperts:
     """Many matrices as one [experts, rows, columns]; the rows of an expert's parts follow one another."""
 
-    def __init__(self, names: list[list[str]], opened: Opener) -> None:
-        self._names, self._experts = names, [[opened(part) for part in expert] for expert in names]
-        self._rows = [part.get_shape()[0] for part in self._experts[0]]
+    def __init__(self, experts: Sequence[Joined]) -> None:
+        self._experts = experts
 
     def parted(self, whole: Tensor) -> dict[str, Tensor]:
         """Another such tensor as the stored ones."""
-        found: dict[str, Tensor] = {}
-        for names, expert in zip(self._names, whole, strict=True):
-            found |= dict(zip(names, torch.split(expert, self._rows), strict=True))
-        return found
+        parted = (expert.parted(matrix) for expert, matrix in zip(self._experts, whole, strict=True))
+        return {name: part for parts in parted for name, part in parts.items()}
 
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""
-        return [len(self._experts), sum(self._rows), self._experts[0][0].get_shape()[1]]
+        return [len(self._experts), *self._experts[0].get_shape()]
 
     def __getitem__(self, index: Any) -> Tensor:
         """The experts, rows and columns of the given slices; only they are read."""
-        held, rows, columns = (*(index if isinstance(index, tuple) else (slice(None),)), slice(None), slice(None))[:3]
-        start, stop, _ = rows.indices(sum(self._rows))
-        return torch.stack([_read_rows(parts, self._rows, start, stop, (columns,)) for parts in self._experts[held]])
+        places: tuple[slice, ...] = index if isinstance(index, tuple) else (slice(None),)
+        return torch.stack([one[places[1:] or ...] for one in self._experts[places[0]]])

@@ -25,8 +25,7 @@ from parcompile.runtime.loss import own_part
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.transport import Arrival, Lanes, Like
 
-from .chunk import ChunkForward, handed
-from .stage import Elsewhere, Skipped, TiedEmbedding, hold_stage
+from .stage import ChunkForward, Elsewhere, Skipped, TiedEmbedding, handed, hold_stage
 
 Batch = Mapping[str, Any]
 Outputs = tuple[Tensor, ...]

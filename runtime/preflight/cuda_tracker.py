@@ -25,7 +25,7 @@ from parcompile.machines import find_accelerator
 from parcompile.machines.attention_kernels import CUDA_CUDNN, CUDA_EFFICIENT
 from parcompile.runtime import loss
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.ring_attention import beside, execution
+from parcompile.runtime.ring_attention import blockwise, execution
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel
 
 from .cuda_host import card_of, torch_cuda_of
@@ -65,7 +65,7 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
         self._entered.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         # A loss that is being summed is a tensor of a class of its own, which a fake one cannot become.
         self._entered.enter_context(mock.patch.object(loss, "_of", lambda whole, *_: whole))
-        for module in (beside, execution):
+        for module in (blockwise, execution):
             self._entered.enter_context(
                 mock.patch.object(module, "select_kernel", self._selected(module.select_kernel))
             )

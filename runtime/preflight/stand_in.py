@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds, forget_groups
-from parcompile.runtime.deepspeed_patches.sharded_weights import without_values
+from parcompile.runtime.deepspeed_patches.optimizer_state import without_values
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.pipeline import Pass
 from parcompile.runtime.deepspeed_patches.engine import before_reduction
-from parcompile.runtime.deepspeed_patches.offload import is_on_host, tensors_on_host, weights_on_host
+from parcompile.runtime.deepspeed_patches.norm import is_on_host, tensors_on_host, weights_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
     add_in_place,
     flat_weights,
     forget_sums,
+    is_of_stage_3,
     kept_gradients,
     master_shards,
     reduce_buckets,
     shape_tensors,
 )
-from parcompile.runtime.deepspeed_patches.sharded_weights import is_of_stage_3
 from parcompile.runtime.engine import options_for_deepspeed
 from parcompile.runtime.engine.unsharded import sum_once
 from parcompile.runtime.expert_parallel import take_over_norm

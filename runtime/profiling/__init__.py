@@ -24,8 +24,7 @@ from parcompile.runtime.transport.backend import gather_objects
 from parcompile.units import MIB
 from parcompile.user_files import shipped
 
-from .compute import Rate, compute_rates
-from .links import NETWORK, NODE, LinkRate, link_rates
+from .links import NETWORK, NODE, LinkRate, Rate, compute_rates, link_rates
 
 LIMIT = timedelta(seconds=120)
 """A rank that is silent for so long has failed."""

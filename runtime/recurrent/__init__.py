@@ -4,8 +4,8 @@ A piece of the sequence maps the state that it receives affinely, S → A S + b.
 at once; then the state goes through the chain of the pieces, from rank to rank. Backward is the same chain, reversed
 and transposed. Convolutions take the last tokens of the piece before (the halo).
 
-`chain` has the ranks and messages, `pieces` the tokens and documents, `scan` what gradients pass through; here is the
-local computation of each kind of layer. Usable on any process group, without the compiler.
+`pieces` has the ranks and messages, the tokens and documents, and what gradients pass through; here is the local
+computation of each kind of layer. Usable on any process group, without the compiler.
 
 There are four recurrences with states in fp32, and a causal convolution.
 
@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .pieces import Chain, Pieces, Segment, Strand
-from .scan import Action, LocalScan, halo, join, scan
+from .pieces import Action, Chain, LocalScan, Pieces, Segment, Strand, halo, join, scan
 
 DeltaRule = Callable[..., tuple[Tensor, "Tensor | None"]]
 """Of one piece: (query, key, value, g=, beta=, initial_state=, output_final_state=, …) to output and final state."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .beside import attention_beside
-from .blockwise import all_gather_attention, ring_attention
+from .blockwise import all_gather_attention, attention_beside, ring_attention
 from .collator import (
     PackedCollator,
     PackedLoader,
@@ -12,13 +11,19 @@ from .collator import (
     packed_attention,
     unpack_tensors,
 )
-from .implementations import IMPLEMENTATIONS, attention, double_ring_attention
-from .packing import Packing, PackingCosts, document_borders, pack_documents, padding_borders
 from .passes import keep_attention
-from .sequence import gather_sequence, local_positions, split_sequence
-from .token_order import Run, TokenOrder, order_of_last, order_of_packing, order_of_sequence
-from .ulysses import UspGroups, ulysses_attention, usp_attention
-from .windows import Windows, windows_of
+from .sequence import (
+    Packing,
+    PackingCosts,
+    document_borders,
+    gather_sequence,
+    local_positions,
+    pack_documents,
+    padding_borders,
+    split_sequence,
+)
+from .token_order import Run, TokenOrder, Windows, order_of_last, order_of_packing, order_of_sequence, windows_of
+from .ulysses import IMPLEMENTATIONS, UspGroups, attention, double_ring_attention, ulysses_attention, usp_attention
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -21,14 +21,13 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 
-from .implementations import attention
-from .packing import Packing, PackingCosts, pack_documents
-from .sequence import split_sequence
+from .sequence import Packing, PackingCosts, pack_documents, split_sequence
+from .ulysses import attention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .inputs import AttentionOptions
+    from .execution import AttentionOptions
 
 
 class PackedCollator:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import heads_per_pass
-from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule
+from parcompile.runtime.ring_attention.route import GatherSchedule
 from parcompile.runtime.transport import gloo
 
 from .kernels.kernel import Kernel, Terms, accumulation_dtype

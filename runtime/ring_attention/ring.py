@@ -4,25 +4,29 @@ In backward they travel once more, and the gradients of keys and values follow t
 which step is the compiler's schedule (`parcompile.layout.sequence`), executed as it is.
 
 KeySource: ring attention, arXiv 2310.01889.
+
+Keys and values of all ranks at once, for one group of heads while the group before it is computed.
+
+Every rank sends its own keys straight to those that need them, and their gradients come straight back: as many bytes as
+around a ring, in one exchange.
+
+KeySource: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.gather_schedule import GatherSchedule
-from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
-
 from .kernels.blocks import add_gradients
+from .kernels.kernel import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
-from .route import Hop, RingStep
+from .route import GatherSchedule, Hop, RingStep
 
 # Messages between neighbours in the ring: one to the next rank and one from the previous, while both compute.
 
@@ -61,29 +65,19 @@ class Pair:
         return pair
 
 
-Pairs = TypeVar("Pairs", Pair, "Sequence[Pair]")
-
-
 @dataclass(frozen=True, slots=True)
-class Exchange(Generic[Pairs]):
-    """Messages out and in, one each or one for each of several hops: none may be touched before `wait`."""
+class Exchange:
+    """Messages out and in, one each for each of several hops: none may be touched before `wait`."""
 
     works: tuple[dist.Work, ...]
-    outgoing: Pairs
-    incoming: Pairs
+    outgoing: Sequence[Pair]
+    incoming: Sequence[Pair]
 
-    def wait(self) -> Pairs:
+    def wait(self) -> Sequence[Pair]:
         """What was received. On CUDA the current stream waits, not the host."""
         for work in self.works:
             work.wait()
         return self.incoming
-
-
-def post_exchange(
-    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, kind: MessageKind
-) -> Exchange[Pair]:
-    """Start both messages at once, so that no order of the ranks can deadlock."""
-    return Exchange(_post(_messages(group, hop, outgoing, incoming, kind)), outgoing, incoming)
 
 
 def post_exchanges(
@@ -92,26 +86,16 @@ def post_exchanges(
     outgoing: Sequence[Pair],
     incoming: Sequence[Pair],
     kind: MessageKind,
-) -> Exchange[Sequence[Pair]]:
-    """Start the messages of several hops at once."""
-    messages = [
-        message for each in zip(hops, outgoing, incoming, strict=True) for message in _messages(group, *each, kind)
-    ]
-    return Exchange(_post(messages), outgoing, incoming)
-
-
-def _messages(
-    group: dist.ProcessGroup | None, hop: Hop, outgoing: Pair, incoming: Pair, kind: MessageKind
-) -> list[dist.P2POp]:
-    assert group is not None, "a ring of one rank exchanges nothing"
-    return [
-        dist.P2POp(dist.isend, outgoing.message, dist.get_global_rank(group, hop.send_to), group, int(kind)),
-        dist.P2POp(dist.irecv, incoming.message, dist.get_global_rank(group, hop.receive_from), group, int(kind)),
-    ]
-
-
-def _post(messages: list[dist.P2POp]) -> tuple[dist.Work, ...]:
-    return tuple(dist.batch_isend_irecv(messages)) if messages else ()
+) -> Exchange:
+    """Start the messages of all hops at once, so that no order of the ranks can deadlock."""
+    messages = []
+    for hop, out, back in zip(hops, outgoing, incoming, strict=True):
+        assert group is not None, "a ring of one rank exchanges nothing"
+        messages += [
+            dist.P2POp(dist.isend, out.message, dist.get_global_rank(group, hop.send_to), group, int(kind)),
+            dist.P2POp(dist.irecv, back.message, dist.get_global_rank(group, hop.receive_from), group, int(kind)),
+        ]
+    return Exchange(tuple(dist.batch_isend_irecv(messages)) if messages else (), outgoing, incoming)
 
 
 # Keys and values go around the ring while each rank attends with its own queries to those at hand.
@@ -131,10 +115,10 @@ def around(
         if step.keys_hop is not None:
             at_hand = at_hand or Pair.pack(key, value)
             spare = spare or Pair.empty_like(key, value)
-            exchange = post_exchange(group, step.keys_hop, at_hand, spare, MessageKind.KEYS_AND_VALUES)
+            exchange = post_exchanges(group, [step.keys_hop], [at_hand], [spare], MessageKind.KEYS_AND_VALUES)
         yield step, keys, values
         if exchange is not None:
-            at_hand, spare = exchange.wait(), at_hand
+            (at_hand,), (spare,) = exchange.wait(), exchange.outgoing
             keys, values = at_hand.first, at_hand.second
             del exchange
             if step is steps[-2]:
@@ -161,7 +145,7 @@ def ring_backward(
         bring_home()
         bring_home = None
     grad_query, grad_key, grad_value = map(zeroed_sum_for, (targets.query, targets.key, targets.value))
-    exchange: Exchange[Pair] | None = None
+    exchange: Exchange | None = None
     spare: Pair | None = None
     assert not isinstance(one.schedule, GatherSchedule)
     blocks = around(call.group, one.schedule, key, value)
@@ -184,16 +168,16 @@ def ring_backward(
         if exchange is None:
             incoming = Pair.empty_like(key, value, grad_key.dtype)
         else:
-            incoming, spare = exchange.wait(), exchange.outgoing
+            (incoming,), (spare,) = exchange.wait(), exchange.outgoing
             travelling.message.add_(incoming.message)
-        exchange = post_exchange(call.group, hop, travelling, incoming, MessageKind.GRADIENTS)
+        exchange = post_exchanges(call.group, [hop], [travelling], [incoming], MessageKind.GRADIENTS)
 
     keep(grad_query, targets.query)
 
     def finish() -> None:
         nonlocal exchange, grad_key, grad_value
         if exchange is not None:
-            arrived = exchange.wait()
+            (arrived,) = exchange.wait()
             grad_key.add_(arrived.first)
             grad_value.add_(arrived.second)
         keep(grad_key, targets.key)
@@ -202,3 +186,78 @@ def ring_backward(
         del exchange, grad_key, grad_value
 
     return finish
+
+
+def gathered(call: AttentionCall, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [B, K, gathered tokens, D] of each pass; those of the next are under way meanwhile."""
+    under_way = _post_keys(call, call.passes[0], key, value) if call.passes else None
+    for one, following in zip(call.passes, [*call.passes[1:], None], strict=True):
+        assert isinstance(one.schedule, GatherSchedule)
+        parts = [(one.of_keys(key), one.of_keys(value))]
+        if under_way is not None:
+            parts += [(pair.first, pair.second) for pair in under_way.wait()]
+        under_way = None if following is None else _post_keys(call, following, key, value)
+        yield _in_order(one.schedule, [part[0] for part in parts]), _in_order(one.schedule, [part[1] for part in parts])
+
+
+def gathered_backward(
+    call: AttentionCall,
+    one: Pass,
+    queries: Queries,
+    keys: Tensor,
+    values: Tensor,
+    targets: Gradients,
+    bring_home: Callable[[], None] | None,
+) -> Callable[[], None]:
+    """The backward of one pass; returns what is left to do once the gradients of the rank's own keys have arrived."""
+    schedule, terms, dtype = one.schedule, one.gathered_terms(), queries.lse.dtype
+    assert isinstance(schedule, GatherSchedule)
+    grad_query = zeroed_sum_for(targets.query)
+    grad_keys, grad_values = torch.zeros_like(keys, dtype=dtype), torch.zeros_like(values, dtype=dtype)
+    into = Gradients(grad_query, grad_keys, grad_values)
+    add_gradients(call.kernel, schedule.tiles, queries, keys, values, into, terms)
+    keep(grad_query, targets.query)
+    if bring_home is not None:
+        bring_home()
+    (own_key, *other_keys), (own_value, *other_values) = _by_part(schedule, grad_keys), _by_part(schedule, grad_values)
+    outgoing = [Pair.pack(*pair) for pair in zip(other_keys, other_values, strict=True)]
+    incoming = [Pair.empty_like(own_key, own_value) for _ in schedule.hops]
+    # Back to where the keys came from.
+    hops = [hop.reversed() for hop in schedule.hops]
+    under_way = post_exchanges(call.group, hops, outgoing, incoming, MessageKind.GRADIENTS)
+
+    def finish() -> None:
+        grad_key, grad_value = own_key, own_value
+        for pair in under_way.wait():
+            grad_key, grad_value = grad_key + pair.first, grad_value + pair.second
+        targets.key.copy_(grad_key)
+        targets.value.copy_(grad_value)
+
+    return finish
+
+
+def _post_keys(call: AttentionCall, one: Pass, key: Tensor, value: Tensor) -> Exchange:
+    assert isinstance(one.schedule, GatherSchedule)
+    hops = one.schedule.hops
+    own = Pair.pack(one.of_keys(key), one.of_keys(value)) if hops else None
+    incoming = [] if own is None else [Pair.empty_like(own.first, own.second) for _ in hops]
+    outgoing = [] if own is None else [own] * len(hops)
+    return post_exchanges(call.group, hops, outgoing, incoming, MessageKind.KEYS_AND_VALUES)
+
+
+def _in_order(schedule: GatherSchedule, parts: list[Tensor]) -> Tensor:
+    """The gathered tokens in the order in which the tiles count them."""
+    if not schedule.hops and len(schedule.pieces) == 1:
+        return parts[0]
+    return torch.cat([parts[piece.part][:, :, piece.keys] for piece in schedule.pieces], 2)
+
+
+def _by_part(schedule: GatherSchedule, gathered_tokens: Tensor) -> list[Tensor]:
+    """Undoes `_in_order`: what belongs to each part."""
+    if not schedule.hops and len(schedule.pieces) == 1:
+        return [gathered_tokens]
+    lengths = [piece.keys.stop - piece.keys.start for piece in schedule.pieces]
+    by_part: list[list[tuple[int, Tensor]]] = [[] for _ in range(len(schedule.hops) + 1)]
+    for piece, tokens in zip(schedule.pieces, torch.split(gathered_tokens, lengths, 2), strict=True):
+        by_part[piece.part].append((piece.keys.start, tokens))
+    return [torch.cat([tokens for _, tokens in sorted(each, key=lambda one: one[0])], 2) for each in by_part]

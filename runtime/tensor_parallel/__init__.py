@@ -5,12 +5,19 @@ layer is its plain counterpart.
 """
 
 from .columns import ColumnParallelLinear, RowParallelLinear, column_parallel
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy
 from .divergence import vocab_parallel_entropy, vocab_parallel_kl_divergence
 from .embedding import VocabParallelEmbedding
-from .linear_cross_entropy import linear_cross_entropy
-from .partial import draw_slice, is_sharded, mark_shard, master_seed, sum_in_backward
-from .weights import even_range, merge_ranges, take_ranges
+from .partial import (
+    draw_slice,
+    even_range,
+    is_sharded,
+    mark_shard,
+    master_seed,
+    merge_ranges,
+    sum_in_backward,
+    take_ranges,
+)
 
 __all__ = [
     "ColumnParallelLinear",

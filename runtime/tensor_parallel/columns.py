@@ -32,12 +32,37 @@ from parcompile.runtime.collectives import copy_to_group, cut_padding, pad_to_mu
 from parcompile.runtime.transport import Group, group_rank, group_size
 
 from .matmul import column_matmul, row_matmul
-from .partial import draw_slice, mark_shard, mark_summed, master_seed, summing, uniform
-from .weights import Ranges, even_range, slice_parameter
+from .partial import (
+    Ranges,
+    draw_slice,
+    even_range,
+    mark_shard,
+    mark_summed,
+    master_seed,
+    slice_parameter,
+    summing,
+    uniform,
+)
 
 
 class ParallelLinear(nn.Module):
-    """What both layers share: a slice of a full [O, I] weight, cut along `split_dim`."""
+    """What both layers share: a slice of a full [O, I] weight, cut along `split_dim`.
+
+    Args:
+        in_features: I of the full layer.
+        out_features: O of the full layer.
+        bias: Whether there is a bias.
+        group: The tensor-parallel ranks; None for this rank alone.
+        ranges: The features along `split_dim` that this rank holds; without it an equal slice.
+        replica_group: The ranks that hold the same slice (replicated kv heads): their weight gradients are summed.
+        sequence_parallel: The replicated side is split along `sequence_dim`.
+        sequence_dim: The dim of that side that is the sequence.
+        device: Where the weight is made.
+        dtype: The weight's type.
+
+    Raises:
+        ValueError: The features are not divisible by the number of ranks.
+    """
 
     split_dim: int
     stored_transposed: bool = False
@@ -47,15 +72,15 @@ class ParallelLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
+        bias: bool = True,
         *,
-        group: Group,
-        ranges: Ranges | None,
-        replica_group: Group,
-        sequence_parallel: bool,
-        sequence_dim: int,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        group: Group = None,
+        ranges: Ranges | None = None,
+        replica_group: Group = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -100,31 +125,41 @@ class ParallelLinear(nn.Module):
                 divide).
             options: Those of the constructor.
         """
-        device, dtype = options.pop("device", None), options.pop("dtype", None)
         if padded_out_features is not None and cls.split_dim != 0:
             raise ValueError("only the output features of a column layer can be padded")
-        out_features = padded_out_features or linear.out_features
-        layer = cls(linear.in_features, out_features, linear.bias is not None, device="meta", **options)
-        layer.weight = slice_parameter(linear.weight, layer.split_dim, layer.ranges, padded_out_features, device, dtype)
-        if linear.bias is not None:
-            bias_ranges = layer.ranges if layer.split_dim == 0 else ((0, out_features),)
-            layer.bias = slice_parameter(linear.bias, 0, bias_ranges, padded_out_features, device, dtype)
-        layer._mark()
-        return layer.train(linear.training)
+        features = linear.in_features, padded_out_features or linear.out_features
+        return cls._of(linear, *features, padded_out_features, **options)
 
     @classmethod
     def from_conv1d(cls, conv: nn.Module, **options: Any) -> Self:
         """Take this rank's part of transformers' `Conv1D`, a linear that stores its weight as [in, out]."""
-        whole: Any = conv
-        in_features, out_features = whole.weight.shape
+        return cls._of(conv, *conv.get_parameter("weight").shape, transposed=True, **options)
+
+    @classmethod
+    def _of(
+        cls,
+        whole: Any,
+        in_features: int,
+        out_features: int,
+        padded: int | None = None,
+        *,
+        transposed: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> Self:
         layer = cls(in_features, out_features, whole.bias is not None, device="meta", **options)
-        layer.stored_transposed = True
-        layer.weight = slice_parameter(whole.weight, 1 - layer.split_dim, layer.ranges, None, None, None)
+        layer.stored_transposed = transposed
+        dim = 1 - layer.split_dim if transposed else layer.split_dim
+        layer.weight = slice_parameter(whole.weight, dim, layer.ranges, padded, device, dtype)
         if whole.bias is not None:
-            bias_ranges = layer.ranges if layer.split_dim == 0 else ((0, out_features),)
-            layer.bias = slice_parameter(whole.bias, 0, bias_ranges, None, None, None)
+            layer.bias = slice_parameter(whole.bias, 0, layer._bias_ranges, padded, device, dtype)
         layer._mark()
-        return layer.train(conv.training)
+        return layer.train(whole.training)
+
+    @property
+    def _bias_ranges(self) -> Ranges:
+        return self.ranges if self.split_dim == 0 else ((0, self.out_features),)
 
     def reset_parameters(self) -> None:
         """Draw the full layer as `nn.Linear` does, alike on every rank, and keep the slice; meta tensors stay."""
@@ -134,8 +169,7 @@ class ParallelLinear(nn.Module):
         full_shape = (self.out_features, self.in_features)
         draw_slice(self.weight, full_shape, self.split_dim, self.ranges, draw, master_seed())
         if self.bias is not None:
-            bias_ranges = self.ranges if self.split_dim == 0 else ((0, self.out_features),)
-            draw_slice(self.bias, (self.out_features,), 0, bias_ranges, draw, master_seed())
+            draw_slice(self.bias, (self.out_features,), 0, self._bias_ranges, draw, master_seed())
 
     def _mark(self) -> None:
         mark_shard(self.weight, self.replica_group)
@@ -168,19 +202,12 @@ class ColumnParallelLinear(ParallelLinear):
         in_features: I of the full layer.
         out_features: O of the full layer.
         bias: Whether there is a bias; it is split like the output.
-        group: The tensor-parallel ranks; None for this rank alone.
-        ranges: The output features that this rank holds; without it an equal slice.
-        replica_group: The ranks that hold the same slice (replicated kv heads): their weight gradients are summed.
-            Needs `ranges`.
-        sequence_parallel: The input is split along `sequence_dim` and is gathered first.
-        sequence_dim: The dim of the input that is the sequence.
         input_is_ready: The input has passed `copy_to_group` or `gather_from_sequence` already, at the entry of the
             block, so that several layers (q, k and v; gate and up) share one collective.
         keep_gathered: With `sequence_parallel`, keep the gathered input for backward rather than gather it again there.
         sequence_length: With `sequence_parallel`, the tokens of the whole sequence when the ranks do not divide them:
             the output is cut to it, so that no padding is seen inside the region. A call can say otherwise.
-        device: Where the weight is made.
-        dtype: The weight's type.
+        options: Those of `ParallelLinear`; `sequence_parallel` gathers the input first, `replica_group` needs `ranges`.
 
     Raises:
         ValueError: O is not divisible by the number of ranks, or the arguments contradict each other.
@@ -194,31 +221,14 @@ class ColumnParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
-        ranges: Ranges | None = None,
-        replica_group: Group = None,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
         input_is_ready: bool = False,
         keep_gathered: bool = False,
         sequence_length: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        if replica_group is not None and ranges is None:
+        if options.get("replica_group") is not None and options.get("ranges") is None:
             raise ValueError("replica_group needs ranges: ranks that hold the same slice must be told which one it is")
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            group=group,
-            ranges=ranges,
-            replica_group=replica_group,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, bias, **options)
         self.input_is_ready, self.keep_gathered = input_is_ready, keep_gathered
         self.sequence_length = sequence_length
         self.shared_forward: Callable[[ColumnParallelLinear, Tensor, int | None], Any] | None = None
@@ -298,16 +308,11 @@ class RowParallelLinear(ParallelLinear):
         in_features: I of the full layer.
         out_features: O of the full layer.
         bias: Whether there is a bias; every rank holds all of it.
-        group: The tensor-parallel ranks; None for this rank alone.
-        ranges: The input features that this rank holds; without it an equal slice.
         input_is_parallel: The input is this rank's slice already; otherwise the full input is cut first (needs equal
             slices).
-        sequence_parallel: Return the output split along `sequence_dim`.
-        sequence_dim: The dim of the output that is the sequence.
         pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
             multiple; otherwise it is refused. The column layers after it need its `sequence_length`.
-        device: Where the weight is made.
-        dtype: The weight's type.
+        options: Those of `ParallelLinear`; with `sequence_parallel` the output is split.
 
     Raises:
         ValueError: I is not divisible by the number of ranks, or the arguments contradict each other.
@@ -321,29 +326,13 @@ class RowParallelLinear(ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        group: Group = None,
-        ranges: Ranges | None = None,
         input_is_parallel: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
         pad_sequence: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        if not input_is_parallel and ranges is not None:
+        if not input_is_parallel and options.get("ranges") is not None:
             raise ValueError("input_is_parallel=False takes equal slices in rank order: leave ranges out")
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            group=group,
-            ranges=ranges,
-            replica_group=None,
-            sequence_parallel=sequence_parallel,
-            sequence_dim=sequence_dim,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(in_features, out_features, bias, **options)
         self.input_is_parallel, self.pad_sequence = input_is_parallel, pad_sequence
 
     def forward(self, x: Tensor) -> Tensor:

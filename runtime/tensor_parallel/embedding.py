@@ -12,8 +12,7 @@ from typing_extensions import Self
 from parcompile.runtime.collectives import reduce_from_group, reduce_scatter_to_sequence
 from parcompile.runtime.transport import Group, group_rank, group_size
 
-from .partial import draw_slice, mark_shard, master_seed, normal
-from .weights import even_range, slice_parameter
+from .partial import draw_slice, even_range, mark_shard, master_seed, normal, slice_parameter
 
 
 class VocabParallelEmbedding(nn.Module):

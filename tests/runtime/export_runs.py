@@ -58,12 +58,12 @@ def export_trained(rank: int, plans: list[Plan], folder: str) -> list[str]:
     from parcompile.runtime.checkpoint import export, save
     from parcompile.runtime.engine import initialization
     from parcompile.runtime.groups import create_groups
-    from parcompile.runtime.inject import loading
+    from parcompile.runtime.inject import injection
 
     joined, said = join(plans[0]), []
     for plan in plans:
         mesh = of_plan(create_groups(plan, rank, joined.device), plan)
-        loading.join = initialization.join = lambda _, mesh=mesh: mesh  # one world for all plans
+        injection.join = initialization.join = lambda _, mesh=mesh: mesh  # one world for all plans
         name = plan.spec.name
         try:
             model = load_pretrained(Path(folder) / "given" / name, plan)

@@ -19,12 +19,10 @@ from parcompile.cli import cli
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
 from parcompile.runtime.data import PlanLoader
-from parcompile.runtime.data.conversations import tokens_and_labels
-from parcompile.runtime.data.ledger import ledger, samples_before
 from parcompile.runtime.data.megatron_files import MegatronTokens, write_megatron
-from parcompile.runtime.data.rows_of_files import rows
+from parcompile.runtime.data.rows_of_files import rows, tokens_and_labels
 from parcompile.runtime.data.sequences import Mixture
-from parcompile.runtime.data.training_files import documents_of, read_training_data
+from parcompile.runtime.data.training_files import documents_of, ledger, read_training_data, samples_before
 from parcompile.runtime.run_log import RunLog
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"

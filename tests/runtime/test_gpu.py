@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import ring_attention, split_sequence
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
-from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
+from parcompile.runtime.ring_attention.kernels.blocks import (
+    RunningAttention,
+    add_gradients,
+    attend,
+    unseen_rows_to_infinity,
+)
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries, QueriesOfPass
-from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
 from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route

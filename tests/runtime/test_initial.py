@@ -17,7 +17,7 @@ from parcompile.plan import Plan
 from parcompile.runtime import join
 from parcompile.runtime.engine import initialization
 from parcompile.runtime.inject import inject
-from parcompile.runtime.inject.loading import draws_all, initial_model
+from parcompile.runtime.inject.injection import draws_all, initial_model
 from parcompile.runtime.model import initial
 from parcompile.runtime.model.initial import InitialWeights, UndrawnError
 from parcompile.runtime.model.pretrained import build_model, instantiate, without_memory

@@ -44,14 +44,14 @@ def load(rank: int, plans: list[Plan], folder: str) -> list[dict[str, Any]]:
     from dataclasses import replace
 
     from parcompile.runtime import join, reduce_loss, split_batch
-    from parcompile.runtime.inject import loading
+    from parcompile.runtime.inject import injection
 
     mesh = join(plans[0])
     found = []
     for plan in plans:
         here = replace(mesh, plan=plan)
-        loading.join = lambda _, here=here: here  # one world for all plans
-        loaded = loading.load_pretrained(Path(folder) / plan.spec.name, plan)
+        injection.join = lambda _, here=here: here  # one world for all plans
+        loaded = injection.load_pretrained(Path(folder) / plan.spec.name, plan)
         # As drawn_model: Phi-MoE draws its experts at random in training.
         loaded.train(plan.spec.model.shape.model_type != "phimoe")
         loss = loaded(**split_batch(batch_of(plan), here)).loss
@@ -152,7 +152,7 @@ def load_and_measure(rank: int, plan: Plan, folder: str) -> int:
 
 def draw_and_measure(rank: int, plan: Plan) -> int:
     from parcompile.runtime import join
-    from parcompile.runtime.inject.loading import draws_all, initial_model
+    from parcompile.runtime.inject.injection import draws_all, initial_model
 
     mesh = join(plan)
     assert draws_all(plan)  # the memory of the code is not the weights'

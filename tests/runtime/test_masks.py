@@ -13,8 +13,8 @@ from ranks import run_ranks
 
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
+from parcompile.runtime.inject.agreement import check_masks, masked_layers, separates_documents
 from parcompile.runtime.inject.interface import REPLACED
-from parcompile.runtime.inject.masks import check_masks, masked_layers, separates_documents
 from parcompile.runtime.model.pretrained import instantiate, parameters_without_memory
 
 RUN = tuple(family for family in FAMILIES if family not in REPLACED)

@@ -49,7 +49,7 @@ def test_an_optimizer_on_the_host_trains_as_one_process(first: Plan, second: Pla
 def with_own_optimizer(_rank: int, plan: Plan) -> dict[str, Any]:
     """Three steps of an AdamW that a script brings, whose loops compute the same on every device."""
     from parcompile.runtime import initialize
-    from parcompile.runtime.deepspeed_patches.offload import tensors_on_host
+    from parcompile.runtime.deepspeed_patches.norm import tensors_on_host
 
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)

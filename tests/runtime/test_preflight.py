@@ -164,16 +164,16 @@ def test_a_collective_of_direct_exchanges_between_cpus_is_one_message(wide: bool
 
 
 def test_a_slice_off_by_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from parcompile.runtime.tensor_parallel import weights
+    from parcompile.runtime.tensor_parallel import partial
 
-    right = weights.take_ranges
+    right = partial.take_ranges
 
     def shifted(tensor: Any, dim: int, ranges: Any, **options: Any) -> Any:
         if tensor.shape[dim] == 48 and ranges[0][0] > 0:  # the MLP's width, on all ranks but the first
             ranges = [(start - 1, stop - 1) for start, stop in ranges]
         return right(tensor, dim, ranges, **options)
 
-    monkeypatch.setattr(weights, "take_ranges", shifted)
+    monkeypatch.setattr(partial, "take_ranges", shifted)
     found = faults(preflight(plan_of("tp2")))
     assert set(found) == {"parameter slices"}
     assert (

@@ -17,8 +17,7 @@ from parcompile.machines import read_preset
 from parcompile.pipeline import compile_file
 from parcompile.plan import plan_from_tree, plan_tree
 from parcompile.runtime.profiling import RankProfile, measure_rank, preset, slowest
-from parcompile.runtime.profiling.compute import Rate
-from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, link_classes
+from parcompile.runtime.profiling.links import NETWORK, NODE, LinkRate, Rate, link_classes
 from parcompile.spec.values import workload_of
 
 
@@ -94,10 +93,10 @@ def test_a_mistake_is_one_sentence_before_anything_is_measured(
 
 
 def broken_measurement(rank: int) -> object:
-    from parcompile.runtime.profiling import compute
+    from parcompile.runtime.profiling import links
 
     if rank == 1:
-        compute.MATMUL_SIZES = (10**9,)  # type: ignore[assignment]
+        links.MATMUL_SIZES = (10**9,)  # type: ignore[assignment]
     return measure_rank(rank, 1.0, None, None)
 
 

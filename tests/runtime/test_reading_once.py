@@ -15,7 +15,7 @@ from torch import Tensor
 from training_runs import initial_model, make_plan, samples, whole_weights
 
 from parcompile.plan import Plan
-from parcompile.runtime.data.replica import unneeded
+from parcompile.runtime.data.loader import unneeded
 
 pytestmark = pytest.mark.ranks
 

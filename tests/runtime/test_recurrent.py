@@ -20,7 +20,7 @@ from torch import Tensor
 from parcompile.cost.recurrent import kept_bytes
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.recurrent import Chain, Pieces, Segment, convolve, gated_delta_rule, selective_scan, state_space
-from parcompile.runtime.ring_attention import packing as packings
+from parcompile.runtime.ring_attention import sequence as packings
 from parcompile.runtime.ring_attention import split_sequence
 from parcompile.spec.values import Precision, workload_of
 

@@ -17,7 +17,7 @@ from training_runs import initial_model, make_plan
 from parcompile.plan import Plan
 from parcompile.runtime import PackedPlanLoader, PlanLoader, evaluate
 from parcompile.runtime.data.batches import tensors_of
-from parcompile.runtime.data.stream import Stream
+from parcompile.runtime.data.loader import Stream
 
 LENGTH = 16
 

@@ -56,7 +56,7 @@ def train(rank: int, plan: Plan, folder: str, resumes: bool = False) -> dict[str
     """What three steps give. The first run saves behind the second, a resumed one goes on from there."""
     from parcompile.runtime import RunError, evaluate, initialize
     from parcompile.runtime.checkpoint import load, save
-    from parcompile.runtime.deepspeed_patches.sharded_weights import held
+    from parcompile.runtime.deepspeed_patches.optimizer_state import held
 
     model, data = None if resumes else initial_model(plan), samples(plan, masked=True)
     engine, _, loader, _ = initialize(

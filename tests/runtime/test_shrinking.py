@@ -209,15 +209,15 @@ def broken(rank: int, plans: list[Plan]) -> list[str]:
     """What preparing each plan's model says when windows, and the last position, are forgotten."""
     from parcompile.runtime import RunError, join
     from parcompile.runtime.engine.initialization import prepare
-    from parcompile.runtime.inject import attention, loading, positions
+    from parcompile.runtime.inject import attention, injection, positions
 
     mesh, said = join(plans[0]), []
     attend = attention.RingPlace.attend
     attention.RingPlace.attend = lambda place, *args, window=None, **masks: attend(place, *args, **masks)
     positions._ByDocument.__call__ = lambda one, *args, **named: one._right(*args, **named)
-    loading.join = lambda plan: replace(mesh, plan=plan)
+    injection.join = lambda plan: replace(mesh, plan=plan)
     for plan in plans:
-        for build in (lambda plan: None, loading.random_model):
+        for build in (lambda plan: None, injection.random_model):
             here = replace(mesh, plan=plan)
             model = build(plan)
             try:

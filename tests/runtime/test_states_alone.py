@@ -23,7 +23,7 @@ FAMILIES = ("mamba", "falcon_mamba", "mamba2")
 
 def train_in_bf16(rank: int, plans: list[Plan]) -> list[dict[str, Any]]:
     from parcompile.runtime import join
-    from parcompile.runtime.pipeline.chunk import handed
+    from parcompile.runtime.pipeline.stage import handed
 
     mesh, found = join(max(plans, key=lambda plan: len(plan.groups.names))), []
     for plan in plans:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parcompile.runtime import RunError
-from parcompile.runtime.data.conversations import tokens_and_labels
+from parcompile.runtime.data.rows_of_files import tokens_and_labels
 from parcompile.runtime.data.training_files import read_training_data
 from parcompile.runtime.run_log import RunLog
 

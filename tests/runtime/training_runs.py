@@ -152,7 +152,7 @@ def train_with_engine(
 
 def whole_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Copies of what this rank of tp and ep has, gathered at ZeRO stage 3."""
-    from parcompile.runtime.deepspeed_patches.sharded_weights import gathered
+    from parcompile.runtime.deepspeed_patches.optimizer_state import gathered
 
     found = {}
     for name, parameter in model.named_parameters():

@@ -24,6 +24,7 @@ keys.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ def without_masks(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _given_to_pools(own: Callable[..., Tensor], hidden_states: Tensor, q_resid: Tensor) -> Tensor:
     """What the tokens of this rank give to the keys of pools: [B, S, P]."""
     try:
-        own(hidden_states, q_resid, _counting(hidden_states), _Taking())
+        own(hidden_states, q_resid, _counting(hidden_states), _Cache())
     except _TakenError as taken:
         return taken.of_tokens
     raise AssertionError("an indexer asks its cache")
@@ -126,7 +127,7 @@ def _chosen_in(
     """Of some queries of a document [B, L, P]: places among the T tokens."""
     here = (run.rows, queries)
     behind = run.end - run.first - (run.tokens.stop - queries.stop)
-    places = own(hidden_states[here], q_resid[here], _counting(hidden_states[here]), _Kept(document, behind))
+    places = own(hidden_states[here], q_resid[here], _counting(hidden_states[here]), _Cache(document, behind))
     # Each query sees a token at least, the largest place that is named.
     return torch.where(places < 0, places.amax(-1, keepdim=True), places) + run.first
 
@@ -144,38 +145,23 @@ class _TakenError(Exception):
         self.of_tokens = of_tokens
 
 
-class _Taking:
-    """Stands for the cache of an indexer, to take what it is to keep."""
+class _Cache:
+    """Stands for the cache of an indexer; each of its layers is `layer`.
 
-    def __init__(self) -> None:
-        self.layers: Any = _Every(None)
+    With a document [B, L, P], whose last query is the one before `behind`; without one it takes what it is to keep.
+    """
+
+    def __init__(self, document: Tensor | None = None, behind: int = 0) -> None:
+        self.keys, self._behind = document, behind
+        self.layers: Any = defaultdict(lambda: None if document is None else self)
 
     def update_indexer(self, of_tokens: Tensor, _: int) -> Tensor:
-        raise _TakenError(of_tokens)
-
-
-class _Kept:
-    """Stands for the cache of an indexer: a document [B, L, P], whose last query is the one before `behind`."""
-
-    def __init__(self, document: Tensor, behind: int) -> None:
-        self.keys, self._behind = document, behind
-        self.layers: Any = _Every(self)
-
-    def update_indexer(self, _: Tensor, __: int) -> Tensor:
+        if self.keys is None:
+            raise _TakenError(of_tokens)
         return self.keys
 
     def get_seq_length(self) -> int:
         return self._behind
-
-
-class _Every:
-    """The layers of a cache, all of them one."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getitem__(self, _: int) -> Any:
-        return self._layer
 
 
 def use_indexers(placed: Placed) -> None:

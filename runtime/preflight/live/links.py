@@ -20,13 +20,13 @@ from parcompile.plan import Plan
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.preflight.findings import Finding, Verdict
-from parcompile.runtime.profiling.compute import matmul_rates
 from parcompile.runtime.profiling.links import (
     NETWORK,
     NODE,
     LinkRate,
     PairRate,
     link_classes,
+    matmul_rates,
     own_link_rates,
     pair_rates,
 )

@@ -21,9 +21,9 @@ from parcompile.plan import Plan
 from parcompile.runtime.drawing import trains_at_random
 from parcompile.runtime.engine import initialize
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.loading import random_model
+from parcompile.runtime.inject.injection import random_model
 from parcompile.runtime.preflight.findings import Finding, Verdict
-from parcompile.runtime.profiling.compute import synchronize
+from parcompile.runtime.profiling.links import synchronize
 from parcompile.runtime.profiling.recorder import forget_peak, peak_bytes
 from parcompile.spec import Precision
 

@@ -209,8 +209,6 @@ class GradientRows:
         grad_queries_HnD.add_(self._sum.view(grad_queries_HnD.shape), alpha=self._scale)
 
 
-# Attention on CPUs in matrix products of tiles of scores that stay in the cache.
-
 _ROWS = 1024
 """Rows of a tile, those of all its heads: enough for the full rate of matrix products."""
 _KEYS = 512

@@ -18,8 +18,8 @@ from torch import Tensor
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 
 from . import Band, spans
+from .blocks import RunningAttention, unseen_rows_to_infinity
 from .kernel import Kernel, PackingKernel, Terms, accumulation_dtype, without_autocast
-from .merge import RunningAttention, unseen_rows_to_infinity
 from .packs import Launch
 
 _TILE = 512

@@ -17,11 +17,15 @@ from torch import Tensor
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import attention, ring_attention
 from parcompile.runtime.ring_attention.kernels import CAUSAL, Tile, blocks, selection
-from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
+from parcompile.runtime.ring_attention.kernels.blocks import (
+    RunningAttention,
+    add_gradients,
+    attend,
+    unseen_rows_to_infinity,
+)
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel
 from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries, Terms
-from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel, padded
 from parcompile.runtime.ring_attention.kernels.selection import _announce, select_kernel
 

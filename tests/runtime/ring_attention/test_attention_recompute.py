@@ -54,13 +54,13 @@ def test_nested_layers_and_repeated_backward_take_their_own_attention() -> None:
 
 def _count_exchanges(rank: int) -> tuple[int, int, bool]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    counted, post = [0], ring.post_exchange
+    counted, post = [0], ring.post_exchanges
 
     def counting(*args: object) -> object:
         counted[0] += 1
         return post(*args)  # type: ignore[arg-type]
 
-    ring.post_exchange = counting  # type: ignore[assignment]
+    ring.post_exchanges = counting  # type: ignore[assignment]
     plain = _gradients(_layer, dist.group.WORLD)
     without = counted[0]
     kept = _gradients(_checkpointed, dist.group.WORLD)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from parcompile.layout.sequence import CpLayout, Mask, blocks_between
 from parcompile.runtime.ring_attention import document_borders, local_positions, padding_borders
-from parcompile.runtime.ring_attention.gather_schedule import plan_gather
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band, Tile
-from parcompile.runtime.ring_attention.packing import documents_of_rows
-from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_route
+from parcompile.runtime.ring_attention.route import Masking, RingStep, plan_gather, plan_route
+from parcompile.runtime.ring_attention.sequence import documents_of_rows
 
 LAYOUTS = list(CpLayout)
 

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parcompile.runtime.ring_attention.kernels import CAUSAL, Band, Tile, cuda_flash, packs, selection
-from parcompile.runtime.ring_attention.kernels.cuda_flash import (
+from parcompile.runtime.ring_attention.kernels import CAUSAL, Band, Tile, packs, selection
+from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
+from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
+from parcompile.runtime.ring_attention.kernels.selection import (
     CudaFlashKernel,
     FlashAttn3Kernel,
     FlashAttnKernel,
     installed_flash_attn,
     installed_flash_attn_3,
+    select_kernel,
 )
-from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
-from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
-from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 
 
 def _weights(
@@ -227,7 +227,7 @@ def test_every_trimmed_tile_is_a_window_of_flash_attention(
     under_test: list[Kernel] = [FlashAttnKernel(PACKAGE, softcap), FlashAttn3Kernel(THIRD, softcap)]
     under_test += [CudaFlashKernel()] if softcap is None else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_flash, "_aten", TORCH)
+        patch.setattr(selection, "_aten", TORCH)
         for kernel in under_test:
             out, got_lse = kernel.forward(query, key, value, band=tile.band, scale=0.3, terms=None)
             grads = _gradients(kernel, Queries(query, grad, out, got_lse, 0.3), key, value, tile.band)
@@ -327,7 +327,7 @@ def test_an_unknown_version_of_a_package_is_left_alone(
 ) -> None:
     old = SimpleNamespace(_flash_attn_forward=lambda q, k, v, window_size: None)
     found = _operators(module, f"{name}_{known}") if name else module
-    monkeypatch.setattr(cuda_flash.importlib, "import_module", lambda _: found if known else old)
+    monkeypatch.setattr(selection.importlib, "import_module", lambda _: found if known else old)
     installed.cache_clear()
     assert installed() is (found if known else None)
     installed.cache_clear()

@@ -26,15 +26,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from parcompile.layout.sequence import CpLayout
 from parcompile.runtime.ring_attention import all_gather_attention, local_positions, ring_attention, split_sequence
 from parcompile.runtime.ring_attention.execution import attention_call
-from parcompile.runtime.ring_attention.gather_schedule import plan_gather
-from parcompile.runtime.ring_attention.kernels import cuda_flash
-from parcompile.runtime.ring_attention.kernels.blocks import add_gradients, attend
-from parcompile.runtime.ring_attention.kernels.cuda_flash import CudaFlashKernel, FlashAttn3Kernel, FlashAttnKernel
+from parcompile.runtime.ring_attention.kernels import selection
+from parcompile.runtime.ring_attention.kernels.blocks import (
+    RunningAttention,
+    add_gradients,
+    attend,
+    unseen_rows_to_infinity,
+)
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries, QueriesOfPass
-from parcompile.runtime.ring_attention.kernels.merge import RunningAttention, unseen_rows_to_infinity
 from parcompile.runtime.ring_attention.kernels.packs import Launch, PackedTiles
 from parcompile.runtime.ring_attention.kernels.plain import PlainKernel
-from parcompile.runtime.ring_attention.route import Masking, plan_route
+from parcompile.runtime.ring_attention.kernels.selection import CudaFlashKernel, FlashAttn3Kernel, FlashAttnKernel
+from parcompile.runtime.ring_attention.route import Masking, plan_gather, plan_route
 
 LAYOUTS = list(CpLayout)
 SCALE = 0.4
@@ -255,7 +258,7 @@ def test_packed_launches_equal_attention_of_one_process(
     kernel: Kernel, rows: int, layout: CpLayout, masking: Masking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp64, 1e-12: forward and backward through the launches of every rank."""
-    monkeypatch.setattr(cuda_flash, "_aten", TORCH)
+    monkeypatch.setattr(selection, "_aten", TORCH)
     # The form for single tiles is not stood in for: every step goes through packed launches, or has one tile.
     plain = PlainKernel()
     for name in ("forward", "backward"):
