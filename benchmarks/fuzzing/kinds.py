@@ -69,6 +69,11 @@ class Kind:
         """Where the file lies; its suffix is that of the base where the name leaves it open."""
         return folder / self.name / self.file.replace("?", base.form)
 
+    def line(self, folder: Path, base: Base, words: Words) -> Words:
+        """A command with the names of the file and of its folder."""
+        file, own = str(self.path(folder, base)), str(folder / self.name)
+        return tuple(word.replace("@", file).replace("%", own) for word in words)
+
 
 _HERE = Path(__file__).parent
 BASES: dict[str, Any] = json.loads((_HERE / "bases.json").read_text(encoding="utf-8"))
