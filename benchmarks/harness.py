@@ -60,7 +60,9 @@ def write_json(file: Path | None, found: Any) -> None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    """Of one or more values."""
+    each = values if len(values) > 1 else [*values, *values]
+    low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
     return low, middle, high
 
 
@@ -119,6 +121,34 @@ def seconds_in_turns(
             if number:
                 found[name].append(clock() - start)
     return found
+
+
+def rotated(names: Sequence[str], number: int) -> Sequence[str]:
+    """In another order each round, so that nobody always comes behind the same."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Refuses methods whose losses are not those of the first one."""
+    expected = next(iter(losses.values()))
+    for name, own in losses.items():
+        error = max(abs(one / other - 1) for one, other in zip(own, expected, strict=True))
+        assert error < 1e-3, f"{name} trains something else: losses {own}, not {expected}"
+
+
+def cpu_spec(
+    model: Mapping[str, Any], ranks: int, parallelism: Mapping[str, Any], name: str = "benchmark", **training: Any
+) -> dict[str, Any]:
+    """The spec of a small model on ranks of this machine, in fp32."""
+    return {
+        "version": 1,
+        "name": name,
+        "model": {**model},
+        "cluster": {"nodes": 1, "gpus_per_node": ranks, "accelerator": "cpu"},
+        "parallelism": {**parallelism},
+        "training": {"precision": "fp32", **training},
+    }
 
 
 def plan_of(tree: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Any:
