@@ -10,7 +10,6 @@ the end, and how far its two times are apart is printed beside the errors.
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import shutil
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BIN, ROOT, free_port, parsed, run_for
+from harness import BIN, ROOT, free_port, parsed, run_for, table
 
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
@@ -110,18 +109,20 @@ def report(fitted: Sequence[Measurement], judged: Sequence[Measurement], again: 
         "profile and one factor": lambda one: factor * timing(one.work).step.seconds,
         "calibrated": lambda one: timing(one.work, own).step.seconds,
     }
-    print("| layout | measured | " + " | ".join(ways) + " |\n|---|---|" + "---|" * len(ways))
-    for row, kind in [*((one, "fitted") for one in fitted), *((one, "judged") for one in judged)]:
-        cells = [f"{errors([row], predict)[0]:+.1%}" for predict in ways.values()]
-        print(f"| {text(row)} ({kind}) | {row.step_seconds:.3f} s | " + " | ".join(cells) + " |")
+    table(
+        [*((one, "fitted") for one in fitted), *((one, "judged") for one in judged)],
+        {
+            "layout": lambda one: f"{text(one[0])} ({one[1]})",
+            "measured": lambda one: f"{one[0].step_seconds:.3f} s",
+            **{name: lambda one, way=way: f"{errors([one[0]], way)[0]:+.1%}" for name, way in ways.items()},
+        },
+    )
     for name, predict in ways.items():
         found = sorted(map(abs, errors(judged, predict)))
         mean, middle = statistics.mean(found), statistics.median(found)
         print(f"{name}: mean error {mean:.1%}, median {middle:.1%}, worst {found[-1]:.1%} of {len(found)} judged runs")
-    inside = 0
-    for one in judged:
-        low, high = timing(one.work, own).interval_seconds
-        inside += low <= (one.step_seconds or 0) <= high
+    intervals = [timing(one.work, own).interval_seconds for one in judged]
+    inside = sum(low <= (one.step_seconds or 0) <= high for one, (low, high) in zip(judged, intervals, strict=True))
     print(f"the calibrated 90 % interval covers {inside} of {len(judged)}")
     first, last = fitted[0].step_seconds or 1, again.step_seconds or 0
     print(f"the first layout at the end of the benchmark: {last / first - 1:+.1%}")
@@ -144,13 +145,7 @@ def main() -> None:
         fitted=5,
         judged=15,
         seed=1,
-        rows=(Path, "judge the runs of this file, which an earlier benchmark kept"),
-        keep=(Path, "write all runs here"),
     )
-    if options.rows is not None:
-        *rows, again = read_plain(options.rows)
-        report(rows[: options.fitted], rows[options.fitted :], again)
-        return
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="parcompile-calibration-") as name:
         folder = Path(name)
@@ -169,23 +164,8 @@ def main() -> None:
             file.write_text(spec, encoding="utf-8")
             found.append(run(file, folder / "plan"))
             print(f"{index + 1}/{len(specs) + 1}: {text(found[-1])}: {found[-1].step_seconds:.3f} s", file=sys.stderr)
-            if options.keep is not None:
-                append(folder / "plan" / "measurements.csv", options.keep)
     *rows, again = found
     report(rows[: options.fitted], rows[options.fitted :], again)
-
-
-def append(source: Path, target: Path) -> None:
-    """Adds the rows of a file of measurements to another one with the same columns."""
-    with source.open(encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream)
-        rows, columns = list(reader), list(reader.fieldnames or ())
-    new = not target.exists()
-    with target.open("a", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ not its most exact one (`selection.BACKWARD_ROWS`). Errors are relative L2 of th
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from harness import heads, parsed, ratios, row, spread
+from harness import heads, parsed, ratios, row, seconds_in_turns, spread
 from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
@@ -48,33 +49,23 @@ def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> None:
         torch.randn(1, count, block.tokens, block.head_dim, generator=generator).to(dtype) for count in heads
     )
     scale = block.head_dim**-0.5
-    seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "backward": []} for name in KERNELS}
+    steps: dict[str, Callable[[], object]] = {}
     sums: dict[str, Gradients] = {}
-    for _ in range(rounds + 1):
-        for name, kernel in KERNELS.items():
-            sums[name] = Gradients(*(torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)))
-            (out, lse), taken = _timed(
-                lambda k=kernel: k.forward(query, key, value, band=band, scale=scale, terms=None)
-            )
-            seconds[name]["forward"].append(taken)
-            read, into = Queries(query, grad, out, lse, scale), sums[name]
-            _, taken = _timed(lambda k=kernel, r=read, s=into: k.backward(r, key, value, band=band, terms=None, into=s))
-            seconds[name]["backward"].append(taken)
-    # The first round warms up.
-    cells = [
-        spread(ratios(*(seconds[name][direction][1:] for name in ("fused", "tiles"))))
-        for direction in ("forward", "backward")
-    ]
+    for name, kernel in KERNELS.items():
+        forward = functools.partial(kernel.forward, query, key, value, band=band, scale=scale, terms=None)
+        read = Queries(query, grad, *forward(), scale)
+        backward = functools.partial(kernel.backward, read, key, value, band=band, terms=None)
+        sums[name], further = (
+            Gradients(*(torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value))) for _ in range(2)
+        )
+        backward(into=sums[name])
+        steps |= {f"{name} forward": forward, f"{name} backward": functools.partial(backward, into=further)}
+    # Seconds of the processor where one thread computes.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds = seconds_in_turns(steps, rounds, clock)
+    cells = [spread(ratios(seconds[f"fused {way}"], seconds[f"tiles {way}"])) for way in ("forward", "backward")]
     errors = _key_errors(query, key, value, grad, band, scale, sums)
     row(block, "causal" if band == CAUSAL else "full", *cells, errors)
-
-
-def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and the seconds it took: of the processor where one thread computes."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    result = call()
-    return result, clock() - start
 
 
 def _key_errors(

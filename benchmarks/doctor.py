@@ -35,6 +35,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness import cpu_spec, heads, plan_of
+from harness import row as table_row
+
 LAYOUTS = {
     "tp2-dp2": {"tp": 2},
     "tp2-cp2": {"tp": 2, "cp": 2},
@@ -64,26 +67,23 @@ PATIENCE = 60.0
 """Seconds for a run."""
 
 
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
 def spec(layout: str) -> dict[str, Any]:
     """A small model in that layout on 4 ranks."""
-    return {
-        "version": 1,
-        "name": f"faults-{layout}",
-        "model": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 64,
-            "vocab_size": 64,
-            "max_position_embeddings": 64,
-        },
-        "cluster": {"nodes": 1, "gpus_per_node": 4, "accelerator": "cpu"},
-        "parallelism": {**LAYOUTS[layout], "dp": "auto"},
-        "training": {"sequence_length": 32, "global_batch_size": 16, "micro_batch_size": 2, "precision": "fp32"},
-        "zero": {"stage": 1},
-    }
+    training = {"sequence_length": 32, "global_batch_size": 16, "micro_batch_size": 2}
+    tree = cpu_spec(MODEL, 4, {**LAYOUTS[layout], "dp": "auto"}, f"faults-{layout}", **training)
+    return {**tree, "zero": {"stage": 1}}
 
 
 # What one rank does.
@@ -407,26 +407,28 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
             end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
     goes_on = all(one.is_alive() for one in ranks) and _last_step(folder) > fault["step"] + 1
-    end = time.monotonic() + 10
-    while "plain" in fault and time.monotonic() < end:
-        time.sleep(0.5)  # ranks that are done end a moment after their dumps
-        if all((folder / f"trace_{rank}").exists() or not one.is_alive() for rank, one in enumerate(ranks)):
-            break
+    if "plain" in fault:  # ranks that are done end a moment after their dumps
+        dumps = [folder / f"trace_{rank}" for rank in range(4)]
+        _wait(10, lambda: all(dump.exists() or not one.is_alive() for dump, one in zip(dumps, ranks, strict=True)))
+    asked = time.time() - 1
     for one in ranks:
         with contextlib.suppress(ProcessLookupError):
             if one.is_alive():
                 os.kill(one.pid, signal.SIGUSR1)
-    asked, end = time.time() - 1, time.monotonic() + 8
-    written = sum(one.is_alive() for one in ranks) - (fault["class"] == "stopped")
-    while "plain" not in fault and time.monotonic() < end:
-        files = (folder / "records").glob("*.json")
-        if sum(one.stat().st_mtime > asked for one in files) >= written:
-            break
-        time.sleep(0.1)
+    if "plain" not in fault:
+        written = sum(one.is_alive() for one in ranks) - (fault["class"] == "stopped")
+        files = folder / "records"
+        _wait(8, lambda: sum(one.stat().st_mtime > asked for one in files.glob("*.json")) >= written)
     for one in ranks:
         one.kill()
         one.join()
     return goes_on or all(one.exitcode == 0 for one in ranks)
+
+
+def _wait(seconds: float, is_reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not is_reached() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _last_step(folder: Path) -> int:
@@ -471,7 +473,7 @@ def try_one(
     is_whole = run_once(context, layout, fault, folder)
     told = folder / "truth"
     truth = json.loads(told.read_text()) if told.exists() else None
-    verdict = judge(read_all([folder] if options.logs else _left(folder)))
+    verdict = judge(read_all(_left(folder)))
     row = {"seed": options.seed, "class": kind, "layout": layout, "draw": number, "rank": fault["rank"]}
     row |= {"load": round(load, 1), "seconds": round(time.time() - began, 1), "truth": truth, "right": None, "why": ""}
     row |= {"kind": verdict.kind, "cause": verdict.cause, "ranks": verdict.ranks, "said": verdict.summary[:300]}
@@ -485,8 +487,7 @@ def try_one(
         row["why"] = "the run went on"  # messages of two groups may change places
     else:
         row["right"] = right(fault, truth, verdict)
-    if not options.keep or (row["right"] is not None and all(row["right"].values())):
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
     return row
 
 
@@ -514,8 +515,7 @@ def faults(options: argparse.Namespace) -> None:
     """Runs what is left of all classes in all layouts, and prints the table."""
     from parcompile.cli import run
 
-    root = Path(options.keep or tempfile.mkdtemp(prefix="doctor-"))
-    root.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="doctor-"))
     for layout in filter(LAYOUTS.__contains__, options.layouts.split(",")):
         (root / f"{layout}.json").write_text(json.dumps(spec(layout)), encoding="utf-8")
         sys.argv = ["parcompile", str(root / f"{layout}.json"), "-o", str(root / f"plan-{layout}"), "--quiet"]
@@ -538,8 +538,7 @@ def faults(options: argparse.Namespace) -> None:
             for _ in pool.map(one, jobs):
                 pass
     print_tables(rows)
-    if not options.keep:
-        shutil.rmtree(root)
+    shutil.rmtree(root)
 
 
 def print_tables(rows: list[dict[str, Any]]) -> None:
@@ -555,9 +554,9 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
     def line(title: str, cells: dict[str, list[bool]]) -> None:
         every = [cells.get(layout, []) for layout in layouts]
         every.append([*itertools.chain(*every)])
-        print(f"| {title} | {' | '.join(f'{sum(one)} of {len(one)}' if one else '' for one in every)} |")
+        table_row(title, *(f"{sum(one)} of {len(one)}" if one else "" for one in every))
 
-    print(f"| fault | {' | '.join(layouts)} | all |\n|{'---|' * (len(layouts) + 2)}")
+    heads("fault", *layouts, "all")
     faulty = [kind for kind in counted if kind != "healthy"]
     for kind in faulty:
         line(kind, counted[kind])
@@ -623,23 +622,17 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
     import torch
     from torch import distributed as dist
 
-    from parcompile.pipeline import compile_file
     from parcompile.runtime import initialize
     from parcompile.runtime.liveness import records
     from parcompile.runtime.liveness.recording import _METHODS
 
     classes = {**{name: dist.ProcessGroup for name in _METHODS if hasattr(dist.ProcessGroup, name)}, "wait": dist.Work}
     plain = {name: inspect.getattr_static(one, name) for name, one in classes.items()}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = {**MODEL, **sizes, "max_position_embeddings": 512}
+    training = {"sequence_length": 512, "global_batch_size": 2, "micro_batch_size": 2}
+    plan = plan_of({**cpu_spec(model, 2, {"tp": 2, "dp": 1}, **training), "zero": {"stage": 1}})
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "spec.json")
-        wide = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
-        tree = spec("dp4")
-        tree["model"] |= {**wide, "max_position_embeddings": 512}
-        tree["cluster"]["gpus_per_node"], tree["parallelism"] = 2, {"tp": 2, "dp": 1}
-        tree["training"] |= {"sequence_length": 512, "global_batch_size": 2}
-        path.write_text(json.dumps(tree), encoding="utf-8")
-        plan = compile_file(path, must_fit=False)[0]
-        assert plan is not None
         records.folder = Path(folder)
         samples = [torch.randint(0, 64, (512,)) for _ in range(64)]
         engine, _, loader, _ = initialize(plan=plan, training_data=samples, measurements=False, self_check=False)
@@ -651,7 +644,7 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
         kept = [dict(one) for one in hooks]
         passes = {name: getattr(engine, name) for name in ("backward", "step")}
         inner = {name: inspect.getclosurevars(call).nonlocals["call"] for name, call in passes.items()}
-        assert len(hooks) == 2 * tree["model"]["num_hidden_layers"]
+        assert len(hooks) == 2 * MODEL["num_hidden_layers"]
 
         def switch(*, on: bool) -> None:
             for name, one in classes.items():
@@ -686,8 +679,6 @@ def main() -> None:
     one.add_argument("--healthy", type=int, default=100)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--jobs", type=int, default=3)
-    one.add_argument("--keep", help="a folder for what runs leave that were read wrong or do not count")
-    one.add_argument("--logs", action="store_true", help="read the output of ranks too")
     one.set_defaults(does=faults)
     one = commands.add_parser("table")
     one.add_argument("files", nargs="+")

@@ -14,9 +14,10 @@ A seed and the same files give the same mutants. SIGTERM ends it behind the muta
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
+import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
@@ -25,18 +26,21 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
+from harness import parsed, table
 
 BATCH = 50_000
 """Mutants of one process, and of one draw from the schemas: both take seconds."""
 
 _MEMORY = Path("/dev/shm")
+Line = Mapping[str, Any]
+"""What a process tells: a `failure`, and at its end the `sums` by kind."""
 
 
 def chosen_kinds(names: Sequence[str], made: Path, corpus: Path, first: int) -> list[Kind]:
@@ -52,139 +56,123 @@ def chosen_kinds(names: Sequence[str], made: Path, corpus: Path, first: int) -> 
     return [one for one in found if not names or one.name in names]
 
 
-def work(options: argparse.Namespace) -> None:
-    """The mutants of a batch in this process; prints what failed, and at last the sums by kind."""
-    left = [*range(options.first, options.first + options.mutants)][::-1]
+def work(folder: Path, seeds: range, options: argparse.Namespace, made: Path) -> None:
+    """The mutants of some seeds, in a process of its own; each line of its file is one of `Line`."""
+    with (folder / "errors").open("w", encoding="utf-8") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    left = list(reversed(seeds))
     signal.signal(signal.SIGTERM, lambda *_: left.clear())
-    folder = options.work
-    attack = Attack(folder, chosen_kinds(options.kinds, options.made, options.corpus, options.first))
+    attack = Attack(folder, chosen_kinds(options.kinds, made, options.corpus, seeds.start))
     sums: dict[str, dict[str, Any]] = {}
-    now = folder / "now"
-    bounded = False
-    while left:
-        seed = left.pop()
-        now.write_text(str(seed), encoding="utf-8")
-        kind, end = attack.run(seed, options.keep)
-        if not bounded:
-            bound_memory()
-            gc.freeze()  # what is imported stays
-            bounded = True
-        own = sums.setdefault(
-            kind.name, {"mutants": 0, "refused": 0, "seconds": 0.0, "longest": 0.0, "growth": 0, "failed": 0}
-        )
-        own["mutants"] += 1
-        own["refused"] += end.code != 0
-        own["seconds"] += end.seconds
-        own["longest"] = max(own["longest"], end.seconds)
-        own["growth"] = max(own["growth"], end.growth_bytes)
-        if end.failure is not None:
-            own["failed"] += 1
-            print(json.dumps({"failure": end.failure.to_json()}), flush=True)
-    print(json.dumps({"sums": sums}), flush=True)
+    with (folder / "lines").open("w", encoding="utf-8") as lines:
+        while left:
+            seed = left.pop()
+            is_first = not sums
+            (folder / "now").write_text(str(seed), encoding="utf-8")
+            kind, end = attack.run(seed, options.keep)
+            if is_first:
+                bound_memory()
+                gc.freeze()  # what is imported stays
+            own = {"mutants": 1, "refused": end.code != 0, "failed": end.failure is not None}
+            own |= {"seconds": end.seconds, "longest": end.seconds, "growth": end.growth_bytes}
+            _add(sums.setdefault(kind.name, {}), own)
+            if end.failure is not None:
+                print(json.dumps({"failure": asdict(end.failure)}), file=lines, flush=True)
+        print(json.dumps({"sums": sums}), file=lines)
 
 
 def run_all(options: argparse.Namespace) -> int:
     """All mutants in processes of their own, a few at a time; the number of failures."""
     root = Path(tempfile.mkdtemp(prefix="parcompile-fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None))
-    keep = options.keep or root / "failed"
-    chosen_kinds(options.kinds, root / "made", options.corpus, options.seed * 10**9)
-    seeds = [(first, min(BATCH, options.mutants - first)) for first in range(0, options.mutants, BATCH)]
-    running: list[tuple[subprocess.Popen[str], Path, int, int]] = []
-    lines: list[Mapping[str, Any]] = []
-    began = time.monotonic()
+    options.keep = options.keep or root / "failed"
+    first = options.seed * 10**9
+    chosen_kinds(options.kinds, root / "made", options.corpus, first)
+    context, running, began = multiprocessing.get_context("spawn"), set[Any](), time.monotonic()
+    lines: list[Line] = []
+    is_over = False
 
     def stop(*_: object) -> None:
-        seeds.clear()
-        for process, *_ in running:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+        nonlocal is_over
+        is_over = True
+        for process in list(running):
+            process.terminate()
 
-    signal.signal(signal.SIGTERM, stop)
-    while seeds or running:
-        while seeds and len(running) < options.jobs:
-            first, count = seeds.pop(0)
-            folder = root / str(first)
+    def run(seeds: range) -> None:
+        """A process that dies is followed by another one for the seeds behind."""
+        while seeds and not is_over:
+            folder = root / str(seeds.start)
             folder.mkdir()
-            words = [sys.executable, __file__, "--work", str(folder), "--first", str(options.seed * 10**9 + first)]
-            words += ["--mutants", str(count), "--keep", str(keep), "--corpus", str(options.corpus)]
-            words += ["--made", str(root / "made")]
-            words += ["--kinds", *options.kinds] if options.kinds else []
-            with (folder / "lines").open("w", encoding="utf-8") as stream, (folder / "errors").open("w") as errors:
-                running.append((subprocess.Popen(words, stdout=stream, stderr=errors, text=True), folder, first, count))
-        time.sleep(0.2)
-        for one in [one for one in running if one[0].poll() is not None]:
-            running.remove(one)
-            process, folder, first, count = one
+            process = context.Process(target=work, args=(folder, seeds, options, root / "made"))
+            process.start()
+            running.add(process)
+            process.join()
+            running.discard(process)
+            if process.exitcode and not (folder / "now").is_file():
+                stop()
+                sys.exit((folder / "errors").read_text(encoding="utf-8"))  # before the first mutant
             found = [json.loads(line) for line in (folder / "lines").read_text(encoding="utf-8").splitlines()]
-            lines += found
             for line in found:
                 if "failure" in line:
                     print(json.dumps(line["failure"]), file=sys.stderr)
-            if process.returncode and not (folder / "now").is_file():
-                sys.exit((folder / "errors").read_text(encoding="utf-8"))  # before the first mutant
-            if process.returncode:
-                lines.append({"failure": _death(folder, process.returncode)})
-                last = int((folder / "now").read_text(encoding="utf-8") or 0) - options.seed * 10**9
-                if first <= last < first + count - 1:
-                    seeds.insert(0, (last + 1, first + count - 1 - last))
+            last = int((folder / "now").read_text(encoding="utf-8"))
+            if process.exitcode:
+                found.append({"failure": _death(folder, last, process.exitcode)})
+            lines.extend(found)
+            seeds = range(last + 1, seeds.stop) if process.exitcode else seeds[:0]
             shutil.rmtree(folder, ignore_errors=True)
             done = sum(each["mutants"] for line in lines if "sums" in line for each in line["sums"].values())
             print(f"{done:,} mutants, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+    signal.signal(signal.SIGTERM, stop)
+    every = range(first, first + options.mutants)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, (every[start : start + BATCH] for start in range(0, len(every), BATCH))))
     failures = [line["failure"] for line in lines if "failure" in line]
-    print(table([line["sums"] for line in lines if "sums" in line]))
+    print_table([line["sums"] for line in lines if "sums" in line])
     print(places(failures))
     if failures:
-        print(f"the files are in {keep}")
+        print(f"the files are in {options.keep}")
     else:
         shutil.rmtree(root, ignore_errors=True)
     return len(failures)
 
 
-def _death(folder: Path, code: int) -> dict[str, Any]:
+def _death(folder: Path, seed: int, code: int) -> dict[str, Any]:
     """What there is to say of a process that did not reach its end."""
-    seed = (folder / "now").read_text(encoding="utf-8")
     last = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    return {
-        "kind": "?",
-        "seed": int(seed or 0),
-        "words": [],
-        "what": f"the process died ({code})",
-        "place": "",
-        "message": " ".join(last)[:300],
-        "kept": "",
-    }
+    found = {"kind": "?", "seed": seed, "words": [], "what": f"the process died ({code})", "place": "", "kept": ""}
+    return {**found, "message": " ".join(last)[:300]}
 
 
-def table(sums: Iterable[Mapping[str, Mapping[str, Any]]]) -> str:
+def print_table(sums: Iterable[Mapping[str, Line]]) -> None:
     """The table of `benchmarks/README.md`."""
     whole: dict[str, dict[str, Any]] = {}
+    total: dict[str, Any] = {"mutants": 0, "refused": 0, "failed": 0, "seconds": 0.0, "longest": 0.0, "growth": 0}
     for name, own in (pair for one in sums for pair in one.items()):
         _add(whole.setdefault(name, {}), own)
-    rows = [
-        "| files | mutants | refused | failed | ms each | longest s | most growth MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    total: dict[str, Any] = {"mutants": 0, "refused": 0, "failed": 0, "seconds": 0.0, "longest": 0.0, "growth": 0}
-    for name, own in sorted(whole.items()):
-        rows.append(_row(name, own))
         _add(total, own)
-    return "\n".join([*rows, _row("all", total)])
+    table(
+        [*sorted(whole.items()), ("all", total)],
+        {
+            "files": lambda one: one[0],
+            "mutants": lambda one: f"{one[1]['mutants']:,}",
+            "refused": lambda one: f"{100 * one[1]['refused'] / max(1, one[1]['mutants']):.0f} %",
+            "failed": lambda one: f"{one[1]['failed']:,}",
+            "ms each": lambda one: f"{1000 * one[1]['seconds'] / max(1, one[1]['mutants']):.1f}",
+            "longest s": lambda one: f"{one[1]['longest']:.1f}",
+            "most growth MB": lambda one: f"{one[1]['growth'] / 2**20:.0f}",
+        },
+    )
 
 
-def _add(into: dict[str, Any], own: Mapping[str, Any]) -> None:
+def _add(into: dict[str, Any], own: Line) -> None:
     for key, value in own.items():
         into[key] = max(into.get(key, 0), value) if key in ("longest", "growth") else into.get(key, 0) + value
 
 
-def _row(name: str, own: Mapping[str, Any]) -> str:
-    each = 1000 * own["seconds"] / max(1, own["mutants"])
-    counts = f"{own['mutants']:,} | {100 * own['refused'] / max(1, own['mutants']):.0f} % | {own['failed']:,}"
-    return f"| {name} | {counts} | {each:.1f} | {own['longest']:.1f} | {own['growth'] / 2**20:.0f} |"
-
-
-def places(failures: Iterable[Mapping[str, Any]]) -> str:
+def places(failures: Iterable[Line]) -> str:
     """Failures by what they are and where, the most frequent first, each with one seed and its message."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[Line]] = defaultdict(list)
     for one in failures:
         found[one["what"], one["place"]].append(one)
     lines = [f"{sum(map(len, found.values()))} failures at {len(found)} places"]
@@ -203,30 +191,25 @@ def again(seed: int, names: Sequence[str], corpus: Path) -> int:
     kind, base, words, content = attack.chosen(seed)
     attack.run(seed)
     print(content[:20_000].decode("utf-8", "replace"))
-    line = [word.replace("@", str(kind.path(folder, base))).replace("%", str(folder / kind.name)) for word in words]
+    line = kind.line(folder, base, words)
     print(f"parcompile {' '.join(line)}", flush=True)
     return subprocess.run([sys.executable, "-m", "parcompile", *line], check=False).returncode
 
 
 def main() -> int:
     """0 when nothing failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutants", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="Processes at a time.")
-    parser.add_argument("--kinds", nargs="*", default=[], help="Kinds of files. Default: all.")
-    parser.add_argument("--corpus", type=Path, default=CORPUS, help="Folder with ds/, megatron/, neox/ and hf/.")
-    parser.add_argument("--keep", type=Path, help="Folder for the files that fail.")
-    parser.add_argument("--again", type=int, metavar="SEED", help="Only this mutant, as it was reported.")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--made", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parsed(
+        __doc__,
+        mutants=2000,
+        seed=1,
+        jobs=(1, "processes at a time"),
+        kinds=([], "kinds of files (all)"),
+        corpus=(CORPUS, "folder with ds/, megatron/, neox/ and hf/"),
+        keep=(Path, "folder for the files that fail"),
+        again=(int, "the seed of the only mutant, as it was reported"),
+    )
     if options.again is not None:
         return again(options.again, options.kinds, options.corpus)
-    if options.work:
-        work(options)
-        return 0
     return int(bool(run_all(options)))
 
 

@@ -6,16 +6,14 @@
 peer, the model of transformers in a DeepSpeed engine with the same settings, train on the same text. Printed: seconds
 of a step (median and quartiles), peak memory beside the plan's, how long the GPU computes, the kernels of attention,
 and how often the host waits. figures.json in the output folder holds the waits by where they begin, and the kernels
-that take most. With GPU_LOCK, a file, what is timed waits until nobody else holds its lock.
+that take most.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import fcntl
 import gc
-import os
 import sys
 import time
 import traceback
@@ -164,7 +162,7 @@ def waits_of(step: Callable[[], float]) -> dict[str, int]:
     return dict(found)
 
 
-def of_plan(plan: parcompile.Plan, model: torch.nn.Module, steps: int, *, fused: bool) -> dict[str, Any]:
+def of_plan(plan: parcompile.Plan, model: torch.nn.Module, steps: int) -> dict[str, Any]:
     """The plan's engine."""
     from corpus import StandardLibrary
 
@@ -174,8 +172,6 @@ def of_plan(plan: parcompile.Plan, model: torch.nn.Module, steps: int, *, fused:
     text = StandardLibrary(training.sequence_length, training.seed)
     start = time.perf_counter()
     engine, _, loader, _ = initialize(plan=plan, model=model, training_data=text, measurements=False, self_check=False)
-    for group in engine.optimizer.optimizer.param_groups if fused else ():
-        group["fused"], group["foreach"] = True, False
     torch.cuda.synchronize()
     began = time.perf_counter() - start
     batches = iter(loader)
@@ -230,16 +226,10 @@ def main() -> int:
     parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("out/gpu"), help="folder for the spec and the figures")
-    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW")
-    parser.add_argument("--alone", action="store_true", help="without the peer")
     parser.add_argument("--without", default="", help="a kernel of attention that is not taken, such as cuda-cudnn")
-    parser.add_argument("--only-spec", action="store_true", help="only write the spec")
     arguments = parser.parse_args()
     folder = arguments.output / arguments.name
     spec = write_spec(arguments.name, folder)
-    if arguments.only_spec:
-        print(spec)
-        return 0
     attention_kernels.FUSED = tuple(one for one in attention_kernels.FUSED if one.name != arguments.without)
     if not torch.cuda.is_available():
         print("there is no GPU: nothing is measured")
@@ -248,13 +238,8 @@ def main() -> int:
     from parcompile.runtime.model.pretrained import build_model
 
     model = build_model(plan)
-    if "GPU_LOCK" in os.environ:
-        lock = Path(os.environ["GPU_LOCK"]).open()  # noqa: SIM115 -- held until the process ends
-        fcntl.flock(lock, fcntl.LOCK_EX)
     found: dict[str, Any] = {"name": arguments.name, "estimate": plan.estimate().to_json()}
-    runs = {"plan": lambda: of_plan(plan, model, arguments.steps, fused=arguments.fused)}
-    if not arguments.alone:
-        runs["peer"] = lambda: of_peer(plan, arguments.steps)
+    runs = {"plan": lambda: of_plan(plan, model, arguments.steps), "peer": lambda: of_peer(plan, arguments.steps)}
     for name, run in runs.items():
         try:
             found[name] = run()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import statistics
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,15 +33,19 @@ def parsed(doc: str | None, **options: Any) -> argparse.Namespace:
     """The options of a command, whose help begins with its docstring.
 
     Each keyword is an option: its default, or its default, what it means and the values that it may have. A list takes
-    several of them, and a type stands for an option without a default.
+    several of them, a type stands for an option without a default, and False for one without a value.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, given in options.items():
         default, said, choices = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
-        kind = default if isinstance(default, type) else type(default)
-        more: dict[str, Any] = {"nargs": "*", "type": type(default[0])} if isinstance(default, list) else {"type": kind}
-        more["default"] = None if isinstance(default, type) else default
-        parser.add_argument(f"--{name.replace('_', '-')}", help=said, choices=choices, **more)
+        more: dict[str, Any] = {"default": default, "type": type(default), "choices": choices}
+        if isinstance(default, list):
+            more |= {"nargs": "*", "type": type(default[0]) if default else str}
+        elif isinstance(default, type):
+            more |= {"default": None, "type": default}
+        elif default is False:
+            more = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", help=said, **more)
     return parser.parse_args()
 
 
@@ -55,7 +60,9 @@ def write_json(file: Path | None, found: Any) -> None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    """Of one or more values."""
+    each = values if len(values) > 1 else [*values, *values]
+    low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
     return low, middle, high
 
 
@@ -81,6 +88,27 @@ def heads(*columns: str) -> None:
     print("|" + "---|" * len(columns), flush=True)
 
 
+def table(rows: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> None:
+    """Prints rows in Markdown: by its head, what stands in a column for each."""
+    heads(*columns)
+    for one in rows:
+        row(*(cell(one) for cell in columns.values()))
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Of this process, now or at most since `forget_peak`."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(text.split("VmHWM:" if peak else "VmRSS:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak() -> None:
+    """The peak of `resident_bytes` begins anew, where the system can do that."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
 def seconds_in_turns(
     calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
@@ -93,6 +121,34 @@ def seconds_in_turns(
             if number:
                 found[name].append(clock() - start)
     return found
+
+
+def rotated(names: Sequence[str], number: int) -> Sequence[str]:
+    """In another order each round, so that nobody always comes behind the same."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+    """Refuses methods whose losses are not those of the first one."""
+    expected = next(iter(losses.values()))
+    for name, own in losses.items():
+        error = max(abs(one / other - 1) for one, other in zip(own, expected, strict=True))
+        assert error < 1e-3, f"{name} trains something else: losses {own}, not {expected}"
+
+
+def cpu_spec(
+    model: Mapping[str, Any], ranks: int, parallelism: Mapping[str, Any], name: str = "benchmark", **training: Any
+) -> dict[str, Any]:
+    """The spec of a small model on ranks of this machine, in fp32."""
+    return {
+        "version": 1,
+        "name": name,
+        "model": {**model},
+        "cluster": {"nodes": 1, "gpus_per_node": ranks, "accelerator": "cpu"},
+        "parallelism": {**parallelism},
+        "training": {"precision": "fp32", **training},
+    }
 
 
 def plan_of(tree: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> Any:

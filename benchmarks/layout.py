@@ -1,6 +1,6 @@
 """Compiling plans for 8 to 1,048,576 ranks, and computing groups beside those who enumerate them.
 
-    python benchmarks/layout.py [--rounds 5] [--json FILE] [--plot FILE]
+    python benchmarks/layout.py [--rounds 5] [--json FILE]
 
 "compile" is everything from the text of a spec to the texts of all artefacts, in one process that has done it before.
 "peak" is what that allocates at its height (Python's own count, in a run of its own), "files" the size of them all.
@@ -14,6 +14,7 @@ asked when a round took it longer than a second; a peer that is not installed is
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, parsed, quartiles, write_json
+from harness import JSON, parsed, quartiles, table, write_json
 
 from parcompile.backends.registry import render
 from parcompile.layout.groups import Grid, Groups
@@ -77,147 +78,109 @@ def sizes(world: int) -> dict[str, int]:
     return {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
 
 
-def ours_one(world: int) -> object:
+def one_rank(world: int) -> object:
     groups = Groups(Grid.of(ORDER, sizes(world)))
     return [groups.of_rank(name, world // 3) for name in NAMES]
 
 
-def ours_all(world: int) -> object:
+def every_group(world: int) -> object:
     groups = Groups(Grid.of(ORDER, sizes(world)))
     return [list(groups.all(name)) for name in NAMES]
 
 
-def megatron(world: int) -> Callable[[], object] | None:
-    try:
-        from megatron.core.parallel_state import RankGenerator
-    except ImportError:
-        return None
+def megatron(world: int) -> object:
+    from megatron.core.parallel_state import RankGenerator
 
-    def run() -> object:
-        generator = RankGenerator(ep=1, order="-".join(ORDER), **sizes(world))
-        return [generator.get_ranks(name) for name in NAMES]
-
-    return run
+    generator = RankGenerator(ep=1, order="-".join(ORDER), **sizes(world))
+    return [generator.get_ranks(name) for name in NAMES]
 
 
-def torch_mesh(world: int) -> Callable[[], object] | None:
-    try:
-        import torch
-    except ImportError:
-        return None
+def torch_mesh(world: int) -> object:
+    """What torch does for each dim of a mesh: move it last, cut into rows, make lists of them."""
+    import torch
+
     shape = [sizes(world)[axis] for axis in reversed(ORDER)]
-
-    def run() -> object:
-        # What torch does for each dim of a mesh: move it last, cut into rows, make lists of them.
-        mesh = torch.arange(world).view(shape)
-        found = [mesh.swapdims(-1, dim).reshape(-1, mesh.size(dim)).tolist() for dim in range(4)]
-        found.append(mesh.permute(0, 3, 1, 2).reshape(-1, shape[1] * shape[2]).tolist())
-        return found
-
-    return run
+    mesh = torch.arange(world).view(shape)
+    found = [mesh.swapdims(-1, dim).reshape(-1, mesh.size(dim)).tolist() for dim in range(4)]
+    found.append(mesh.permute(0, 3, 1, 2).reshape(-1, shape[1] * shape[2]).tolist())
+    return found
 
 
-def same(found: object, expected: object) -> bool:
-    """Whether two methods list the same groups of each name, in whatever order."""
+PEERS: dict[str, Callable[[int], object]] = {"megatron": megatron, "torch": torch_mesh}
+"""By the package that they need."""
+LISTED: dict[str, Callable[[int], object]] = {
+    "all": every_group,
+    **{name: peer for name, peer in PEERS.items() if importlib.util.find_spec(name)},
+}
 
-    def plain(lists: Any) -> list[list[tuple[int, ...]]]:
-        return [sorted(tuple(group) for group in groups) for groups in lists]
 
-    return sorted(plain(found)) == sorted(plain(expected))
+def plain(lists: Any) -> list[list[tuple[int, ...]]]:
+    """The groups of each name in one order, whoever has listed them."""
+    return sorted(sorted(map(tuple, groups)) for groups in lists)
 
 
-def quartile_spread(times: list[float]) -> float:
-    low, middle, high = quartiles(times) if len(times) > 1 else (1.0, 1.0, 1.0)
-    return (high - low) / middle
+def seconds_of(run: Callable[[], object]) -> float:
+    gc.collect()  # what one method leaves behind is not swept up in the time of the next
+    gc.disable()
+    start = time.perf_counter()
+    run()
+    taken = time.perf_counter() - start
+    gc.enable()
+    return taken
 
 
 def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(spec(world)), encoding="utf-8")
-        methods: dict[str, Callable[[], object] | None] = {
-            "compile": lambda: compiled(file),
-            "one rank": lambda: ours_one(world),
-            "all": lambda: ours_all(world),
-            "megatron": megatron(world),
-            "torch": torch_mesh(world),
-        }
-        active = {name: run for name, run in methods.items() if run is not None and name not in skipped}
-        times: dict[str, list[float]] = {name: [] for name in active}
+        methods: dict[str, Callable[[], object]] = {"compile": lambda: compiled(file)}
+        for name, list_groups in {"one rank": one_rank, **LISTED}.items():
+            if name not in skipped:
+                methods[name] = lambda list_groups=list_groups: list_groups(world)
         texts = compiled(file)
-        for _ in range(rounds):
-            for name, run in active.items():
-                # What one method leaves behind is not swept up in the time of the next.
-                gc.collect()
-                gc.disable()
-                start = time.perf_counter()
-                run()
-                times[name].append(time.perf_counter() - start)
-                gc.enable()
-        if world <= 4096:
-            for peer in {"megatron", "torch"} & active.keys():
-                assert same(active[peer](), active["all"]()), f"{peer} lists other groups for {world} ranks"
+        turns = [{name: seconds_of(run) for name, run in methods.items()} for _ in range(rounds + 1)]
         tracemalloc.start()
         compiled(file)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    for name in ("all", "megatron", "torch"):
-        if name in times and statistics.median(times[name]) > LIMIT_SECONDS:
-            skipped.add(name)
-    return {
-        "world_size": world,
-        "peak_bytes": peak,
-        "file_bytes": sum(len(text.encode()) for text in texts.values()),
-        "seconds": {name: statistics.median(found) for name, found in times.items()},
-        "spread": {name: quartile_spread(found) for name, found in times.items()},
-    }
+    times = {name: [turn[name] for turn in turns[1:]] for name in methods}
+    for peer in PEERS.keys() & methods.keys() if world <= 4096 else ():
+        assert plain(methods[peer]()) == plain(methods["all"]()), f"{peer} lists other groups for {world} ranks"
+    skipped |= {name for name in LISTED if name in times and statistics.median(times[name]) > LIMIT_SECONDS}
+    size = sum(len(text.encode()) for text in texts.values())
+    return {"world_size": world, "peak_bytes": peak, "file_bytes": size, "seconds": times}
 
 
-COLUMNS = ("compile", "one rank", "all", "megatron", "torch")
+def cell(row: dict[str, Any], name: str) -> str:
+    if name not in row["seconds"]:
+        return "–"
+    low, middle, high = quartiles(row["seconds"][name])
+    return f"{middle * 1e3:.3f} ms ± {(high - low) / middle / 2:.0%}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = [f"{name:>17}" for name in COLUMNS]
-    lines = [f"{'world':>9}{''.join(heads)}{'x fewer':>10}{'peak':>9}{'files':>9}"]
-    for row in rows:
-        seconds, spread = row["seconds"], row["spread"]
-        cells = [
-            f"{seconds[name] * 1e3:>9.3f} ms ±{spread[name] / 2:>3.0%}" if name in seconds else "-" for name in COLUMNS
-        ]
-        peers = [seconds[name] for name in ("megatron", "torch") if name in seconds]
-        cells = [f"{cell:>17}" for cell in cells]
-        cells.append(f"{min(peers) / seconds['one rank']:>10,.0f}" if peers else f"{'-':>10}")
-        cells += [f"{row['peak_bytes'] / 1e6:>6.1f} MB", f"{row['file_bytes'] / 1e3:>6.0f} kB"]
-        lines.append(f"{row['world_size']:>9,}{''.join(cells)}")
-    return "\n".join(lines)
-
-
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name in COLUMNS:
-        points = [(row["world_size"], row["seconds"][name]) for row in rows if name in row["seconds"]]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds", title="Compiling a plan, and its groups")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
+def saved(row: dict[str, Any]) -> str:
+    """The faster peer's time over that of one rank here."""
+    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
+    peers = [medians[name] for name in PEERS if name in medians]
+    return f"{min(peers) / medians['one rank']:,.0f}" if peers else "–"
 
 
 def main() -> None:
-    options = parsed(__doc__, rounds=5, json=JSON, plot=Path)
+    options = parsed(__doc__, rounds=5, json=JSON)
     skipped: set[str] = set()
     rows = [measure(world, options.rounds, skipped) for world in SHAPES]
-    print(table(rows))
+    methods = ("compile", "one rank", *LISTED)
+    table(
+        rows,
+        {"world": lambda row: f"{row['world_size']:,}"}
+        | {name: lambda row, name=name: cell(row, name) for name in methods}
+        | {
+            "x fewer": saved,
+            "peak": lambda row: f"{row['peak_bytes'] / 1e6:.1f} MB",
+            "files": lambda row: f"{row['file_bytes'] / 1e3:.0f} kB",
+        },
+    )
     write_json(options.json, rows)
-    if options.plot:
-        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -18,20 +18,33 @@ autograd holds for backward, at the worst moment, over that of the micro-batches
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import JSON, heads, parsed, plan_of, quartiles, ratios, row, spread, write_json
+from harness import (
+    JSON,
+    check_losses,
+    cpu_spec,
+    heads,
+    parsed,
+    plan_of,
+    quartiles,
+    ratios,
+    rotated,
+    row,
+    spread,
+    write_json,
+)
+from meters import TIMEOUT, Kept
 from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
-from torch import Tensor
 
 from parcompile.layout.pipeline import Pass, Schedule
 from parcompile.runtime.local import LocalWorld
@@ -60,29 +73,14 @@ _trains: dict[str, Train] = {}
 _kernels: list[Kernels] = []
 
 
-def spec(stages: int, micro_batches: int, virtual: int) -> dict[str, Any]:
-    """The spec of a pipeline; the learning rate and the batch are those of the peers."""
-    return {
-        "version": 1,
-        "name": "pipeline",
-        "model": {**MODEL, **SIZES[stages]},
-        "cluster": {"gpus_per_node": stages, "accelerator": "cpu"},
-        "parallelism": {"pp": stages, "num_virtual_stages_per_pipeline_rank": virtual},
-        "training": {
-            "sequence_length": LENGTH,
-            "global_batch_size": micro_batches,
-            "micro_batch_size": 1,
-            "precision": "fp32",
-            "optimizer": {"lr": LR},
-        },
-    }
-
-
 def parcompile(folder: str, settings: dict[str, Any], virtual: int) -> Train:
     """The engine of this project."""
     from parcompile.runtime import initialize, load_pretrained, pipeline, split_batch
 
-    plan = plan_of(spec(settings["stages"], settings["micro_batches"], virtual))
+    parallelism = {"pp": settings["stages"], "num_virtual_stages_per_pipeline_rank": virtual}
+    training = {"sequence_length": LENGTH, "global_batch_size": settings["micro_batches"], "micro_batch_size": 1}
+    model = {**MODEL, **SIZES[settings["stages"]]}
+    plan = plan_of(cpu_spec(model, settings["stages"], parallelism, **training, optimizer={"lr": LR}))
     engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
     clocks: list[Clock] = []
     run = pipeline.Step.run
@@ -143,46 +141,6 @@ def kernels(rank: int, count: int, cores: int) -> list[list[tuple[float, float]]
                 found.append(which.seconds(batches, time.thread_time))
     dist.barrier()
     return found
-
-
-class Kept:
-    """Bytes that autograd keeps for backward, weights apart; tensors of one storage count once."""
-
-    def __init__(self) -> None:
-        self.bytes = self.most = 0
-        self._storages: dict[int, int] = {}
-
-    def __enter__(self) -> Kept:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        self._hooks.__exit__(*reason)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        held = _Held(tensor)
-        storage = tensor.untyped_storage()
-        # Weights, and views of them, are there anyway.
-        if isinstance(tensor._base if tensor._base is not None else tensor, torch.nn.Parameter):
-            return held
-        place, size = storage.data_ptr(), storage.nbytes()
-        if self._storages.setdefault(place, 0) == 0:
-            self.bytes += size
-            self.most = max(self.most, self.bytes)
-        self._storages[place] += 1
-        weakref.finalize(held, self._free, place, size)
-        return held
-
-    def _free(self, place: int, size: int) -> None:
-        self._storages[place] -= 1
-        if self._storages[place] == 0:
-            self.bytes -= size
-
-
-class _Held:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 def kept(rank: int, name: str, count: int) -> tuple[int, int]:
@@ -246,58 +204,35 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
     settings = {"stages": stages, "micro_batches": count, "virtual": VIRTUAL, "batch": 1, "lr": LR}
     settings["hidden"] = SIZES[stages]["hidden_size"]
     names = [name for world in WORLDS for name in world if name != "kernels"]
-    found: dict[str, Any] = {"stages": stages, "micro_batches": count, "methods": {}, "ideal": {1: [], VIRTUAL: []}}
     kinds = "passes", "whole", "cpu_passes", "cpu_whole", "others", "losses"
-    found["methods"] = {name: {kind: [] for kind in kinds} for name in names}
-    found["kernels"] = {1: [], VIRTUAL: []}
-    with tempfile.TemporaryDirectory() as folder, _Worlds(stages) as worlds:
+    found: dict[str, Any] = {"stages": stages, "micro_batches": count}
+    found |= {"methods": {name: {kind: [] for kind in kinds} for name in names}}
+    found |= {figure: {1: [], VIRTUAL: []} for figure in ("ideal", "kernels")}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+        worlds: dict[str, LocalWorld] = {}
+        for those in WORLDS:
+            world = LocalWorld(stages, process_group=False, start_method="forkserver", preload=PRELOAD)
+            worlds |= dict.fromkeys(those, opened.enter_context(world))
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, **SIZES[stages])).save_pretrained(folder)
         for name in ["kernels", *names]:
-            worlds.run(name, start, name, folder, settings)
+            worlds[name].run(start, name, folder, settings, timeout=TIMEOUT)
         for number in range(rounds + 1):
             _one_round(found, worlds, number, cores)
         for name in names:
             one = found["methods"][name]
-            one["kept"], one["planned"] = zip(*worlds.run(name, kept, name, count), strict=True)
-    expected = found["methods"][names[0]]["losses"]
-    for name, one in found["methods"].items():
-        error = max(abs(own / other - 1) for own, other in zip(one["losses"], expected, strict=True))
-        assert error < 1e-3, f"{name} trains something else: losses {one['losses']}, not {expected}"
+            one["kept"], one["planned"] = zip(*worlds[name].run(kept, name, count, timeout=TIMEOUT), strict=True)
+    check_losses({name: one["losses"] for name, one in found["methods"].items()})
     return found
 
 
-class _Worlds:
-    """The processes of all methods."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._of: dict[str, LocalWorld] = {}
-        self._worlds: list[LocalWorld] = []
-
-    def __enter__(self) -> _Worlds:
-        for names in WORLDS:
-            world = LocalWorld(self._ranks, process_group=False, start_method="forkserver", preload=PRELOAD)
-            self._worlds.append(world)
-            self._of |= dict.fromkeys(names, world)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for world in self._worlds:
-            world.close()
-
-    def run(self, name: str, function: Any, *args: Any) -> list[Any]:
-        return self._of[name].run(function, *args, timeout=300)
-
-
-def _one_round(found: dict[str, Any], worlds: _Worlds, number: int, cores: int) -> None:
+def _one_round(found: dict[str, Any], worlds: Mapping[str, LocalWorld], number: int, cores: int) -> None:
     """Round 0 warms up: optimizer states come into being, shapes become known."""
     stages, count = found["stages"], found["micro_batches"]
-    names = list(found["methods"])
-    for name in names[number % len(names) :] + names[: number % len(names)]:
+    for name in rotated(list(found["methods"]), number):
         figures = found["methods"][name]
         before, began = busy_seconds(), time.perf_counter()
-        taken: list[Taken] = worlds.run(name, step, name, count)
+        taken: list[Taken] = worlds[name].run(step, name, count, timeout=TIMEOUT)
         elapsed = time.perf_counter() - began
         figures["losses"].append(next(one.loss for one in reversed(taken) if one.loss is not None))
         if number:
@@ -307,7 +242,7 @@ def _one_round(found: dict[str, Any], worlds: _Worlds, number: int, cores: int) 
             figures["whole"].append(max(one.whole for one in taken))
             figures["cpu_passes"].append(sum(one.cpu_passes for one in taken))
             figures["cpu_whole"].append(own)
-    times = worlds.run("kernels", kernels, min(count, 8), cores)
+    times = worlds["kernels"].run(kernels, min(count, 8), cores, timeout=TIMEOUT)
     if number:
         for which, virtual in enumerate((1, VIRTUAL)):
             of_ranks = [rank[which] for rank in times]

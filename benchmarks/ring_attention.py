@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from harness import parsed, quartiles, ratios, spread, write_json
 from meters import TIMEOUT, Wire, in_turns, peak_bytes
-from peers.ring_goals import goals
 from peers.rings import Method, rings
 from torch import Tensor
 
@@ -53,6 +52,7 @@ from parcompile.runtime.ring_attention.kernels.selection import select_kernel
 from parcompile.runtime.ring_attention.route import Masking, plan_route
 
 RANKS = 2
+PEERS = ("torch all-gather", "torch all-to-all", "ring-flash-attn")
 
 
 class Shape(NamedTuple):
@@ -282,8 +282,57 @@ def report(found: dict[str, Any]) -> None:
         for name, errors in part["errors"].items():
             print(f"  {name:18} {errors[0]:.1e} {errors[1]:.1e}")
     print("\ngoals")
-    for line in goals(found):
-        print(f"  {line}")
+    print_goals(found)
+
+
+def print_goals(found: dict[str, Any]) -> None:
+    """Each goal with what was measured: the median with its quartiles, or the figure."""
+    for part in found["times"]:
+        _goals_of_times(part)
+    for part in found["wire"]:
+        _goal(part, "bytes on the wire / the least", [part["sent"] / part["least"]], most=1.0)
+    for part in found["peaks"]:
+        own, taken = part["bytes"]["zigzag"], part["bytes"]
+        if part["shape"] == str(LARGE):
+            if "ring-flash-attn" in taken:
+                _goal(part, "peak / ring-flash-attn's", [own / taken["ring-flash-attn"]], most=0.36)
+            _goal(part, "peak / one rank's full attention", [own / taken["one rank"]], most=0.5)
+    for part in found["errors"]:
+        ratio = max(ratios(part["errors"]["zigzag"], part["errors"]["one device"]))
+        _goal({"dtype": "bfloat16", **part}, "error of dK, dV / one device's", [ratio], most=0.45)
+
+
+def _goals_of_times(part: dict[str, Any]) -> None:
+    seconds, length, backward = part["seconds"], part["length"], part["backward"]
+
+    def faster_than(name: str, own: str = "zigzag") -> list[float]:
+        return ratios(seconds[name], seconds[own])
+
+    least = (0.97 if length >= 8192 else 0.95) if backward else None
+    _goal(part, "share of the ceiling", faster_than("ceiling"), least=least)
+    # The fastest peer in this run.
+    best = min((name for name in PEERS if name in seconds), key=lambda name: quartiles(seconds[name])[1])
+    leads = not backward and part["dtype"] == "bfloat16" and length <= 8192
+    _goal(part, f"time of the best ring peer ({best}) / own", faster_than(best), least=1.1 if leads else 1.0)
+    _goal(part, "time of Ulysses / own", faster_than("ulysses"), least=0.98)
+    _goal(part, "time of the contiguous ring / zigzag", faster_than("contiguous"), least=1.4)
+    share = part["pairs"]["packed"] / part["pairs"]["dense of equal work"]
+    rates = [ratio * share for ratio in faster_than("dense of equal work", "packed")]
+    _goal(part, "pairs per second of packed documents / of a dense ring", rates, least=0.9)
+
+
+def _goal(
+    part: dict[str, Any], what: str, values: list[float], *, least: float | None = None, most: float | None = None
+) -> None:
+    way = {None: "", False: " forward", True: " forward + backward"}[part.get("backward")]
+    low, middle, high = quartiles(values)
+    said = f"  {part['dtype']} {part['length']}{way}: {what} {middle:.3f}"
+    said += f" ({low:.3f} … {high:.3f})" if len(values) > 1 else ""
+    if least is not None:
+        said += f", at least {least}: {'met' if middle >= least else 'NOT met'}"
+    if most is not None:
+        said += f", at most {most}: {'met' if middle <= most else 'NOT met'}"
+    print(said)
 
 
 def main() -> None:

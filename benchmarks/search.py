@@ -2,7 +2,7 @@
 
     python benchmarks/search.py
 
-Each world is searched several times in one process; the median and the range are shown. All targets are allowed, so
+Each world is searched several times in one process; medians with quartiles are shown. All targets are allowed, so
 that pipelines are enumerated, too.
 """
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, parsed, write_json
+from harness import JSON, parsed, spread, table, write_json
 
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
@@ -25,50 +25,40 @@ WORLDS = {"llama-3-8b": (8, 64, 512, 4096, 16384), "llama-3-70b": (8, 64, 512, 4
 """GPUs for each model."""
 
 
-def spec(model: str, world: int) -> dict[str, Any]:
-    return {
+def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
+    spec = {
         "version": 1,
         "model": {"preset": model},
         "cluster": {"nodes": world // 8, "gpus_per_node": 8, "accelerator": "h100-sxm"},
         "training": {"sequence_length": 8192, "global_batch_size": max(256, world)},
     }
-
-
-def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
-    seconds, busy, layouts = [], [], 0
+    row: dict[str, Any] = {"model": model, "gpus": world, "seconds": [], "processor_seconds": []}
     shape = shape_from_config(presets()[model].config)
     experts = shape.moe.num_experts if shape.moe else 0
     for _ in range(rounds):
-        tree = spec(model, world)
-        space = open_space(tree, Path(), executable=False, layers=shape.num_hidden_layers, experts=experts)
+        space = open_space(spec, Path(), executable=False, layers=shape.num_hidden_layers, experts=experts)
         start, worked = time.perf_counter(), time.process_time()
-        found = search(space)
-        seconds.append(time.perf_counter() - start)
-        busy.append(time.process_time() - worked)
-        layouts = found.enumerated
-    median = statistics.median(seconds)
-    return {
-        "model": model,
-        "gpus": world,
-        "layouts": layouts,
-        "seconds_median": round(median, 3),
-        "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
-        "processor_seconds_median": round(statistics.median(busy), 3),
-        "layouts_per_second": round(layouts / median),
-    }
+        row["layouts"] = search(space).enumerated
+        row["seconds"].append(time.perf_counter() - start)
+        row["processor_seconds"].append(time.process_time() - worked)
+    return row
 
 
 def main() -> None:
     options = parsed(__doc__, rounds=3, json=JSON)
     rows = [measure(model, world, options.rounds) for model, worlds in WORLDS.items() for world in worlds]
     print(f"Python {platform.python_version()}, {platform.machine()}, {options.rounds} rounds")
-    for row in rows:
-        low, high = row["seconds_range"]
-        print(
-            f"{row['model']:<12} {row['gpus']:>6} GPUs  {row['layouts']:>6} layouts  {row['seconds_median']:>7.2f} s "
-            f"({low:.2f} to {high:.2f})  {row['layouts_per_second']:>6} layouts/s  "
-            f"{row['processor_seconds_median']:>6.2f} s of processor"
-        )
+    table(
+        rows,
+        {
+            "model": lambda row: row["model"],
+            "GPUs": lambda row: f"{row['gpus']:,}",
+            "layouts": lambda row: f"{row['layouts']:,}",
+            "seconds": lambda row: spread(row["seconds"]),
+            "layouts per second": lambda row: f"{row['layouts'] / statistics.median(row['seconds']):,.0f}",
+            "processor seconds": lambda row: spread(row["processor_seconds"]),
+        },
+    )
     write_json(options.json, rows)
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import heads, parsed, row
+from harness import ROOT, heads, parsed, row
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parcompile
@@ -30,6 +30,9 @@ from parcompile.plan import Plan
 from parcompile.runtime.groups import agree, create_groups
 from parcompile.runtime.liveness.neighbours import Neighbours
 from parcompile.runtime.liveness.watchdog import StoreChannel
+
+sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+from test_neighbours import CountingStore
 
 META = torch.device("meta")
 SIZES = (64, 1024, 16384)
@@ -80,28 +83,9 @@ def seconds(plan: Plan, create: Callable[[Plan], int], rounds: int) -> tuple[lis
     return found, calls
 
 
-class Counted:
-    """A store that counts its requests."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.requests = store, 0
-
-    def clone(self) -> Counted:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.store, name)
-
-        def ask(*args: Any) -> Any:
-            self.requests += 1
-            return method(*args)
-
-        return ask
-
-
 def ask(size: int, rank: int) -> tuple[list[int], float]:
     """Requests of the handshake, of the entry with a first look, and of a later look; and the seconds of all."""
-    store = Counted(dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False))
+    store = CountingStore(dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False))
     others = [one for one in range(size) if one != rank]
     for one in others:
         store.set(f"parcompile/handshake/{one}", json.dumps(STATEMENT))

@@ -24,6 +24,7 @@ A kill comes at a random moment of up to 1.1 times what the program takes untouc
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness import BIN, ENVIRONMENT, ROOT, free_port, heads, parsed, row, run_for
@@ -85,6 +86,11 @@ def ranks(words: Sequence[str], port: str, errors: Path) -> list[subprocess.Pope
     return started
 
 
+def started(words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A command whose output nobody reads."""
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
     for one in processes:
         one.kill()
@@ -122,6 +128,21 @@ class Torture:
             raise Broken(f"exit code {code} without a kill: {' '.join(words)}")
         return time.monotonic() - start
 
+    def _fresh(self, name: str) -> Path:
+        """An empty folder."""
+        found = self.folder / name
+        shutil.rmtree(found, ignore_errors=True)
+        found.mkdir()
+        return found
+
+    def _until_through(self, program: str, name: str, words: Callable[[Path], list[str]]) -> Path:
+        """The output of a program that is killed at random moments, and started anew until it is through."""
+        output = self.folder / name
+        shutil.rmtree(output, ignore_errors=True)
+        while run_for(words(output), self._moment(program)) is None:
+            self.kills[program] += 1
+        return output
+
     def _moment(self, program: str) -> float:
         """When to kill a program, in seconds after its start."""
         return self.chance.uniform(0.1, 1.1) * self.seconds[program]
@@ -149,34 +170,23 @@ class Torture:
 
     def training(self) -> None:
         """One run that is killed until it is through."""
-        output = self.folder / "parts"
-        shutil.rmtree(output, ignore_errors=True)
-        while run_for(train(self.plans[0], output), self._moment("training")) is None:
-            self.kills["training"] += 1
+        output = self._until_through("training", "parts", functools.partial(train, self.plans[0]))
         if self._metrics(output) != self.expected:
             raise Broken(f"{output}: the metrics are not those of the run that nobody touched")
         self._finish(parcompile("checkpoint", "verify", output / "checkpoints"))
 
     def convert(self) -> None:
         """One conversion that is killed until it is through."""
-        output = self.folder / "again"
-        shutil.rmtree(output, ignore_errors=True)
-        while run_for(self._convert(output), self._moment("convert")) is None:
-            self.kills["convert"] += 1
+        output = self._until_through("convert", "again", self._convert)
         if self._hashes(output) != self.hashes:
             raise Broken(f"{output}: its files are not those of the conversion that nobody touched")
         self._finish(parcompile("checkpoint", "verify", output))
 
     def pair(self) -> None:
         """Two compilations at once into a folder that holds something else."""
-        out = self.folder / "shared"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
+        out = self._fresh("shared")
         (out / "mine.txt").write_text("mine", encoding="utf-8")
-        both = [
-            subprocess.Popen(parcompile(spec, "-o", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for spec in self.specs
-        ]
+        both = [started(parcompile(spec, "-o", out)) for spec in self.specs]
         codes = [one.wait() for one in both]
         self.kills["pair"] += 1
         fits = [run_for(parcompile(spec, "-o", out, "--check"), None) == 0 for spec in self.specs]
@@ -185,15 +195,13 @@ class Torture:
 
     def readers(self) -> None:
         """Readers of a folder into which two compilations go by turns."""
-        out = self.folder / "read"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir()
+        out = self._fresh("read")
         if self.chance.random() < 0.5:
             (out / "mine.txt").write_text("mine", encoding="utf-8")
         names = ["ds_config.json", "process_groups.json", "plan.json"]
         wanted = [{name: (plan / name).read_bytes() for name in names} for plan in self.plans]
         self._finish(parcompile(self.specs[0], "-o", out))
-        writers = [subprocess.Popen(parcompile(spec, "-o", out), stdout=subprocess.DEVNULL) for spec in self.specs * 2]
+        writers = [started(parcompile(spec, "-o", out)) for spec in self.specs * 2]
         while any(one.poll() is None for one in writers):
             found = read_set(out, names)
             self.kills["readers"] += 1
@@ -211,9 +219,7 @@ class Torture:
             "\n".join(f"{key}: {json.dumps(value)}" for key, value in {**tree, "version": "1"}.items()) + "\n"
         )
         pause, written = self.chance.choice((0.0005, 0.02, 0.3)), list[str]()
-        fixing = subprocess.Popen(
-            parcompile("check", "--fix", file), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        fixing = started(parcompile("check", "--fix", file))
         while fixing.poll() is None:
             written.append(f"# {len(written)}")
             with file.open("a", encoding="utf-8") as stream:
@@ -225,10 +231,7 @@ class Torture:
 
     def planted(self) -> None:
         """A folder with a pending set that somebody else has made."""
-        out, outside = self.folder / "planted", self.folder / "outside"
-        for one in (out, outside):
-            shutil.rmtree(one, ignore_errors=True)
-            one.mkdir()
+        out, outside = self._fresh("planted"), self._fresh("outside")
         for name in ("victim.txt", "plan.json"):
             (outside / name).write_text("victim", encoding="utf-8")
         pending = out / ".parcompile-new"
@@ -247,8 +250,7 @@ class Torture:
 
     def double(self) -> None:
         """Jobs that come into the output and onto the port of a running one."""
-        output, port = self.folder / "doubled", free_port()
-        shutil.rmtree(output, ignore_errors=True)
+        output, port = self._fresh("doubled"), free_port()
         first = ranks(script(self.plans[0], output), port, self.folder / "first")
         second: list[subprocess.Popen[str]] = []
         try:
@@ -268,8 +270,7 @@ class Torture:
 
     def stopped(self) -> None:
         """A rank that is stopped while it trains and saves."""
-        output, rank, said = self.folder / "stopped", self.chance.randrange(2), self.folder / "said"
-        shutil.rmtree(output, ignore_errors=True)
+        output, rank, said = self._fresh("stopped"), self.chance.randrange(2), self.folder / "said"
         both = ranks(script(self.plans[0], output, 10_000), free_port(), said)
         try:
             self._started(output, both)

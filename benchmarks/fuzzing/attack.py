@@ -14,12 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fuzzing.kinds import Base, Kind
 from fuzzing.mutations import mutant
+from harness import forget_peak, resident_bytes
+
+Limits = contextlib.AbstractContextManager[None]
 
 SECONDS = 10
 """Of processor time."""
@@ -38,17 +41,13 @@ class TooLong(BaseException):
 class Failure:
     """A mutant that was not read or refused as it should be. `place` is the innermost line of the project."""
 
-    kind: str
-    seed: int
-    words: tuple[str, ...]
     what: str
-    place: str
-    message: str
+    place: str = ""
+    message: str = ""
+    kind: str = ""
+    seed: int = 0
+    words: tuple[str, ...] = ()
     kept: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """As a worker prints it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Attack:
         self.folder, self.kinds = folder, kinds
         self._ready: set[str] = set()
 
-    def chosen(self, seed: int) -> tuple[Kind, Base, Sequence[str], bytes]:
+    def chosen(self, seed: int) -> tuple[Kind, Base, tuple[str, ...], bytes]:
         """What a seed stands for: a kind, a file of it, the command and the damaged file."""
         chance = random.Random(seed)
         kind = chance.choices(self.kinds, [one.weight for one in self.kinds])[0]
@@ -79,44 +78,35 @@ class Attack:
             content = _sealed(content, kind.sealed)
         return kind, base, chance.choice(kind.commands), content
 
-    def _warm(self, kind: Kind, own: Path) -> None:
-        """Runs the commands on a good file: what they import first and keep is not the growth of a mutant."""
-        base = kind.bases[0]
-        file = kind.path(self.folder, base)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for words in kind.commands:
-            file.write_text(base.text, encoding="utf-8")
-            # An import that is cut off would leave half a module behind.
-            line = [word.replace("@", str(file)).replace("%", str(own)) for word in words]
-            _measured(line, contextlib.nullcontext())
-        _remove_outputs(own)
-
     def run(self, seed: int, keep: Path | None = None) -> tuple[Kind, End]:
         """Runs the mutant of a seed; a file that fails is kept in the folder `keep`."""
         kind, base, words, content = self.chosen(seed)
-        own = self.folder / kind.name
         if kind.name not in self._ready:
-            own.mkdir(parents=True, exist_ok=True)
             if kind.beside is not None:
-                shutil.copytree(kind.beside, own, dirs_exist_ok=True)
-            self._warm(kind, own)
+                shutil.copytree(kind.beside, self.folder / kind.name, dirs_exist_ok=True)
+            good = kind.bases[0]
+            for command in kind.commands:  # what they import first and keep is not the growth of a mutant
+                self._one(kind, good, command, good.text.encode(), contextlib.nullcontext())
             self._ready.add(kind.name)
-        file = kind.path(self.folder, base)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-        line = tuple(word.replace("@", str(file)).replace("%", str(own)) for word in words)
-        code, seconds, growth, wrong = _measured(line)
-        _remove_outputs(own)
-        if wrong is None:
-            return kind, End(code, seconds, growth, None)
+        end = self._one(kind, base, words, content, _limited())
+        if end.failure is None:
+            return kind, end
         kept = ""
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
-            name = keep / f"{seed}-{file.name}"
+            name = keep / f"{seed}-{kind.path(self.folder, base).name}"
             name.write_bytes(content)
             kept = str(name)
-        what, place, message = wrong
-        return kind, End(code, seconds, growth, Failure(kind.name, seed, tuple(words), what, place, message, kept))
+        return kind, replace(end, failure=replace(end.failure, kind=kind.name, seed=seed, words=words, kept=kept))
+
+    def _one(self, kind: Kind, base: Base, words: tuple[str, ...], content: bytes, limits: Limits) -> End:
+        file = kind.path(self.folder, base)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        end = _measured(kind.line(self.folder, base, words), limits)
+        for made in ("out", "new"):
+            shutil.rmtree(self.folder / kind.name / made, ignore_errors=True)
+        return end
 
 
 def _sealed(content: bytes, seal: Callable[[dict[str, Any]], object]) -> bytes:
@@ -128,15 +118,8 @@ def _sealed(content: bytes, seal: Callable[[dict[str, Any]], object]) -> bytes:
     return content
 
 
-def _remove_outputs(folder: Path) -> None:
-    for made in ("out", "new"):
-        shutil.rmtree(folder / made, ignore_errors=True)
-
-
-def _measured(
-    line: Sequence[str], limits: contextlib.AbstractContextManager[None] | None = None
-) -> tuple[int, float, int, tuple[str, str, str] | None]:
-    """One call of the command line: exit code, seconds, growth, and what is wrong: what, where and its message."""
+def _measured(line: Sequence[str], limits: Limits) -> End:
+    """One call of the command line. An import that is cut off by limits would leave half a module behind."""
     from parcompile.cli import run
 
     arguments, out, err = sys.argv, io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
@@ -145,24 +128,24 @@ def _measured(
     before = _reset_peak()
     began = time.process_time()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limits or _limited():
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limits:
             code = run()
         if code not in (0, 1, 2):
-            wrong = (f"exit code {code}", "", "")
+            wrong = Failure(f"exit code {code}")
     except TooLong as error:
-        wrong = ("too long", _place(error), f"{time.process_time() - began:.1f} s of processor time")
+        wrong = Failure("too long", _place(error), f"{time.process_time() - began:.1f} s of processor time")
     except BaseException as error:
-        wrong = (type(error).__name__, _place(error), _said(error))
+        wrong = Failure(type(error).__name__, _place(error), _said(error))
     finally:
         sys.argv = arguments
-    seconds, growth = time.process_time() - began, _peak() - before
+    seconds, growth = time.process_time() - began, resident_bytes(peak=True) - before
     with contextlib.suppress(ValueError):
         err.flush()
         if wrong is None and b"Traceback (most recent call last)" in err.buffer.getvalue():  # type: ignore[attr-defined]
-            wrong = ("Traceback", "standard error", "")
+            wrong = Failure("Traceback", "standard error")
     if wrong is None and growth > GROWTH_BYTES:
-        wrong = ("memory", " ".join(line[:2]), f"{growth / 2**20:.0f} MB")
-    return code, seconds, growth, wrong
+        wrong = Failure("memory", " ".join(line[:2]), f"{growth / 2**20:.0f} MB")
+    return End(code, seconds, growth, wrong)
 
 
 def _said(error: BaseException) -> str:
@@ -177,16 +160,19 @@ def _limited() -> Iterator[None]:
     def stop(_signal: int, _frame: object) -> None:
         raise TooLong
 
-    previous = [signal.signal(one, stop) for one in (signal.SIGPROF, signal.SIGALRM)]
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
+    timers = {
+        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS),
+        signal.SIGALRM: (signal.ITIMER_REAL, WAIT_SECONDS),
+    }
+    previous = {one: signal.signal(one, stop) for one in timers}
+    for timer, seconds in timers.values():
+        signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for one, handler in zip((signal.SIGPROF, signal.SIGALRM), previous, strict=True):
-            signal.signal(one, handler)
+        for one, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(one, previous[one])
 
 
 def _place(error: BaseException) -> str:
@@ -201,24 +187,11 @@ def _place(error: BaseException) -> str:
 
 def _reset_peak() -> int:
     """The resident bytes of this process, whose peak begins anew here."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:  # noqa: PTH123
-        stream.write("5")
-    return _peak()
-
-
-def _peak() -> int:
-    try:
-        with open("/proc/self/status") as stream:  # noqa: PTH123
-            for line in stream:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    forget_peak()
+    return resident_bytes(peak=True)
 
 
 def bound_memory() -> None:
     """Bounds the address space of this process."""
-    with open("/proc/self/statm") as stream:  # noqa: PTH123
-        now = int(stream.read().split()[0]) * os.sysconf("SC_PAGESIZE")
+    now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * os.sysconf("SC_PAGESIZE")
     resource.setrlimit(resource.RLIMIT_AS, (now + _ROOM_BYTES, now + _ROOM_BYTES))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ class Kind:
         """Where the file lies; its suffix is that of the base where the name leaves it open."""
         return folder / self.name / self.file.replace("?", base.form)
 
+    def line(self, folder: Path, base: Base, words: Words) -> Words:
+        """A command with the names of the file and of its folder."""
+        file, own = str(self.path(folder, base)), str(folder / self.name)
+        return tuple(word.replace("@", file).replace("%", own) for word in words)
+
 
 _HERE = Path(__file__).parent
 BASES: dict[str, Any] = json.loads((_HERE / "bases.json").read_text(encoding="utf-8"))
@@ -84,16 +89,12 @@ def _yaml(*trees: Any) -> list[Base]:
     return [Base(yaml.safe_dump(tree, sort_keys=False), "yaml") for tree in trees]
 
 
-def _both(*trees: Any) -> list[Base]:
-    return [*_yaml(*trees), *_json(*trees)]
-
-
 _FORMS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".csv": "csv"}
 
 
-def _files(folder: Path, pattern: str = "*") -> list[Base]:
-    """Files of a folder, by name; other texts count as scripts."""
-    files = sorted(folder.glob(pattern)) if folder.is_dir() else []
+def _files(folder: Path, pattern: str) -> list[Base]:
+    """Files below a folder, by name; other texts count as scripts."""
+    files = sorted(folder.glob(pattern))
     return [
         Base(file.read_text(encoding="utf-8", errors="replace"), _FORMS.get(file.suffix, "sh"))
         for file in files
@@ -115,35 +116,32 @@ def _configs() -> list[Base]:
     return _json(*trees)
 
 
-def _compiled(folder: Path) -> Path:
-    """A folder with `before.json` and its plan, unless they are there."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _compiled(folder: Path) -> None:
+    """`before.json` and its plan."""
     file, plan = folder / "before.json", folder / "plan"
     if not plan.is_dir():
         file.write_text(json.dumps(SPEC), encoding="utf-8")
         words = [sys.executable, "-m", "parcompile", str(file), "-o", str(plan)]
         subprocess.run(words, check=True, capture_output=True)
-    return plan
 
 
-def _held(folder: Path, changes: Any) -> Path:
-    """A folder with a spec that names the damaged file."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _held(folder: Path, **changes: Any) -> None:
+    """A spec that names the damaged file."""
     (folder / "held.json").write_text(json.dumps({**BASES["held"], **changes}), encoding="utf-8")
-    return folder
 
 
-def _note(folder: Path) -> str:
-    """The note of a checkpoint with small files, which are written into the folder."""
+def _note(folder: Path) -> None:
+    """A checkpoint of small files with its note."""
     checkpoint = folder / "checkpoint"
     if (checkpoint / "parcompile.json").is_file():
-        return (checkpoint / "parcompile.json").read_text(encoding="utf-8")
+        return
     import torch
 
     from parcompile.plan import load_plan
     from parcompile.runtime.checkpoint.manifest import Note, tensor_files
 
-    plan = load_plan(_compiled(folder))
+    _compiled(folder)
+    plan = load_plan(folder / "plan")
     checkpoint.mkdir()
     files = {}
     for name in sorted(tensor_files(plan)):
@@ -152,16 +150,14 @@ def _note(folder: Path) -> str:
         files[name] = (len(content), hashlib.sha256(content).hexdigest())
     layout = {"tp": 2, "cp": 1, "pp": 1, "dp": 1, "ep": 1}
     note = Note(checkpoint, 3, plan, layout, files, {"r": 8, "ranks": {"q_proj": [8, 2.0]}}, [[3, 2]])
-    text = json.dumps(note.to_json())
-    (checkpoint / "parcompile.json").write_text(text, encoding="utf-8")
-    return text
+    (checkpoint / "parcompile.json").write_text(json.dumps(note.to_json()), encoding="utf-8")
 
 
-def _index(folder: Path) -> str:
-    """The index of a model whose tensors lie in two files, beside its config.json."""
+def _index(folder: Path) -> None:
+    """A model whose tensors lie in two files, with their index and its config.json."""
     file = folder / "model" / "model.safetensors.index.json"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return
     import torch
     from safetensors.torch import save_file
 
@@ -179,7 +175,6 @@ def _index(folder: Path) -> str:
         save_file(part, str(file.parent / f"model-{number}.safetensors"))
         places |= dict.fromkeys(part, f"model-{number}.safetensors")
     file.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}), encoding="utf-8")
-    return file.read_text(encoding="utf-8")
 
 
 def _plan_sealed(tree: dict[str, Any]) -> None:
@@ -192,6 +187,37 @@ def _note_sealed(tree: dict[str, Any]) -> None:
     if isinstance(tree.get("plan"), dict):
         _plan_sealed(tree["plan"])
         tree["plan_hash"] = tree["plan"]["plan_hash"]
+
+
+_MACHINE = {"nodes": 1, "gpus_per_node": 8, "accelerator": "machine.json"}
+_BESIDE: dict[str, Callable[[Path], None]] = {
+    "plan": _compiled,
+    "config": _held,
+    "machine": functools.partial(_held, model={"preset": "llama-3-8b"}, cluster=_MACHINE),
+    "note": _note,
+    "index": _index,
+}
+"""What makes the files that lie beside damaged ones, in a folder that is there."""
+_OF_RUNTIME = ("note", "index")
+_SEALED = {"plan": _plan_sealed, "note": _note_sealed}
+
+
+def _bases(said: str, folders: Mapping[str, Path], drawn: int, number: int) -> list[Base]:
+    """What a line of `bases` in kinds.json stands for.
+
+    Trees of bases.json (`json` or `both` and a name), the `configs` of models, files drawn from a `schema` (and which
+    share of `drawn`), or a folder and a pattern of files (and whether only `scripts` or only `trees` of them).
+    """
+    how, what, only = [*said.split(), "", ""][:3]
+    if how == "configs":
+        return _configs()
+    if how == "schema":
+        return _json(*from_schema(what, max(1, round(drawn * float(only or 1))), number))
+    if how in ("json", "both"):
+        trees = BASES[what] if isinstance(BASES[what], list) else [BASES[what]]
+        return _json(*trees) if how == "json" else [*_yaml(*trees), *_json(*trees)]
+    found = _files(folders[how], what)
+    return [one for one in found if not only or (one.form == "sh") is (only == "scripts")]
 
 
 def all_kinds(
@@ -208,71 +234,15 @@ def all_kinds(
         drawn: how many files hypothesis draws from each schema.
         number: which of them.
     """
-
-    def of_schema(name: str, share: float = 1.0) -> list[Base]:
-        return _json(*from_schema(name, max(1, round(drawn * share)), number))
-
-    plan = _compiled(made / "plan")
-    golden = ROOT / "tests" / "golden"
-    plans = [Base((plan / "plan.json").read_text(encoding="utf-8"), "json"), *_files(golden, "*/plan.json")]
-    plans += of_schema("plan", 0.03)
-    locks = [Base((plan / "parcompile.lock.json").read_text(encoding="utf-8"), "json"), *of_schema("lock", 0.1)]
-    examples, specs = _files(ROOT / "examples", "*.json"), ROOT / "tests" / "specs"
-    specs_of_tests = [*_files(specs / "positive"), *_files(specs / "negative"), *_files(golden, "*.json")]
-    deepspeed = [
-        *_json(BASES["deepspeed"], BASES["deepspeed_cosine"]),
-        *_files(corpus / "ds"),
-        *_files(golden, "*/ds_config.json"),
-    ]
-    deepspeed += of_schema("ds_config")
-    scripts = [*_files(_HERE, "*.sh"), *_files(golden, "*/megatron_args.sh")]
-    arguments = [*_files(golden, "*/megatron_args.json"), *_files(golden, "*/megatron_args.yaml")]
-    for one in _files(corpus / "megatron", "**/*"):
-        (scripts if one.form == "sh" else arguments).append(one)
-    configs = [*_configs(), *_files(corpus / "hf")]
-    accelerate = [*_both(*BASES["accelerate"]), *_files(golden, "*/accelerate*.yaml")]
-    bases: dict[str, Sequence[Base]] = {
-        "spec": [*_json(SPEC), *examples, *specs_of_tests, *of_schema("spec")],
-        "plan": plans,
-        "lock": locks,
-        "config.json": configs,
-        "searched": configs,
-        "DeepSpeed": deepspeed,
-        "Megatron-LM script": scripts,
-        "Megatron-LM arguments": arguments,
-        "gpt-neox": [*_both(BASES["gpt_neox"]), *_files(corpus / "neox")],
-        "accelerate": accelerate,
-        "parallelism configs": [
-            *_json(BASES["parallelism"], BASES["distributed"]),
-            *_files(golden, "*/parallelism_config.json"),
-        ],
-        "axolotl": _both(BASES["axolotl"]),
-        "LLaMA-Factory": _both(BASES["llama_factory"]),
-        "Trainer": _both(BASES["trainer"]),
-        "measured runs": _files(_HERE, "*.csv"),
-        "machine": [*_json(BASES["machine"]), *of_schema("accelerator", 0.3)],
-    }
-    machine = {"nodes": 1, "gpus_per_node": 8, "accelerator": "machine.json"}
-    beside = {
-        "plan": plan.parent,
-        "lock": plan.parent,
-        "config.json": _held(made / "config", {}),
-        "machine": _held(made / "machine", {"model": {"preset": "llama-3-8b"}, "cluster": machine}),
-    }
-    sealed = {"plan": _plan_sealed, "note": _note_sealed}
-    if runtime:
-        bases |= {"note": [Base(_note(made / "note"), "json")], "index": [Base(_index(made / "index"), "json")]}
-        beside |= {name: made / name for name in ("note", "index")}
-    return [
-        Kind(
-            name,
-            row["file"],
-            bases[name],
-            [tuple(words.split()) for words in row["commands"]],
-            row["weight"],
-            beside.get(name),
-            sealed.get(name),
-        )
-        for row in json.loads((_HERE / "kinds.json").read_text(encoding="utf-8"))
-        if (name := row["name"]) in bases
-    ]
+    folders, found = {"repo": ROOT, "corpus": corpus, "made": made}, []
+    for row in json.loads((_HERE / "kinds.json").read_text(encoding="utf-8")):
+        name, beside = row["name"], made / row["beside"] if "beside" in row else None
+        if name in _OF_RUNTIME and not runtime:
+            continue
+        if beside is not None:
+            beside.mkdir(parents=True, exist_ok=True)
+            _BESIDE[row["beside"]](beside)
+        bases = [base for said in row["bases"] for base in _bases(said, folders, drawn, number)]
+        commands = [tuple(words.split()) for words in row["commands"]]
+        found.append(Kind(name, row["file"], bases, commands, row["weight"], beside, _SEALED.get(name)))
+    return found

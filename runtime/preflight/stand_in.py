@@ -34,7 +34,7 @@ from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo
 
 from .counting import MessageCounter
-from .cuda_host import NoCudaHostError, card_of, cuda_without_gpu
+from .cuda_host import NoCudaHostError, always, card_of, cuda_without_gpu
 from .waits import place
 
 # This process as one rank of any world: torch's fake process group, and an accelerator whose tensors have no memory.
@@ -86,7 +86,7 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
 
     try:
         with _quiet(), contextlib.ExitStack() as entered:
-            set_accelerator(_accelerator() if device.type == "meta" else _cuda_accelerator())
+            set_accelerator(_accelerator(device))
             backends = f"{device.type}:fake,cpu:fake" if device.type == "meta" else "cuda:fake,meta:fake,cpu:fake"
             entered.enter_context(without_values())
             dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=plan.world_size)
@@ -139,53 +139,19 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _accelerator() -> Any:
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+def _accelerator(device: torch.device) -> Any:
+    """DeepSpeed's of a device whose memory costs nothing and whose messages are those of the fake process group."""
+    answers: dict[str, Any] = {"communication_backend_name": "fake"}
+    if device.type != "meta":  # everything else is asked of `torch.cuda`
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Base
+    else:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Base
 
-    class Nowhere(CPU_Accelerator):  # type: ignore[misc]
-        """A device whose memory costs nothing."""
-
-        def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
-            return "meta"
-
-        def current_device_name(self) -> str:
-            return "meta"
-
-        def communication_backend_name(self) -> str:
-            return "fake"
-
-        def on_accelerator(self, tensor: Tensor) -> bool:  # noqa: ARG002
-            return True
-
-        def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-            return 2**62
-
-        def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-            return 2**62
-
-        def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-            return 0
-
-        def is_fp16_supported(self) -> bool:
-            return True
-
-        max_memory_allocated = memory_cached = max_memory_cached = memory_allocated
-        memory_reserved = max_memory_reserved = memory_allocated
-
-    return Nowhere()
-
-
-def _cuda_accelerator() -> Any:
-    """DeepSpeed's own for CUDA, which asks `torch.cuda`."""
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    class Fake(CUDA_Accelerator):  # type: ignore[misc]
-        """Its messages are those of the fake process group."""
-
-        def communication_backend_name(self) -> str:
-            return "fake"
-
-    return Fake()
+        answers |= {"device_name": "meta", "current_device_name": "meta", "available_memory": 2**62}
+        answers |= {"on_accelerator": True, "is_fp16_supported": True, "total_memory": 2**62}
+        for memory in ("memory_allocated", "memory_cached", "memory_reserved"):
+            answers |= {memory: 0, f"max_{memory}": 0}
+    return type("Nowhere", (Base,), {name: always(value) for name, value in answers.items()})()
 
 
 # Follows what a rank does, operator by operator.

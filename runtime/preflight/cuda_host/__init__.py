@@ -107,6 +107,11 @@ def _waits(what: str) -> None:
         hear(what)
 
 
+def always(value: Any) -> Callable[..., Any]:
+    """What answers so, a function of its own each time: torch.compile tells them apart by identity."""
+    return lambda *_, **__: value
+
+
 CUDNN = 91900
 """The version of cuDNN that torch is taken to have: that of a build for CUDA 13."""
 
@@ -118,9 +123,6 @@ def torch_cuda_of(card: Card, waits: Callable[[str], None]) -> Iterator[None]:
     properties = SimpleNamespace(
         name=card.name, major=card.capability[0], minor=card.capability[1], total_memory=card.memory_bytes, warp_size=32
     )
-
-    def always(value: Any) -> Callable[..., Any]:
-        return lambda *_, **__: value  # a function of its own each time: torch.compile tells them apart by identity
 
     answers: dict[str, Any] = {
         "is_available": always(True),

@@ -99,50 +99,42 @@ def _measure(mesh: Mesh, nodes: list[str], seconds: float) -> Answer:
 
 
 def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
-    found = session.found
     if job.plan is None:
         raise RunError(job.unread)
-    own = Facts(**heard[0]["facts"])
+    own, findings = Facts(**heard[0]["facts"]), session.found.findings
     facts = tuple(own.of_another(said["facts"]) for said in heard if said is not None)
-    found.arrived = Arrived(job.plan, session.channel.world_size, facts)
-    found.findings += compare_arrival(found.arrived, session.limits.wait_seconds)
-    go = not _differing(found.findings)
-    found.findings += compare_places(found.arrived)
-    found.findings += compare_memory(found.arrived)
-    found.findings += compare_cpu_adam(found.arrived)
-    found.findings += compare_shared_memory(found.arrived)
+    session.found.arrived = arrived = Arrived(job.plan, session.channel.world_size, facts)
+    findings += compare_arrival(arrived, session.limits.wait_seconds)
+    go = not _differing(findings)
+    for compare in (compare_places, compare_memory, compare_cpu_adam, compare_shared_memory):
+        findings += compare(arrived)
     return {"go": go, "nodes": [one.node for one in facts], "marker": heard[0]["marker"]}
 
 
 def _disk(session: Session, heard: Sequence[Any]) -> Answer:
-    found = session.found
-    assert found.arrived is not None
-    found.findings += compare_disk(found.arrived, heard)
+    session.found.findings += compare_disk(session.arrived, heard)
     return {}
 
 
 def _groups(session: Session, heard: Sequence[Any]) -> Answer:
-    found = session.found
-    assert found.arrived is not None
     groups = [Finding.from_wire(one) for said in heard for one in said]
-    found.findings += groups
+    session.found.findings += groups
     return {"go": not _differing(groups)}
 
 
 def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
-    found = session.found
-    assert found.arrived is not None
+    found, arrived = session.found, session.arrived
     failures = [said["failure"] for said in heard if "failure" in said]
     if failures:
         found.findings.append(Finding(JOB, LINKS, "measured", "", Verdict.NOT_RUN, failures[0]))
     else:
         measured = [LinkMeasurements.from_json(said) for said in heard]
-        found.findings += compare_links(found.arrived, measured)
-        found.slow = remarks(found.arrived, measured)
+        found.findings += compare_links(arrived, measured)
+        found.slow = remarks(arrived, measured)
     why = ""
     if differing := _differing(found.findings):
         why = f"the steps could hang or fail for what differs: {', '.join(dict.fromkeys(differing))}"
-    elif found.arrived.plan.spec.model.shape.user_module is not None and job.model is None:
+    elif arrived.plan.spec.model.shape.user_module is not None and job.model is None:
         why = "the model is a module of your own: call parcompile.runtime.live_check with model="
     if why:
         found.findings.append(Finding(JOB, LOSSES, "finite, equal", "", Verdict.NOT_RUN, why))
@@ -150,13 +142,11 @@ def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
 
 
 def _trial(session: Session, heard: Sequence[Any]) -> Answer:
-    found = session.found
-    assert found.arrived is not None
     trials = [Trial(**said) for said in heard]
-    found.findings += compare_trials(found.arrived, trials)
-    estimate = timing(workload_of(found.arrived.plan.spec)).step.seconds
+    session.found.findings += compare_trials(session.arrived, trials)
+    estimate = timing(workload_of(session.arrived.plan.spec)).step.seconds
     seconds, peak = max(one.seconds[-1] for one in trials), max(one.peak_bytes for one in trials)
-    found.notes.append(
+    session.found.notes.append(
         f"step {STEPS} took {format_seconds(seconds)} on the slowest rank, the estimate is {format_seconds(estimate)}; "
         f"the fullest rank held {format_bytes(peak)}"
     )

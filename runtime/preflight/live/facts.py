@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
@@ -210,25 +211,20 @@ def device_memory(device: torch.device) -> int | None:
 
 def host_memory() -> int | None:
     """Bytes of memory that this node can still give: what Linux calls available, or less where a cgroup ends before."""
-    found = _available()
+    found = None
+    with contextlib.suppress(OSError):
+        kib = _figure(Path("/proc/meminfo"), "MemAvailable")
+        found = None if kib is None else kib * 1024
     for folder in _cgroups():
         with contextlib.suppress(OSError, ValueError):
             limit = (folder / "memory.max").read_text(encoding="utf-8").strip()
             if limit != "max":
                 used = int((folder / "memory.current").read_text(encoding="utf-8"))
                 # Pages of files are given back when they are needed.
-                used -= _statistic(folder / "memory.stat", "inactive_file")
+                used -= _figure(folder / "memory.stat", "inactive_file") or 0
                 left = max(0, int(limit) - used)
                 found = left if found is None else min(found, left)
     return found
-
-
-def _available() -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _cgroups() -> list[Path]:
@@ -243,12 +239,10 @@ def _cgroups() -> list[Path]:
     return [own, *(one for one in own.parents if one.is_relative_to(root))]
 
 
-def _statistic(file: Path, name: str) -> int:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+def _figure(file: Path, name: str) -> int | None:
+    """The number behind a name, in a file with one of both a line."""
+    found = re.search(rf"^{name}:?\s+(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def shared_memory() -> int | None:

@@ -91,6 +91,12 @@ class Session:
         """Whether this is rank 0, which judges and reports."""
         return self.channel.rank == 0
 
+    @property
+    def arrived(self) -> Arrived:
+        """The ranks that came, once rank 0 knows them."""
+        assert self.found.arrived is not None
+        return self.found.arrived
+
     def run(self, go_through: Callable[[], None]) -> Outcome:
         """Goes through the stages and ends the check. It raises nothing: what stops one rank stops all."""
         self.watch.start()
