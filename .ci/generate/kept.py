@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import random
@@ -41,7 +42,9 @@ from drawn_configurations import draw  # noqa: E402
 from families import FAMILIES, tiny_config  # noqa: E402
 from training_runs import make_plan  # noqa: E402
 
-from parcompile.cost.kept import BASES, GROUPS, KV_HEADS, QKV_HEADS, SEQUENCE_PARALLEL, Sort, sizes, sort_bytes, sorts  # noqa: E402
+from parcompile.cost import kept as table_of_rows  # noqa: E402
+from parcompile.cost.kept import BASES, FEWEST, GROUPS, KV_HEADS, QKV_HEADS, Sort, sizes, sort_bytes, sorts  # noqa: E402
+from parcompile.model.blocks.indexer import IndexerTraits  # noqa: E402
 from parcompile.model.blocks.recurrent import RecurrentTraits  # noqa: E402
 from parcompile.plan import Plan  # noqa: E402
 from parcompile.runtime.preflight.sharded import build_sharded  # noqa: E402
@@ -53,22 +56,30 @@ WORDS = {"16": "bf16", "32": "fp32"}
 """Of weights of 16 bits and in fp32, and a type of each."""
 FEW, ALIKE, MOST, UNSEEN = 8, 7, 50, 4
 """Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate."""
+USUAL = 0.93
+"""The share of layers that save the same from which on the others are let pass."""
+RARE = ("first", table_of_rows.WIDE)
+"""Questions that are asked where no other one tells layers apart as well."""
 NEAR = 0.002
 """By so much the rows may miss what a layer of an unseen draw keeps."""
 EXACT = 1e-4
 """By so much those of another type may miss what this one's layers keep."""
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-FIXED = re.compile(r"qk_rope_head_dim$|^[A-Z]\w+\.(chunk|groups|heads|units|output_units)$")
+FIXED = re.compile(
+    rf"qk_rope_head_dim$|{FEWEST}$|^[A-Z]\w+\.(chunk|groups|heads|units|output_units)$|num_shared_experts$"
+    r"|num_identities$|Ngrams\.|key_width$|choice\."
+)
 """Sizes that all draws have alike: of angles, which no layer keeps for itself, and of modules that carry a state."""
 ASKED = re.compile(
     r"^(heads|residual|layer_inputs|norms|mlp)\b(?!.*rank>1)|^attention\.(projections|compressed)$|query_rank>0|^routed$"
+    r"|^[A-Z]\w+$"
 )
 """Questions of which not every answer may have been drawn."""
 TINY = 64
 """Numbers of a token, of choices in groups of experts, that follow no product and are left out."""
 NO_SIZES = re.compile(
     "act$|activation|bias|eps$|rope|tie_|dropout|softcap|clip|multiplier|scal|norm_topk|router_logits|logit|aux|alpha"
-    "|parallel_residual|layernorm|use_qk|mup|interleave|temperature|limit|magnitude|routing|gating|initializer|token_id"
+    "|parallel_residual|layernorm|mup|interleave|temperature|limit|magnitude|routing|gating|initializer|token_id"
 )
 """Keys that stay what the type has: they change no size."""
 COUNTS = re.compile(
@@ -78,6 +89,10 @@ COUNTS = re.compile(
 )
 """Keys whose values are not multiplied."""
 ATTENTION = re.compile(r"attn|attention|temporal_block")
+STREAM = re.compile(r"norm|_hc$")
+"""Modules that read or write the residual stream: norms and hyper-connections."""
+STEPS = re.compile(r"_hc$")
+"""Modules that norm numbers step by step, and keep those of each step."""
 CUT = re.compile(r"(heads|intermediate_size)/tp$")
 """Sizes that tp divides, where draws tell both apart no more than neither."""
 STACKS = ("layers", "h", "blocks", "block", "layer")
@@ -105,34 +120,46 @@ class Kept:
 
     def of(self, group: str) -> Kept:
         """What one of the groups of modules keeps; without what is counted by itself."""
-        own = (
+        own = [
             one
             for index, one in enumerate(self.tensors)
             if _group(self.sort, one[0]) == group and not self.is_choice(index) and not self.is_small(index)
-        )
-        return replace(self, tensors=tuple(own))
+        ]
+        steps = Counter(one for one in own if STEPS.search(one[0]))
+        found = [one for one in own if one not in steps]
+        found += [(name, dtype, count * times, size) for (name, dtype, count, size), times in steps.items()]
+        return replace(self, tensors=tuple(found))
 
     def is_choice(self, index: int) -> bool:
         """Whether a tensor has numbers of each token with each other one, as an indexer makes them."""
-        chooses = self.flags.get("Indexer", False) or self.flags.get("attention.compressed", False)
-        return chooses and self.tensors[index][2] % (self.tokens * self.length) == 0
+        keys = self.sort.shape.attention.compressed
+        if keys is None and not self.flags.get("Indexer", False):
+            return False
+        return self.tensors[index][2] * (1 if keys is None else keys.rate) % (self.tokens * self.length) == 0
 
     def is_small(self, index: int) -> bool:
-        """Whether a tensor holds a few choices of each token, which are left out."""
+        """Whether a tensor holds a few choices of each token, or a number of each position: these are left out."""
         _, _, count, size = self.tensors[index]
-        return size == 8 and count < TINY * self.tokens
+        mask = size == 1 and count == self.tokens * self.numbers.get("moe.num_experts", 0)
+        return count == self.length or mask or (size == 8 and count < TINY * self.tokens)
 
     @property
     def flags(self) -> dict[str, bool]:
-        return {**sizes(self.sort)[1], SEQUENCE_PARALLEL: self.own < self.tokens}
+        return {
+            **sizes(self.sort)[1],
+            table_of_rows.SEQUENCE_PARALLEL: self.own < self.tokens,
+            table_of_rows.WIDE: self.tp > 2,
+        }
 
     @cached_property
     def numbers(self) -> dict[str, float]:
         """The sizes of the rank by name, those that tp divides once more."""
         found: dict[str, float] = {}
         for name, value in sizes(self.sort)[0].items():
+            if name == FEWEST:
+                continue
             if name == KV_HEADS:
-                found[name] = max(1, value // self.tp)
+                found[name] = max(sizes(self.sort)[0][FEWEST], value // self.tp)
                 found[QKV_HEADS] = self.sort.shape.num_attention_heads / self.tp + 2 * found[name]
             elif value > 0:
                 found[name] = value
@@ -164,17 +191,27 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[K
     heads = next((key for key in ("num_attention_heads", "n_head", "n_heads") if type(config.get(key)) is int), None)
     if heads is not None:
         config[heads] *= pick.choice([1, 1, 2, 3])
-    if FAMILIES[kind].hidden_is_heads and heads is not None and "head_dim" in config:
-        config["head_dim"] = 8 * pick.choice([1, 2, 3, 5])
-        config["hidden_size"] = config[heads] * config["head_dim"]
     if kind == "codegen":  # whose four parts of heads are copied apart where a rank has all of them
-        config["n_head"] = 16
+        config["n_head"] = pick.choice([16, 32, 48])
+    if "hc_sinkhorn_iters" in config:
+        config["hc_sinkhorn_iters"] = pick.choice([2, 3, 5, 8])
+    if "compress_rates" in config:  # which divide the length
+        config["compress_rates"] = {key: pick.choice([2, 4, 8]) for key in config["compress_rates"]}
+    if "num_kv_heads" in config:
+        config["num_kv_heads"] = config[heads] // pick.choice([1, 2])
+    hidden = next((key for key in ("hidden_size", "n_embd", "d_model") if key in config), None)
+    if heads is not None and hidden is not None and (FAMILIES[kind].hidden_is_heads or "head_dim" not in config):
+        head_dim = 8 * pick.choice([1, 2, 3, 5])
+        config |= {hidden: config[heads] * head_dim, **({"head_dim": head_dim} if "head_dim" in config else {})}
     if FAMILIES[kind].latent is not None:
         config |= dict.fromkeys({"num_attention_heads", "num_key_value_heads"} & config.keys(), pick.choice([4, 8, 12]))
     config |= {key: 4096 for key in ("max_position_embeddings", "n_positions") if key in config}
     tp = 4 if number % 2 and pick.random() < 0.8 else 2
+    chooses = FAMILIES[kind].part(IndexerTraits) is not None or FAMILIES[kind].low_rank is not None
     states = FAMILIES[kind].part(RecurrentTraits) is not None
-    length, batch = 8 * pick.choice([3, 4, 5] if states else [5, 7, 9, 11]), pick.choice([1, 2, 3])
+    # Of no length that goes with choices of keys a size is a multiple.
+    length = 8 * pick.choice([37, 41, 43] if chooses else [3, 4, 5] if states else [5, 7, 9, 11])
+    batch = pick.choice([3, 5])  # a number of each position is none of each token
     plan = make_plan(
         tp,
         {"tp": tp, **({"sequence_parallel": True} if tp > 1 and pick.random() < 0.65 else {})},
@@ -189,11 +226,11 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[K
         },
     )
     work = workload_of(plan.spec)
-    stack = work.shape.stack
-    if stack.runs or stack.shared_blocks or stack.layers_per_module > 1:
-        raise ValueError(f"{kind}: its layers are no modules one after the other")
     own = work.split_tokens // (tp if work.sequence_parallel else 1)
-    layers = [(sorts(work.shape, range(layer, layer + 1)), tensors) for layer, tensors in saved(plan).items()]
+    if work.shape.residual.streams == 1:
+        raise ValueError(f"{kind}: of one stream sizes are not told apart")
+    every = _of_layers(saved(plan), work.shape.stack.layers_per_module)
+    layers = [(sorts(work.shape, range(layer, layer + 1)), tensors) for layer, tensors in every.items()]
     return [
         Kept(own_sort[0][1], tp, work.local_tokens, own, length, tuple(tensors))
         for own_sort, tensors in layers
@@ -201,18 +238,39 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[K
     ]
 
 
-def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
-    """By layer, each storage that autograd saves in it and that was made there, or goes into it as hidden states."""
+Saved = dict[int, list[tuple[str, str, int, int]]]
+"""By layer what autograd saves: the module, the type, elements of the storage, and bytes of one."""
+
+
+def _of_layers(runs: Saved, of_module: int) -> Saved:
+    """By layer, where a module is several: those of its submodules that have a number are of that one among them."""
+    if of_module == 1:
+        return runs
+    found: Saved = defaultdict(list)
+    for run, tensors in runs.items():
+        for name, *tensor in tensors:
+            number = re.search(r"(?<=\.)\d+", name)
+            layer = run * of_module + (int(number.group()) if number else 0)
+            found[layer].append((name, *tensor))
+    return found
+
+
+def saved(plan: Plan) -> Saved:
+    """By run of a layer, each storage that autograd saves in it and that was made there, or goes into it.
+
+    A layer runs once, where no stack of layers runs several times.
+    """
     with stand_in(plan, 0) as mesh:
         tracker = MetaTracker(mesh)
         with tracker:
             model, _ = build_sharded(mesh, tracker)
-            layers = {f"{name}.{number}": number for name, own in _stacks(model) for number in range(len(own))}
+            layers = [f"{name}.{number}" for name, own in _stacks(model) for number in range(len(own))]
             alive: list[Any] = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
             seen = {one._cdata for one in alive}
             before: dict[int, Any] = {}
             inside: list[tuple[int, str]] = []
-            found: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
+            runs = itertools.count()
+            found: Saved = defaultdict(list)
 
             def enter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
                 owner = next((one for one in layers if name == one or name.startswith(f"{one}.")), None)
@@ -226,7 +284,7 @@ def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
                         if isinstance(one, Tensor):
                             before.pop(_storage(one), None)
                 if owner is not None:  # a module that layers share has the name of the first
-                    layer = inside[-1][0] if inside else layers[owner]
+                    layer = inside[-1][0] if inside else next(runs)
                     inside.append((layer, name.removeprefix(owner).removeprefix(".")))
 
             def leave(name: str) -> None:
@@ -241,7 +299,8 @@ def saved(plan: Plan) -> dict[int, list[tuple[str, str, int, int]]]:
                     layer, name = inside[-1]
                     size = tensor.element_size()
                     count = tensor.untyped_storage().nbytes() // size
-                    found[layer].append((name, str(tensor.dtype).removeprefix("torch."), count, size))
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    found[layer].append((name, f"part of {dtype}" if tensor.numel() < count else dtype, count, size))
                 return tensor
 
             for name, module in model.named_modules():
@@ -276,10 +335,10 @@ def leaves(layers: Sequence[Kept]) -> tuple[Any, list[list[Kept]]]:
     Where no question does, those that are most are meant.
     """
     signatures = Counter(one.signature for one in layers)
-    if len(signatures) > 1:
+    if max(signatures.values()) < USUAL * len(layers):
         asked = {question for one in layers for question in one.flags}
         best, least = None, _mixed(layers)
-        for question in sorted(asked, key=lambda one: (one not in ("routed", "attends"), len(one), one)):
+        for question in sorted(asked, key=lambda one: (one in RARE, one not in ("routed", "attends"), len(one), one)):
             halves = (
                 [one for one in layers if one.flags.get(question)],
                 [one for one in layers if not one.flags.get(question)],
@@ -375,7 +434,7 @@ def _group(sort: Sort, module: str) -> str | None:
     replaced = any(one.replaces_attention for one in sort.parts)
     if (replaced and not OTHERS.search(top)) or (not replaced and STATES.search(module)):
         return None
-    if not top or "norm" in top:
+    if not top or STREAM.search(top):
         return "stream"
     attention = ATTENTION.search(top) or (sort.shape.stack.blocks is not None and sort.attends)
     return "attention" if attention else "mlp"
@@ -421,7 +480,7 @@ def read(kind: str) -> Read:
 
 
 def _draws(kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
-    """The layers of one draw after the other; why there are no more, where many are refused."""
+    """The layers of one draw after the other; why there are none, where all are refused."""
     pick, refused = random.Random(f"{kind} {precision}"), 0
     gc.freeze()  # modules of torch need not be looked through after each draw
     for number in range(6 * MOST):
@@ -429,7 +488,7 @@ def _draws(kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
             yield drawn(kind, pick, precision, number)
         except Exception as error:
             refused += 1
-            if refused > 3 * MOST:
+            if refused == number + 1 == 3 * MOST:
                 wrong.append(f"{precision}: {type(error).__name__}: {error}"[:160])
                 return
 
@@ -462,7 +521,7 @@ def _unlike(layers: Sequence[Kept]) -> int:
     if not layers[0].tensors:
         return FEW
     found = len({(one.sort, one.tp, one.tokens) for one in layers})
-    return found if len({one.tp for one in layers}) > 1 else min(found, FEW - 1)  # what tp divides has to be seen
+    return found if len({one.tp for one in layers}) > 1 else found // 2  # what tp divides has to be seen
 
 
 def answered_alike(layers: Sequence[Kept], before: Mapping[str, bool] | None = None) -> dict[str, bool]:

@@ -211,8 +211,6 @@ MEANS = types_with("mean_of_streams")
 """Model types whose last hidden state is the mean of the streams: no mixture reads them behind the last layer."""
 MIXTURES = 2
 """Of a layer: in front of attention and of the MLP."""
-NUMBERS = 8
-"""Of a stream of a token that a mixture keeps: logits of both kinds, scaled, and behind the sigmoid."""
 
 
 def mixture_parameters(shape: ModelShape) -> int:
@@ -228,18 +226,6 @@ def head_parameters(shape: ModelShape) -> int:
     if shape.residual.mixture_rank:
         return 2 * shape.residual.mixture_rank * shape.residual.streams * shape.hidden_size
     return 0 if shape.model_type in MEANS else shape.residual.streams**2 * shape.hidden_size
-
-
-def mixture_bytes(shape: ModelShape, element_bytes: float) -> float:
-    """What a layer's mixtures keep of a token: the streams, what each block adds to them in fp32, and their numbers."""
-    if not shape.residual.streams:
-        return 0.0
-    numbers = NUMBERS * FP32_BYTES * shape.residual.streams
-    if shape.residual.square_mixtures:
-        # Each time what is normalised, by rows or by columns, and its sums; before it a softmax and its logits.
-        pairs = shape.residual.streams**2
-        numbers += FP32_BYTES * (2 * shape.residual.square_mixtures * (pairs + shape.residual.streams) + 2 * pairs)
-    return MIXTURES * (_streams(shape, element_bytes) + added_bytes(shape, element_bytes) + numbers)
 
 
 def added_bytes(shape: ModelShape, element_bytes: float) -> float:

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 from itertools import combinations
 from typing import Any
 
+from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape
 from parcompile.user_files import shipped
 
@@ -24,6 +25,7 @@ LEFT_OUT = {
     *("sliding_window", "layers", "user_module", "first_moe_layer", "head", "positions", "norms", "biases", "mlp"),
     *("caps", "parts", "by_kind", "attention_layers", "blocks_per_layer", "attention_inputs", "window_rates"),
     "expert_features",
+    "weightless_qk_norms",
     *("head_counts", "kv_head_counts", "kv_units", "head_size", "has_moe", "attends", "tie_word_embeddings"),
 }
 """Fields that say nothing of what a layer keeps, or lists."""
@@ -32,11 +34,17 @@ GROUPS = ("stream", "attention", "mlp")
 BASES = ("own", "tokens", "layer")
 """What rows are of: each token of a rank's own, each of those that it works on, the layer."""
 KV_HEADS = "kv"
-"""The kv heads of a rank: one at least."""
+"""The kv heads of a rank."""
+FEWEST = "fewest_kv"
+"""The fewest of a rank: where heads work in pairs two, else one."""
 QKV_HEADS = "qkv"
 """With the query heads, and kv heads twice: where values are a view of what one projection gives."""
-SEQUENCE_PARALLEL = "sequence_parallel"
-"""The question that a layout answers."""
+SEQUENCE_PARALLEL, WIDE = "sequence_parallel", "tp>2"
+"""The questions that a layout answers."""
+OF_LAYERS = ("attends", "routed", "dense", "norms_queries", "first")
+"""Those that a single layer answers."""
+USUAL = "llama"
+"""The type whose rows are taken where several would do."""
 ALIBI_FEATURES = 8
 """Features that queries and keys have more, in which the runtime's attention adds ALiBi's biases."""
 
@@ -70,6 +78,10 @@ class Sort:
     attends: bool
     routed: bool
     dense: bool
+    norms_queries: bool
+    """By a norm without a weight."""
+    first: bool
+    """Of the model."""
 
 
 @lru_cache(maxsize=1024)
@@ -81,7 +93,8 @@ def sorts(shape: ModelShape, layers: range) -> tuple[tuple[int, Sort], ...]:
         one = range(layer, layer + 1)
         parts = tuple(part for part in shape.parts if part.count(one))
         kind = next((number for number, own in enumerate(kinds) if layer in own), None)
-        key = (kind, parts, layer in attending, bool(shape.routed(one)), bool(shape.dense(one)))
+        normed = layer in shape.heads.weightless_qk_norms
+        key = (kind, parts, layer in attending, bool(shape.routed(one)), bool(shape.dense(one)), normed, not layer)
         counted.setdefault(key, []).append(layer)
     return tuple((len(own), Sort(shape.of_layer(own[0]), *key[1:])) for key, own in counted.items())
 
@@ -118,8 +131,8 @@ def mean_bytes(shape: ModelShape, routed: bool, tp: int, sequence_parallel: bool
 def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int) -> LayerBytes:
     """What a layer of a sort keeps of a token."""
     numbers, flags = sizes(sort)
-    flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel}
-    rows = {group: _rows(sort.shape, group, flags, element_bytes) for group in GROUPS}
+    flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel, WIDE: tp > 2}
+    rows = {group: _rows(sort, group, flags, element_bytes) for group in GROUPS}
 
     def kept(basis: str, *groups: str, only: str | None = None) -> float:
         every = (pair for group in groups for pair in rows[group].get(basis, {}).items())
@@ -142,8 +155,8 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
 def norm_bytes(shape: ModelShape, element_bytes: int) -> float:
     """What a norm of a layer keeps of a token beyond what goes into it: of a model whose stream passes norms alone."""
     for _, sort in sorts(shape, range(shape.num_hidden_layers)):
-        rows = _rows(sort.shape, "stream", sizes(sort)[1], element_bytes)
-        of_feature = rows.get("own", {}).get("hidden_size", 0.0) / shape.norms.per_layer
+        rows = _rows(sort, "stream", sizes(sort)[1], element_bytes)
+        of_feature = rows.get("own", {}).get("hidden_size", 0.0) / max(shape.norms.per_layer, 1)
         return float(max(0.0, of_feature - element_bytes) * shape.hidden_size)
     return 0.0
 
@@ -156,20 +169,27 @@ def _activated(sort: Sort) -> int:
     return sort.shape.intermediate_size * sort.dense
 
 
-@lru_cache(maxsize=1024)
-def is_read(shape: ModelShape) -> bool:
-    """Whether there are rows of a type, read off models that answer as this one what all of them answer alike."""
-    table = shipped("parcompile.cost", "kept.json")
-    if (found := table["types"].get(shape.model_type)) is None:
-        return False
-    always = table["answers"][found["always"]].items()
-    answers = [sizes(sort)[1] for _, sort in sorts(shape, range(shape.num_hidden_layers))]
-    return all(one.get(question, False) == answer for one in answers for question, answer in always)
+@lru_cache(maxsize=4096)
+def rows_of(sort: Sort) -> str:
+    """The model type whose rows hold for a sort of layers.
+
+    Its own, where it answers as all layers that these were read off. Of a type that was not read, of a plug-in or of a
+    module of a user, and where a configuration is like none that was drawn: the type whose layers answer most like it.
+    """
+    table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
+
+    def unlike(kind: str) -> int:
+        asked = table["answers"][table["types"][kind]["always"]].items()
+        return sum(answers.get(question, False) != answer for question, answer in asked)
+
+    if own in table["types"] and not unlike(own):
+        return own
+    return min(table["types"], key=lambda kind: (unlike(kind), kind != own, kind != USUAL, kind))
 
 
-def _rows(shape: ModelShape, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
+def _rows(sort: Sort, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
     table = shipped("parcompile.cost", "kept.json")
-    tree = table["types"][shape.model_type]["32" if element_bytes == 4 else "16"][group]
+    tree = table["types"][rows_of(sort)]["32" if element_bytes == 4 else "16"][group]
     while not isinstance(tree, int):  # a question, what follows where it holds, and where it does not
         question, holds, holds_not = tree
         tree = holds if flags.get(question, False) else holds_not
@@ -178,7 +198,7 @@ def _rows(shape: ModelShape, group: str, flags: Mapping[str, bool], element_byte
 
 
 def _product(name: str, numbers: Mapping[str, float], tp: int) -> float:
-    kv = max(numbers[KV_HEADS] / tp, 1.0)
+    kv = max(numbers[KV_HEADS] / tp, numbers[FEWEST])
     known = {KV_HEADS: kv, QKV_HEADS: numbers["num_attention_heads"] / tp + 2 * kv}
     names = (each for each in name.split("·") if each)
     return math.prod(
@@ -188,7 +208,7 @@ def _product(name: str, numbers: Mapping[str, float], tp: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def sizes(sort: Sort) -> tuple[dict[str, int], dict[str, bool]]:
+def sizes(sort: Sort) -> tuple[dict[str, float], dict[str, bool]]:
     """The sizes of a sort of layers by name, sums of two in one part of the shape too, and its answers to questions."""
     numbers, flags = _numbers(sort.shape, "")
     for part in sort.parts:
@@ -196,11 +216,20 @@ def sizes(sort: Sort) -> tuple[dict[str, int], dict[str, bool]]:
         for found, more in zip((numbers, flags), _numbers(part, f"{name}."), strict=True):
             found.update(more)
         flags[name] = True
-    numbers[KV_HEADS] = sort.shape.num_key_value_heads
+    numbers |= {KV_HEADS: sort.shape.num_key_value_heads, FEWEST: 2 if sort.shape.heads.paired else 1}
+    if sort.shape.norms.gate:
+        numbers["norms.gate"] = sort.shape.norms.gate
+    if streams := sort.shape.residual.streams:
+        steps = sort.shape.residual.square_mixtures
+        numbers |= {"residual.mixture": streams * (streams + 2), "residual.steps": steps + 1}
+    if (keys := sort.shape.attention.compressed) is not None:
+        numbers |= {"attention.compressed.keys_of_token": 1 / keys.rate, "attention.keys_of_token": 1 + 1 / keys.rate}
     if sort.shape.positions.alibi:
         numbers["alibi_dim"] = sort.shape.head_dim + ALIBI_FEATURES
+    family = family_of(sort.shape.model_type)
+    flags |= {f"norms={family.norm.value}": True, "norms.bias": sort.shape.norms.bias}
     flags |= {"norms.per_layer>2": sort.shape.norms.per_layer > 2, "mlp.gated": sort.shape.mlp.gated}
-    return numbers, {**flags, "attends": sort.attends, "routed": sort.routed, "dense": sort.dense}
+    return numbers, flags | {name: getattr(sort, name) for name in OF_LAYERS}
 
 
 def _numbers(one: Any, prefix: str) -> tuple[dict[str, Any], dict[str, bool]]:

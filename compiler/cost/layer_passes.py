@@ -8,13 +8,12 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.families import family_of
-from parcompile.model.family import Norm, types_with
+from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
 from . import kept
-from .activations import NORMED_BYTES, ROW_COPIES
+from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
 from .collectives import routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
@@ -238,11 +237,7 @@ def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
 
 def norm_bytes(work: Workload) -> float:
     """What a norm keeps of a token beyond what goes into it."""
-    if kept.is_read(work.shape):
-        return kept.norm_bytes(work.shape, work.element_bytes)
-    rms = family_of(work.shape.model_type).norm is Norm.WEIGHT and not work.shape.norms.bias
-    normed = NORMED_BYTES.get(work.shape.model_type, work.element_bytes)
-    return work.shape.hidden_size * (4.0 + normed - work.element_bytes) * rms
+    return kept.norm_bytes(work.shape, work.element_bytes)
 
 
 def norm_in_flight(work: Workload, layer: LayerBytes) -> float:

@@ -13,7 +13,7 @@ from parcompile.model import within
 from parcompile.model.layer_parts import MLP
 from parcompile.model.shape import ModelShape
 
-from .activations import eager_layer_bytes, layer_bytes, score_bytes
+from .activations import layer_bytes, score_bytes
 from .blocks import (
     head_bytes,
     kept_by_blocks,
@@ -25,7 +25,7 @@ from .blocks import (
     uses,
 )
 from .collectives import buffer_bytes, routed_layers
-from .kept import LayerBytes, is_read, mean_bytes, sort_bytes, sorts
+from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_sizes,
     behind_mlp_bytes,
@@ -110,7 +110,7 @@ class _Held:
         stage = work.stages[index]
         shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
         cut = (work.tp, work.sequence_parallel, work.element_bytes)
-        if work.framework == "deepspeed" and is_read(shape):
+        if work.framework == "deepspeed":
 
             def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
                 return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))
@@ -120,7 +120,7 @@ class _Held:
             kinds = (held(sort_bytes(one, *cut), of_experts=one.routed) for _, one in each)
         else:
             form = partial(
-                eager_layer_bytes if work.framework == "deepspeed" else layer_bytes,
+                layer_bytes,
                 tp=work.tp,
                 sequence_parallel=work.sequence_parallel,
                 element_bytes=work.element_bytes,

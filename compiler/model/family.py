@@ -101,8 +101,8 @@ class Family:
     """Where a layer is one block: the kind of each, from the configuration (`layers.py`)."""
     attends: bool = True
     """Whether any layer attends; otherwise each carries a state, and has no MLP."""
-    weightless_qk_norm_share: Callable[[Mapping[str, Any], int], float] | None = None
-    """In which share of the layers norms without a weight, of which no row tells, norm queries and keys."""
+    weightless_qk_norms: Callable[[Mapping[str, Any], int], tuple[int, ...]] | None = None
+    """In which layers norms without a weight, of which no row tells, norm queries and keys."""
     fp32_residual: Switch = False
     """Hidden states between the layers are in fp32, whatever the type of the weights."""
     shared_blocks: bool = False

@@ -224,7 +224,7 @@ def _described(config: Config) -> ModelShape:
         blocks = LayerBlocks((), (), ())
     layers = read.size("num_hidden_layers") * family.layers_per_module if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
-    weightless = family.weightless_qk_norm_share
+    weightless = family.weightless_qk_norms
 
     def size(key: tuple[str, int] | None) -> int:
         return read.size(*key) if key else 0
@@ -244,7 +244,7 @@ def _described(config: Config) -> ModelShape:
         mlp=Mlp(activation_numbers=kept_numbers(name, config)),
         heads=Heads(
             paired=family.paired_heads,
-            weightless_qk_norm_share=weightless(config, layers) if weightless else 0.0,
+            weightless_qk_norms=weightless(config, layers) if weightless else (),
             gate=_gate(read, family, config, hidden, heads, of_few),
             low_rank=None if family.low_rank is None else family.low_rank(config),
         ),

@@ -98,8 +98,8 @@ class Heads:
     """Heads work in pairs, one of the first half of all and one of the second."""
     qk_norm: bool = False
     """A norm of the queries and keys."""
-    weightless_qk_norm_share: float = 0.0
-    """The share of the layers in which norms without a weight norm queries and keys."""
+    weightless_qk_norms: tuple[int, ...] = ()
+    """Layers in which norms without a weight norm queries and keys."""
     gate: int = 0
     """Width per head of the projection that gates the attention's output; 0: there is none."""
     low_rank: LowRank | None = None

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from parcompile.cost.activations import eager_layer_bytes
 from parcompile.cost.flops import matmul_parameters
+from parcompile.cost.kept import mean_bytes
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.shape import ModelShape
@@ -52,11 +52,11 @@ def test_operations_count_every_matrix_that_a_token_passes(name: str) -> None:
 
 def test_a_layer_keeps_its_streams_for_both_of_its_mixtures() -> None:
     shape = shape_of("hy_v4", hc_mult=4)
-    one = shape_of("hy_v4", hc_mult=1)
-    wide, narrow = (eager_layer_bytes(found, tp=2, sequence_parallel=True, element_bytes=2) for found in (shape, one))
-    more = (4 - 1) * shape.hidden_size * (2 + 4) + (4 - 1) * 8 * 4  # in the type of the weights, and in fp32
+    two = shape_of("hy_v4", hc_mult=2)
+    wide, narrow = (mean_bytes(found, False, 2, True, 2) for found in (shape, two))
+    more = (4 - 2) * shape.hidden_size * (2 + 4) + (4 - 2) * 8 * 4  # in the type of the weights, and in fp32
     assert wide.stream - narrow.stream == pytest.approx(2 * more / 2)
-    assert replace(wide, stream=0.0) == replace(narrow, stream=0.0)
+    assert replace(wide, stream=0.0, layer=0.0) == replace(narrow, stream=0.0, layer=0.0)
 
 
 def test_hidden_states_of_all_streams_are_handed_on() -> None:

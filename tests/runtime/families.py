@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from parcompile.model.hf_config import FAMILIES
@@ -752,7 +753,8 @@ def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
     changes = {key: value for name, value in changes.items() if (key := names.get(name, name)) is not None}
     common: dict[str, Any] = {"vocab_size": 61, "initializer_range": 0.2} if family in OWN_KEYS else _COMMON
     common = {key: value for key, value in common.items() if names.get(key, key) not in changes or key in changes}
-    return {"model_type": family, **common, **_SPECIAL.get(family, {}), **changes}
+    # transformers writes into the tables of a configuration.
+    return copy.deepcopy({"model_type": family, **common, **_SPECIAL.get(family, {}), **changes})
 
 
 ONE_LAYOUT = (

@@ -48,10 +48,6 @@ class AltUp(Block):
         """What makes streams of one, and one of them."""
         return 2 * (self.num_streams - 1) * hidden**2
 
-    def stream_bytes(self, hidden: int, width: float, normed: float) -> float:
-        """Three norms are of two routers and of LAuReL."""
-        return 2 * width * self.num_streams * hidden + 3 * hidden * (4 + normed) + 3 * width * hidden
-
 
 @dataclass(frozen=True, slots=True)
 class LargestActivations(Block):

@@ -201,13 +201,6 @@ class Block:
         """Outside of the layers, those that multiply each token."""
         return 0
 
-    def stream_bytes(self, hidden: int, width: float, normed: float) -> float:  # noqa: ARG002
-        """What each layer keeps of a token on the residual stream, of a mechanism that all layers have.
-
-        `normed` are the bytes of a feature that a norm keeps beside its input.
-        """
-        return 0.0
-
     def kept_bytes(self, local: Local) -> float:  # noqa: ARG002
         """What a layer keeps of a micro-batch for backward."""
         return 0.0

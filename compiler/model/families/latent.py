@@ -104,15 +104,15 @@ def _routed(config: Mapping[str, Any], count: int) -> list[int]:
     return list(range(step - 1, count, step))
 
 
-def _share_with_norms(config: Mapping[str, Any], count: int) -> float:
-    """Of layers that rotate queries and keys, which are normed behind the rotation."""
-    if not config.get("use_qk_norm", True) or not count:
-        return 0.0
+def _with_norms(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """Layers that rotate queries and keys, which are normed behind the rotation."""
+    if not config.get("use_qk_norm", True):
+        return ()
     rotated = config.get("no_rope_layers")
     if not rotated:
         interval = whole(config, "no_rope_layer_interval", 4, least=1)
         rotated = [(layer + 1) % interval for layer in range(count)]
-    return sum(map(bool, rotated)) / len(rotated)
+    return tuple(layer for layer, one in enumerate(rotated[:count]) if one)
 
 
 # Mixtures of routed experts, alone or with a shared expert or an MLP beside them.
