@@ -54,8 +54,8 @@ from parcompile.spec.values import workload_of  # noqa: E402
 
 WORDS = {"16": "bf16", "32": "fp32"}
 """Of weights of 16 bits and in fp32, and a type of each."""
-FEW, ALIKE, MOST, UNSEEN = 8, 7, 50, 4
-"""Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate."""
+FEW, ALIKE, MOST, UNSEEN, SERIES = 8, 7, 50, 4, 3
+"""Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate; their series."""
 USUAL = 0.93
 """The share of layers that save the same from which on the others are let pass."""
 RARE = ("first", table_of_rows.WIDE)
@@ -450,12 +450,20 @@ class Read:
 
 
 def read(kind: str) -> Read:
-    """The rows of a type: those of a type that was read before, if its layers keep the same."""
+    """The rows of a type, of the first series of draws whose rows give what unseen ones of it keep."""
+    for series in range(SERIES):
+        if not (found := _read(kind, series)).wrong:
+            break
+    return found
+
+
+def _read(kind: str, series: int) -> Read:
+    """Those of a type that was read before, if the layers of this one keep the same; else learned."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
     others = [one for name, one in stored().items() if name != kind]
     for word, precision in WORDS.items():
-        draws = _draws(kind, precision, wrong)
+        draws = _draws(f"{kind} {precision} {series}", kind, precision, wrong)
         layers = [one for _ in range(ALIKE) for one in next(draws, [])]
         while layers and len({one.tp for one in layers}) == 1 and (more := next(draws, [])):
             layers += more
@@ -479,9 +487,9 @@ def read(kind: str) -> Read:
     return Read(kind, found, list(dict.fromkeys(wrong)))
 
 
-def _draws(kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
+def _draws(seed: str, kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
     """The layers of one draw after the other; why there are none, where all are refused."""
-    pick, refused = random.Random(f"{kind} {precision}"), 0
+    pick, refused = random.Random(seed), 0
     gc.freeze()  # modules of torch need not be looked through after each draw
     for number in range(6 * MOST):
         try:

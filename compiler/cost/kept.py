@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
@@ -43,8 +44,6 @@ SEQUENCE_PARALLEL, WIDE = "sequence_parallel", "tp>2"
 """The questions that a layout answers."""
 OF_LAYERS = ("attends", "routed", "dense", "norms_queries", "first")
 """Those that a single layer answers."""
-USUAL = "llama"
-"""The type whose rows are taken where several would do."""
 ALIBI_FEATURES = 8
 """Features that queries and keys have more, in which the runtime's attention adds ALiBi's biases."""
 
@@ -174,17 +173,20 @@ def rows_of(sort: Sort) -> str:
     """The model type whose rows hold for a sort of layers.
 
     Its own, where it answers as all layers that these were read off. Of a type that was not read, of a plug-in or of a
-    module of a user, and where a configuration is like none that was drawn: the type whose layers answer most like it.
+    module of a user, and where a configuration is like none that was drawn: the type whose layers answer most like it;
+    of several the one whose rows most types have.
     """
     table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
+    types: Mapping[str, Mapping[str, Any]] = table["types"]
 
     def unlike(kind: str) -> int:
-        asked = table["answers"][table["types"][kind]["always"]].items()
+        asked = table["answers"][types[kind]["always"]].items()
         return sum(answers.get(question, False) != answer for question, answer in asked)
 
-    if own in table["types"] and not unlike(own):
+    if own in types and not unlike(own):
         return own
-    return min(table["types"], key=lambda kind: (unlike(kind), kind != own, kind != USUAL, kind))
+    alike = Counter(str(one["16"]) for one in types.values())
+    return min(types, key=lambda kind: (unlike(kind), kind != own, -alike[str(types[kind]["16"])], kind))
 
 
 def _rows(sort: Sort, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:

@@ -159,9 +159,9 @@ def always(*_: object) -> bool:
     return True
 
 
-def in_all_layers(*_: object) -> float:
-    """The share of layers of a trait that all have."""
-    return 1.0
+def in_all_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The layers with a trait that all have."""
+    return tuple(range(count))
 
 
 def one(*_: object) -> int:
