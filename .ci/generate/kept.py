@@ -93,13 +93,15 @@ STREAM = re.compile(r"norm|_hc$")
 """Modules that read or write the residual stream: norms and hyper-connections."""
 STEPS = re.compile(r"_hc$")
 """Modules that norm numbers step by step, and keep those of each step."""
+SHARED = re.compile(r"(?:shared_transformer|linear\b)\.?(\w*)")
+"""Of a layer that uses a shared block: that block, and what projects its result (`cost/blocks.py: kept_of_use`)."""
 CUT = re.compile(r"(heads|intermediate_size)/tp$")
 """Sizes that tp divides, where draws tell both apart no more than neither."""
 STACKS = ("layers", "h", "blocks", "block", "layer")
 """Names of lists of layers."""
 STATES = re.compile(r"mamba|linear_attn|ssm")
 """Modules that carry a state beside attention."""
-OTHERS = re.compile(r"norm|mlp|ffn|feed_forward|moe|experts|router|^$")
+OTHERS = re.compile(r"norm|_hc$|mlp|ffn|feed_forward|moe|experts|router|^$")
 """Modules of a layer whose state stands in the place of attention, but that of the state."""
 
 
@@ -429,7 +431,11 @@ def counted(layer: Kept, element_bytes: int) -> float:
 
 
 def _group(sort: Sort, module: str) -> str | None:
-    """Of which group a module of a layer is; None: it carries a state."""
+    """Of which group a module of a layer is; None: it carries a state, or is of the use of a shared block."""
+    if (shared := SHARED.match(module)) is not None:
+        of_use = re.search("adapter|q_proj$|gate_up_proj$", module)  # adapters, and what goes into both
+        return None if of_use else {"self_attn": "attention", "feed_forward": "mlp"}.get(shared.group(1))
+    module = re.sub(r"^mamba_decoder\.?", "", module)
     top = module.partition(".")[0]
     replaced = any(one.replaces_attention for one in sort.parts)
     if (replaced and not OTHERS.search(top)) or (not replaced and STATES.search(module)):
