@@ -21,7 +21,7 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,17 +54,21 @@ from parcompile.spec.values import workload_of  # noqa: E402
 
 WORDS = {"16": "bf16", "32": "fp32"}
 """Of weights of 16 bits and in fp32, and a type of each."""
-FEW, ALIKE, MOST, UNSEEN, SERIES = 8, 7, 50, 4, 3
+FEW, ALIKE, MOST, UNSEEN, SERIES = 8, 7, 80, 4, 4
 """Unlike layers that rows are read off; draws at first, and how many more at most; draws of the gate; their series."""
 USUAL = 0.93
 """The share of layers that save the same from which on the others are let pass."""
-RARE = ("first", table_of_rows.WIDE)
+RARE = ("first", table_of_rows.SEVERAL, table_of_rows.WIDE)
 """Questions that are asked where no other one tells layers apart as well."""
+SPLIT, WHOLE = (2, 4), (1,)
+"""Tensor parallelism of draws: rows hold for whole layers, too, or are read with them anew."""
 NEAR = 0.002
 """By so much the rows may miss what a layer of an unseen draw keeps."""
 EXACT = 1e-4
 """By so much those of another type may miss what this one's layers keep."""
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", KV_HEADS)
+"""Sizes that have to vary among layers that rows are read off, where they vary among others."""
 FIXED = re.compile(
     rf"qk_rope_head_dim$|{FEWEST}$|^[A-Z]\w+\.(chunk|groups|heads|units|output_units)$|num_shared_experts$"
     r"|num_identities$|Ngrams\.|key_width$|choice\."
@@ -150,6 +154,7 @@ class Kept:
         return {
             **sizes(self.sort)[1],
             table_of_rows.SEQUENCE_PARALLEL: self.own < self.tokens,
+            table_of_rows.SEVERAL: self.tp > 1,
             table_of_rows.WIDE: self.tp > 2,
         }
 
@@ -170,8 +175,8 @@ class Kept:
         return found
 
 
-def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[Kept]:
-    """The layers of a model that is drawn.
+def drawn(kind: str, pick: random.Random, precision: str, number: int, tps: Sequence[int] = SPLIT) -> list[Kept]:
+    """The layers of a model that is drawn, on one of these numbers of ranks.
 
     Raises:
         Exception: its configuration or its plan is refused.
@@ -208,7 +213,7 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int) -> list[K
     if FAMILIES[kind].latent is not None:
         config |= dict.fromkeys({"num_attention_heads", "num_key_value_heads"} & config.keys(), pick.choice([4, 8, 12]))
     config |= {key: 4096 for key in ("max_position_embeddings", "n_positions") if key in config}
-    tp = 4 if number % 2 and pick.random() < 0.8 else 2
+    tp = tps[number % len(tps)]
     chooses = FAMILIES[kind].part(IndexerTraits) is not None or FAMILIES[kind].low_rank is not None
     states = FAMILIES[kind].part(RecurrentTraits) is not None
     # Of no length that goes with choices of keys a size is a multiple.
@@ -378,9 +383,15 @@ class Products:
                 by_course.setdefault(course, name)
         self.courses = {name: np.array(course) for course, name in by_course.items()}
         self.pairs: dict[tuple[float, ...], tuple[str, ...]] = {_rounded(np.zeros(len(layers))): ()}
-        self.pairs |= {_rounded(course): (name,) for name, course in self.courses.items()}
-        for pair in combinations_with_replacement(self.courses, 2):
-            self.pairs.setdefault(_rounded(self.courses[pair[0]] + self.courses[pair[1]]), pair)
+        pairs = list(combinations_with_replacement(self.courses, 2))
+        if len({one.tp for one in layers}) == 1:  # heads of a rank make hidden states, too: heads are meant
+            self._add(pair for pair in pairs if any(CUT.search(name) for name in pair))
+        self._add((name,) for name in self.courses)
+        self._add(pairs)
+
+    def _add(self, products: Iterable[tuple[str, ...]]) -> None:
+        for names in products:
+            self.pairs.setdefault(_rounded(sum(self.courses[name] for name in names)), names)
 
     def find(self, values: Sequence[float]) -> tuple[float, tuple[str, ...]] | None:
         """The product that follows these values, and what it is multiplied by."""
@@ -464,12 +475,13 @@ def read(kind: str) -> Read:
 
 
 def _read(kind: str, series: int) -> Read:
-    """Those of a type that was read before, if the layers of this one keep the same; else learned."""
+    """Of the first series those of a type that was read before, if layers of this one keep the same; else learned."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    others = [one for name, one in stored().items() if name != kind]
+    others = [one for name, one in stored().items() if name != kind and not series]
     for word, precision in WORDS.items():
-        draws = _draws(f"{kind} {precision} {series}", kind, precision, wrong)
+        seed = f"{kind} {precision} {series}"
+        draws = _draws(seed, kind, precision, wrong, SPLIT + WHOLE * (series > 1))
         layers = [one for _ in range(ALIKE) for one in next(draws, [])]
         while layers and len({one.tp for one in layers}) == 1 and (more := next(draws, [])):
             layers += more
@@ -489,17 +501,21 @@ def _read(kind: str, series: int) -> Read:
         }
         if None in found[word].values():
             _learn(found[word], layers, draws, word, wrong)
+        whole = _draws(f"{seed} whole", kind, precision, wrong, WHOLE)
+        offs = [off(found[word], one) for some in (draws, whole) for _ in range(UNSEEN) for one in next(some, [])]
+        if any(abs(one) > NEAR for one in offs):
+            wrong.append(f"{word}: off by {[f'{one:+.2%}' for one in sorted(offs, key=abs)[-3:]]} of {len(offs)}")
         found["always"] = answered_alike(layers, found.get("always"))
     return Read(kind, found, list(dict.fromkeys(wrong)))
 
 
-def _draws(seed: str, kind: str, precision: str, wrong: list[str]) -> Iterator[list[Kept]]:
+def _draws(seed: str, kind: str, precision: str, wrong: list[str], tps: Sequence[int]) -> Iterator[list[Kept]]:
     """The layers of one draw after the other; why there are none, where all are refused."""
     pick, refused = random.Random(seed), 0
     gc.freeze()  # modules of torch need not be looked through after each draw
     for number in range(6 * MOST):
         try:
-            yield drawn(kind, pick, precision, number)
+            yield drawn(kind, pick, precision, number, tps)
         except Exception as error:
             refused += 1
             if refused == number + 1 == 3 * MOST:
@@ -508,11 +524,11 @@ def _draws(seed: str, kind: str, precision: str, wrong: list[str]) -> Iterator[l
 
 
 def _learn(found: dict[str, Any], layers: list[Kept], draws: Iterator[list[Kept]], word: str, wrong: list[str]) -> None:
-    """Fills in the groups that are None, and judges all of them."""
+    """Fills in the groups that are None."""
     unknown = [group for group, one in found.items() if one is None]
     for number in range(MOST):
         ends = {group: leaves([one.of(group) for one in layers]) for group in unknown} if number % 5 == 0 else {}
-        if ends and min(_unlike(own) for _, every in ends.values() for own in every) >= FEW:
+        if ends and min(_unlike(own, layers) for _, every in ends.values() for own in every) >= FEW:
             break
         layers += next(draws, [])
     for group in unknown:
@@ -522,20 +538,30 @@ def _learn(found: dict[str, Any], layers: list[Kept], draws: Iterator[list[Kept]
             read_rows, missed = rows_of(own, group)
             rows.append(read_rows)
             wrong += [f"{word} ({len(own)} layers): {one}" for one in missed]
-            if _unlike(own) < FEW and own[0].tensors:
-                wrong.append(f"{word}: {group} of {_unlike(own)} draws only")
+            if _unlike(own, layers) < FEW and own[0].tensors:
+                wrong.append(f"{word}: {group} of {_unlike(own, layers)} draws only")
         found[group] = {"tree": tree, "rows": rows}
-    offs = [off(found, one) for _ in range(UNSEEN) for one in next(draws, [])]
-    if any(abs(one) > NEAR for one in offs):
-        wrong.append(f"{word}: off by {[f'{one:+.2%}' for one in sorted(offs, key=abs)[-3:]]} of {len(offs)}")
 
 
-def _unlike(layers: Sequence[Kept]) -> int:
-    """How many of these layers have sizes of their own; those that keep nothing need none."""
+def _unlike(layers: Sequence[Kept], every: Sequence[Kept]) -> int:
+    """How many of these layers have sizes of their own; too few, where all have a size alike that varies elsewhere.
+
+    Those that keep nothing need none.
+    """
     if not layers[0].tensors:
         return FEW
-    found = len({(one.sort, one.tp, one.tokens) for one in layers})
-    return found if len({one.tp for one in layers}) > 1 else found // 2  # what tp divides has to be seen
+    found, tps = len({(one.sort, one.tp, one.tokens) for one in layers}), {one.tp for one in layers}
+    if _varied(every) - _varied(layers):
+        return min(found, FEW - 1)
+    return found if tps == set(WHOLE) or len(tps) > 1 else found // 2  # what tp divides has to be seen
+
+
+def _varied(layers: Sequence[Kept]) -> set[str]:
+    values: dict[str, set[float]] = defaultdict(set)
+    for one in layers:
+        for name in SIZES:
+            values[name].add(sizes(one.sort)[0].get(name, 0))
+    return {name for name, own in values.items() if len(own) > 1}
 
 
 def answered_alike(layers: Sequence[Kept], before: Mapping[str, bool] | None = None) -> dict[str, bool]:

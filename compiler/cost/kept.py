@@ -40,7 +40,7 @@ FEWEST = "fewest_kv"
 """The fewest of a rank: where heads work in pairs two, else one."""
 QKV_HEADS = "qkv"
 """With the query heads, and kv heads twice: where values are a view of what one projection gives."""
-SEQUENCE_PARALLEL, WIDE = "sequence_parallel", "tp>2"
+SEQUENCE_PARALLEL, SEVERAL, WIDE = "sequence_parallel", "tp>1", "tp>2"
 """The questions that a layout answers."""
 OF_LAYERS = ("attends", "routed", "dense", "norms_queries", "first")
 """Those that a single layer answers."""
@@ -130,7 +130,7 @@ def mean_bytes(shape: ModelShape, routed: bool, tp: int, sequence_parallel: bool
 def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int) -> LayerBytes:
     """What a layer of a sort keeps of a token."""
     numbers, flags = sizes(sort)
-    flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel, WIDE: tp > 2}
+    flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel, SEVERAL: tp > 1, WIDE: tp > 2}
     rows = {group: _rows(sort, group, flags, element_bytes) for group in GROUPS}
 
     def kept(basis: str, *groups: str, only: str | None = None) -> float:
