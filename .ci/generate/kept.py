@@ -93,7 +93,7 @@ COUNTS = re.compile(
 )
 """Keys whose values are not multiplied."""
 ATTENTION = re.compile(r"attn|attention|temporal_block")
-STREAM = re.compile(r"norm|_hc$")
+STREAM = re.compile(r"norm|_hc$|hyper_connection$")
 """Modules that read or write the residual stream: norms and hyper-connections."""
 STEPS = re.compile(r"_hc$")
 """Modules that norm numbers step by step, and keep those of each step."""
@@ -105,7 +105,7 @@ STACKS = ("layers", "h", "blocks", "block", "layer")
 """Names of lists of layers."""
 STATES = re.compile(r"mamba|linear_attn|ssm")
 """Modules that carry a state beside attention."""
-OTHERS = re.compile(r"norm|_hc$|mlp|ffn|feed_forward|moe|experts|router|^$")
+OTHERS = re.compile(r"norm|_hc$|hyper_connection$|mlp|ffn|feed_forward|moe|experts|router|^$")
 """Modules of a layer whose state stands in the place of attention, but that of the state."""
 
 
@@ -442,7 +442,9 @@ def counted(layer: Kept, element_bytes: int) -> float:
 
 
 def _group(sort: Sort, module: str) -> str | None:
-    """Of which group a module of a layer is; None: it carries a state, or is of the use of a shared block."""
+    """Of which group a module of a layer is; None: it is counted by itself (`cost/recurrent.py`, `blocks.py`)."""
+    if module.startswith("ple."):  # n-grams
+        return None
     if (shared := SHARED.match(module)) is not None:
         of_use = re.search("adapter|q_proj$|gate_up_proj$", module)  # adapters, and what goes into both
         return None if of_use else {"self_attn": "attention", "feed_forward": "mlp"}.get(shared.group(1))
