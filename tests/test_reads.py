@@ -34,7 +34,7 @@ OWN = {
     "runtime/liveness/recording.py": 3,
     "runtime/liveness/watchdog.py": 1,
     "runtime/preflight/cuda_host/__init__.py": 1,
-    "runtime/preflight/live/facts.py": 5,
+    "runtime/preflight/live/facts.py": 4,
     "runtime/profiling/__init__.py": 1,
     "runtime/profiling/recorder.py": 1,
     "runtime/prove/ranks/cells.py": 1,
