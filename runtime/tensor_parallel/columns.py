@@ -312,7 +312,7 @@ class RowParallelLinear(ParallelLinear):
             slices).
         pad_sequence: With `sequence_parallel`, continue a sequence that the ranks do not divide with zeros to the next
             multiple; otherwise it is refused. The column layers after it need its `sequence_length`.
-        options: Those of `ParallelLinear`; with `sequence_parallel` the output is split.
+        options: Those of `ParallelLinear` but `replica_group`; with `sequence_parallel` the output is split.
 
     Raises:
         ValueError: I is not divisible by the number of ranks, or the arguments contradict each other.
@@ -332,6 +332,8 @@ class RowParallelLinear(ParallelLinear):
     ) -> None:
         if not input_is_parallel and options.get("ranges") is not None:
             raise ValueError("input_is_parallel=False takes equal slices in rank order: leave ranges out")
+        if "replica_group" in options:
+            raise TypeError("RowParallelLinear takes no replica_group: every rank has input features of its own")
         super().__init__(in_features, out_features, bias, **options)
         self.input_is_parallel, self.pad_sequence = input_is_parallel, pad_sequence
 

@@ -277,3 +277,8 @@ def test_marks_outlive_a_change_of_device() -> None:
 def test_contradictions_are_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_ranks_share_no_slice_of_a_row_layer() -> None:
+    with pytest.raises(TypeError, match="takes no replica_group"):
+        RowParallelLinear(4, 4, replica_group=None)
