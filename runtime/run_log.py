@@ -108,7 +108,7 @@ class RunLog:
 
     def say(self, step: int, texts: Mapping[str, str]) -> None:
         """Texts that the model wrote behind prompts, by prompt: they go to samples.jsonl and to TensorBoard."""
-        if not self.writes:
+        if not self.writes or not texts:
             return
         with self.file.with_name(SAMPLES).open("a", encoding="utf-8") as stream:
             for prompt, text in texts.items():

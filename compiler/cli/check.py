@@ -166,7 +166,7 @@ def _fixed(
 @click.option(
     "--kind", type=click.Choice(CHECKED), help="Kind of the files. By default it is recognised by their keys."
 )
-@click.option("--skip-unrecognised", is_flag=True, help="Exit with 0 also when no file was recognised.")
+@click.option("--skip-unrecognised", is_flag=True, help="Exit with 0 where no file is recognised or makes sense.")
 @click.option("--select", multiple=True, metavar="CODE", help="Report only these codes, or all of a letter (W).")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Do not report these codes, or all of a letter.")
 @target_option("Check the rules of these targets too")
@@ -211,6 +211,10 @@ def command(
     usage = _usage(deepspeed_version, used_with)
     wanted = rule_targets(chosen_targets(targets), estimate=not no_estimate)
     run = checked_files(expanded(specs), wanted, kind, mending, usage)
+    if not skip_unrecognised:  # a text that makes no sense may be a spec
+        run.unreadable += [f"{file} cannot be read: {why}" for file, why in run.why_unread.items()]
+        run.skipped = {file: kind for file, kind in run.skipped.items() if file not in run.why_unread}
+        run.why_unread = {}
     if targets:
         run.checked = [with_inexpressible(one, chosen_targets(targets)) for one in run.checked]
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]

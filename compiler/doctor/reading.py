@@ -12,7 +12,7 @@ from typing import Any
 from parcompile.user_files import read_start, shipped
 
 from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_stack
-from .metrics import read_metrics
+from .metrics import RUN, read_metrics
 from .records import DamagedError, Rank, read_dump, read_records, read_ring
 
 WORDS: Mapping[str, Any] = shipped("parcompile.doctor", "words.json")
@@ -78,7 +78,7 @@ _KNOWN = (".json", ".jsonl", ".log", ".out", ".err", ".txt", ".csv", ".pickle", 
 """How files that are looked at in folders end; a number, as of Flight Recorder's dumps, is an end too."""
 _OF_RANK = re.compile(r"rank[-_]?(\d{1,6})\D*$|/(\d{1,6})/std(?:out|err)\.log$|/(\d{1,6})\.(?:log|out|err)$")
 """The rank in the name of a file of its output, as DeepSpeed, torchrun (a folder for each) and srun write it."""
-_OTHER = ("plan.json", "ds_config.json", "process_groups.json", "parcompile.lock")
+_OTHER = ("plan.json", "ds_config.json", "process_groups.json", "parcompile.lock", RUN)
 
 
 @dataclass
@@ -168,7 +168,9 @@ def _read(path: Path, name: str, found: Evidence) -> bool:
             found.ranks[one.rank] = one
             found.note_cut(one, name)
     elif path.suffix == ".jsonl":
-        found.metrics, found.metrics_file = read_metrics(text)[0] or found.metrics, name
+        # Texts that the model wrote and training data are lines of JSON as well: they have no figures.
+        if rows := [row for row in read_metrics(text)[0] if len(row) > 1]:
+            found.metrics, found.metrics_file = rows, name
     elif stack := read_stack(text):
         number = re.search(r"(\d+)\D*$", path.name)
         if number is None:

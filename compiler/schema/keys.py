@@ -267,7 +267,12 @@ def _meant(value: object) -> list[object]:
 def not_allowed(violation: Violation, findings: Findings, view: SchemaView | None = None) -> None:  # noqa: ARG001
     """K004 of one schema."""
     allowed = violation.limit if violation.keyword == "enum" else [violation.limit]
-    choice(violation.path, violation.instance, allowed, [violation.schema], findings)
+    other = _OTHER_TYPES if violation.path == ("model", "model_type") else ""
+    choice(violation.path, violation.instance, allowed, [violation.schema], findings, other)
+
+
+_OTHER_TYPES = '"hf_config": PATH of its config.json, which takes all types that work (`parcompile models`)'
+"""What a spec's model has in place of a type that it cannot write itself."""
 
 
 def refused_optimizer(kind: str) -> str | None:

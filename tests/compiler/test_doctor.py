@@ -308,6 +308,18 @@ def test_damaged_files_give_partial_answers_and_no_traceback(tmp_path: Path) -> 
         shutil.rmtree(folder)
 
 
+def test_texts_of_a_model_and_its_plans_stand_beside_the_metrics_and_are_none(tmp_path: Path) -> None:
+    """The folder of a run with `--prompt`: samples.jsonl is read behind metrics.jsonl."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n')
+    (tmp_path / "samples.jsonl").write_text('{"step": 2, "prompt": "The", "text": " end"}\n')
+    (tmp_path / "run.json").write_text('{"format": 1, "plans": []}\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    found = read_all([tmp_path])
+    assert ([row["step"] for row in found.metrics], found.metrics_file) == ([1, 2], "metrics.jsonl")
+    assert not found.unreadable
+    assert judge(found).evidence == ["metrics.jsonl: step 2: loss nan"]
+
+
 def sessions() -> list[tuple[str, str]]:
     return re.findall(r"```console\n\$ (parcompile doctor [^\n]*)\n```\n+```text\n(.*?)```", PAGE, re.DOTALL)
 

@@ -136,6 +136,17 @@ def test_a_file_alone_that_is_not_checked_is_told_why(run: Any, text: bytes, why
     assert err.startswith(f"Error: {why}")
 
 
+def test_a_text_without_sense_beside_a_good_spec_is_no_success(run: Any) -> None:
+    write("spec.json", SPEC)
+    Path("cut.json").write_text('{"version": 1, "name": "x', encoding="utf-8")
+    code, out, err = run("check", "spec.json", "cut.json", "--format", "json")
+    assert code == 2
+    assert json.loads(out)["files"] == [{"file": "spec.json", "kind": "spec"}]
+    assert err.startswith("Error: cut.json cannot be read: line 1, column ")
+    code, _, err = run("check", "spec.json", "cut.json", "--skip-unrecognised")
+    assert (code, err[:33]) == (0, "skipped: cut.json cannot be read:")
+
+
 def test_a_recipe_in_python_that_import_takes_is_told_so(run: Any) -> None:
     write(
         "spec.json",

@@ -54,6 +54,13 @@ def test_a_good_spec_has_nothing_to_be_said():
     assert schema.validate(GOOD, "spec") == schema.Validation((), frozenset())
 
 
+INLINE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
 # path, value, code, a part of the message, a part of the help
 MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("parallelism.tp", "8", "K003", 'whole number of at least 1 or "auto", found text "8"', "write 8 without quotes"),
@@ -80,6 +87,8 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("zero.stage", "auto", "K003", 'expected 0, 1, 2 or 3, found text "auto"', None),
     ("zero.stage", "1", "K003", 'found text "1"', "write 1 without quotes"),
     ("zero.stage", 4, "K004", "4 is not allowed", "0, 1, 2 or 3"),
+    ("model", {**INLINE, "model_type": "olmo2"}, "K004", '"olmo2" is not allowed', 'write "hf_config": PATH'),
+    ("model", {**INLINE, "model_type": "lama"}, "K004", "not allowed", 'did you mean "llama"? (or "hf_config": PATH'),
     ("version", 2, "K004", "2 is not allowed", "write 1"),
     ("version", GONE, "K002", 'the key "version" is missing', '"version": 1'),
     ("name", "", "K007", "0 characters, but at least 1 is needed", None),

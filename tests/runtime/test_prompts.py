@@ -74,6 +74,12 @@ def test_a_token_that_the_model_does_not_have_names_the_tokenizer() -> None:
         Prompts(["z"], make_plan(1, {}))
 
 
+def test_a_run_without_prompts_leaves_no_empty_file_of_texts(tmp_path: Path) -> None:
+    with RunLog(tmp_path) as log:
+        log.say(1, {})
+    assert not (tmp_path / SAMPLES).exists()
+
+
 def test_a_run_that_goes_on_keeps_the_texts_of_the_steps_before_it(tmp_path: Path) -> None:
     with RunLog(tmp_path) as log:
         for step in (1, 2, 3):
