@@ -109,6 +109,9 @@ def _is_folder_of_plan(args: list[str]) -> bool:
     return args[0] == "plan" and not named and Path("plan").exists()
 
 
+_OF_CHECKPOINT = ("convert", "export", "inspect", "verify")
+
+
 def _refuse_misspelt(word: str) -> None:
     """A word that is no file but nearly a command is a misspelt command.
 
@@ -119,7 +122,7 @@ def _refuse_misspelt(word: str) -> None:
         return
     from parcompile.diagnostics import closest
 
-    near = closest(word, _COMMANDS)
+    near = f"checkpoint {word}" if word in _OF_CHECKPOINT else closest(word, _COMMANDS)
     if near is not None:
         raise click.UsageError(f"there is no command or file {word!r}; did you mean `parcompile {near}`?")
 

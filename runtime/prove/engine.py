@@ -48,13 +48,16 @@ class Engine:
         timeout: seconds for a cell's ranks.
 
     Raises:
-        EngineError: the interpreter cannot import the engine, or this is no Linux.
+        EngineError: there is none of this name, the interpreter cannot import it, or this is no Linux.
     """
 
     def __init__(self, name: str, python: str = sys.executable, timeout: float = 180.0) -> None:
         self.name, self.python, self._timeout = name, python, timeout
         if sys.platform != "linux":
             raise EngineError(f"prove runs on Linux, and this is {sys.platform}: its ranks end with what started them")
+        if name not in BUILT_IN and not name.endswith(".py"):
+            known = ", ".join(BUILT_IN)
+            raise EngineError(f"there is no engine {name!r}; there are {known}, or an adapter's path (.py)")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- what engines print; closed with the process
         command = [python, "-c", _START, str(_RANKS), str(Path(name).resolve()) if name.endswith(".py") else name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -14,7 +14,8 @@ from rules_page import reference
 
 from parcompile import schema
 from parcompile.backends.registry import TARGETS
-from parcompile.cli import main
+from parcompile.cli import _OF_CHECKPOINT, main
+from parcompile.cli.checkpoint import command as checkpoint
 from parcompile.diagnostics.reporters import FORMATS
 from parcompile.lint.registry import GROUPS, pages
 
@@ -97,6 +98,14 @@ class TestExitCodes:
         assert done.code == 1
         assert done.json["valid"] is False
         assert [one["severity"] for one in done.json["diagnostics"] if one["code"] == "C004"] == ["error"]
+
+
+@pytest.mark.parametrize("arguments", [("export", "out"), ("verify", "--help"), ("convert",), ("inspect",)])
+def test_a_word_that_checkpoints_know_is_led_to_them(run: Any, arguments: tuple[str, ...]) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert done.err.endswith(f"did you mean `parcompile checkpoint {arguments[0]}`?\n")
+    assert set(_OF_CHECKPOINT) | {"import"} == set(checkpoint.commands)
 
 
 class TestSelection:
