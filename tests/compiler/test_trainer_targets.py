@@ -133,3 +133,32 @@ def test_targets_that_keep_weights_on_the_accelerator_say_so() -> None:
         assert "zero.offload_param" in {one.what for one in losses(plan, (target,))[target]}, target
     config = render(plan, ("llamafactory",))["llama_factory_ds_config.json"]
     assert yaml.safe_load(config)["zero_optimization"]["offload_param"]["device"] == "cpu"
+
+
+SCRIPTS = ("accelerate", "accelerate-deepspeed", "transformers")
+
+
+def test_what_a_script_decides_is_named_with_its_schedule_steps_and_seed() -> None:
+    for target in SCRIPTS:
+        plan = plan_of({}, model={"preset": "qwen3-0.6b"})
+        said = " ".join(one.what for one in losses(plan, (target,))[target])
+        assert "steps and seed" in said, target
+        assert ("schedule" in said) == (target != "accelerate-deepspeed"), target  # ds_config.json has one
+    balanced = plan_of({"ep": 16}, model={"preset": "qwen3-30b-a3b"}, training={"router": {"aux_loss": 0.01}})
+    said = " ".join(one.what for one in losses(balanced, ("transformers",))["transformers"])
+    assert "router aux_loss 0.01" in said
+
+
+def test_a_batch_of_evaluation_that_no_file_says_is_named() -> None:
+    for target in (*SCRIPTS, "torchtitan", "trl", "axolotl", "llamafactory"):
+        for training in ({}, {"eval_global_batch_size": 32}):
+            plan = plan_of({}, model={"preset": "qwen3-0.6b"}, training=training)
+            named = any("eval_global_batch_size 32" in one.what for one in losses(plan, (target,))[target])
+            assert named == bool(training), target
+
+
+def test_accelerate_reduces_gradients_in_the_type_of_the_weights() -> None:
+    for sums in ("fp32", "bf16"):
+        plan = plan_of({}, model={"preset": "qwen3-0.6b"}, training={"gradient_accumulation_dtype": sums})
+        said = {one.what for one in losses(plan, ("accelerate",))["accelerate"]}
+        assert ("gradient_accumulation_dtype fp32" in said) == (sums == "fp32")
