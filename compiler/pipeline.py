@@ -129,7 +129,7 @@ def check_any(
     found, recognition = recognised(read_spec(path) if Path(path).is_dir() else read_file(path), kind)
     if not recognition.is_checked:
         # Of other texts nobody expects that they are JSON or YAML.
-        named = Path(path).suffix.lower() in (".json", ".yaml", ".yml")
+        named = str(path) == "-" or Path(path).suffix.lower() in (".json", ".yaml", ".yml")
         unread = found.diagnostics if found.document is None and named else ()
         return Checked(found.source, found.document, unread, None, recognition.kind, recognition.certainty)
     checked = check_read(found, _folder(path), targets, kind=recognition.kind, usage=usage)

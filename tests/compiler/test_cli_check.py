@@ -148,6 +148,12 @@ class TestFormats:
         done = run("check", "**/*.json", "bad.json", "--format", "json", "--select", "K003")
         assert [one["file"] for one in done.json["diagnostics"]] == ["a/b/deep.json", "bad.json"]
 
+    def test_a_text_of_standard_input_that_is_cut_off_says_where(self) -> None:
+        command = [sys.executable, "-m", "parcompile", "check", "-"]
+        done = subprocess.run(command, input='{"version": 1', capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Error: - cannot be read: line 1, column 14: the file ends inside the object")
+
     def test_standard_input_is_a_file(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         command = [sys.executable, "-m", "parcompile", "check", "-", "--format", "concise"]
         done = subprocess.run(command, input=BAD, capture_output=True, text=True, check=False, encoding="utf-8")
