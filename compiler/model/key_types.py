@@ -90,6 +90,33 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:
             return key, f"{key} is {json.dumps(word)[:60]}, which transformers does not know: {_word(word, known)}"
+    stretches = "rope_parameters" in fields_of(model_type) and model_type not in _FOR_EACH_KIND
+    return _stretched_otherwise(config) if stretches else None
+
+
+_STRETCHES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    **dict.fromkeys(("default", "proportional", "axial", "mrope", "su"), ()),
+}
+"""Kinds of stretched positions and the keys that transformers asks for (modeling_rope_utils.py), or a class renames."""
+_FOR_EACH_KIND = frozenset({"gemma3_text", "gemma3n_text", "olmo3", "zaya"})
+"""Classes that have positions for each kind of layer, and do not check others."""
+
+
+def _stretched_otherwise(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with the stretched positions: a misspelt kind, or one without its keys."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(rope := config.get(key), Mapping):
+            continue
+        if not isinstance(kind := rope.get("rope_type", rope.get("type")), str):
+            continue
+        if kind not in _STRETCHES and (meant := closest(kind, list(_STRETCHES))) is not None:
+            return key, f"{key} has the rope_type {json.dumps(kind)[:60]}: did you mean {meant}?"
+        missing = [name for name in _STRETCHES.get(kind, ()) if name not in rope]
+        if missing:
+            return key, f"{key} has the rope_type {kind} and lacks {', '.join(missing)}, which transformers refuses"
     return None
 
 

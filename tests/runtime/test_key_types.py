@@ -84,6 +84,26 @@ def test_what_a_class_does_not_take_is_refused_by_it_and_here(name: str) -> None
                     CONFIG_MAPPING[name](**{keys[0]: value})
 
 
+def test_stretched_positions_without_a_key_are_refused_by_their_class_and_here() -> None:
+    """Of every type whose class has them, each kind without each of its keys; with all of them it is taken."""
+    values = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    types = [name for name in RUNTIME_FAMILIES if "rope_parameters" in key_types.fields_of(name)]
+    assert len(types) > 60
+    for name in types:
+        for kind, keys in key_types._STRETCHES.items():
+            whole = {"rope_type": kind, "rope_theta": 1e4} | {key: values.get(key, 2.0) for key in keys}
+            assert mistyped(name, {"rope_parameters": whole}) is None
+            for key in keys:
+                rope = {name: value for name, value in whole.items() if name != key}
+                refused = mistyped(name, {"rope_parameters": rope}) is not None
+                try:
+                    CONFIG_MAPPING[name](rope_parameters=dict(rope))
+                except Exception as error:
+                    assert refused, (name, kind, key, error)
+                else:
+                    assert not refused, (name, kind, key)
+
+
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
 def test_a_word_that_a_class_does_not_know_is_refused_by_it_and_here(name: str) -> None:
     config = tiny_config(name)
@@ -176,6 +196,13 @@ def test_published_configurations_are_taken() -> None:
         ("llama", "tie_word_embeddings", 1, r"tie_word_embeddings is 1: it has to be true or false"),
         ("llama", "rms_norm_eps", 1, r"rms_norm_eps is 1: it has to be a number with a point, as 1\.0"),
         ("llama", "attention_dropout", True, r"attention_dropout is true: it has to be a number or null$"),
+        (
+            "llama",
+            "rope_scaling",
+            {"rope_type": "yarnn"},
+            r'rope_scaling has the rope_type "yarnn": did you mean yarn\?',
+        ),
+        ("qwen2", "rope_scaling", {"type": "linear"}, r"rope_scaling has the rope_type linear and lacks factor, which"),
         ("llama", "num_hidden_layers", 2.5, r"num_hidden_layers is 2\.5: it has to be a whole number"),
     ],
 )
