@@ -31,7 +31,7 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
     parameter_groups,
     place_in_shard,
 )
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import matrix_of, plain_name
@@ -219,10 +219,9 @@ def join_shards(engine: Any, mesh: Mesh) -> None:
     if isinstance(optimizer, torch.optim.Adam):
         keep_steps_beside_shards(optimizer)
     if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
-        raise RunError(
+        raise everywhere(
             "DeepSpeed replaces a torch.optim.Adagrad by one whose rate no schedule moves: give initialize no "
-            'optimizer, and write "adagrad" as training.optimizer.type of the spec',
-            everywhere=True,
+            'optimizer, and write "adagrad" as training.optimizer.type of the spec'
         )
     if not isinstance(optimizer, MatrixAdamW):
         return

@@ -41,7 +41,7 @@ from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate, refuse_ramp
 from .engine.metering import known_work
-from .errors import RunError, differs_from_plan
+from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
 from .inject.injection import load_pretrained
@@ -94,7 +94,7 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     """
     values = _decided(plan)
     if decided := sorted(set(others) & set(values)):
-        raise RunError(f"the plan decides {', '.join(decided)}: change the spec and compile it again", everywhere=True)
+        raise everywhere(f"the plan decides {', '.join(decided)}: change the spec and compile it again")
     options: dict[str, Any] = {"save_strategy": "no", "remove_unused_columns": False, "lr_scheduler_type": "constant"}
     # Without it accelerate has DeepSpeed compile a C++ extension for CPU ranks, which nothing here uses.
     options["use_cpu"] = plan.spec.cluster.accelerator == "cpu"
@@ -177,10 +177,9 @@ class _InEngine:
             RunError: the checkpoint that is to be loaded at the end might be removed before.
         """
         if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
-            raise RunError(
+            raise everywhere(
                 f"save_total_limit {self.args.save_total_limit} may remove the checkpoint that load_best_model_at_end "
-                "loads: leave one of them out",
-                everywhere=True,
+                "loads: leave one of them out"
             )
         rows = _Rows(self.mesh, self._tokens)
         self.add_callback(rows)  # type: ignore[attr-defined]
@@ -347,7 +346,7 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None or not hasattr(self.model_wrapped, "mesh"):
-            raise RunError("evaluate needs an eval_dataset and an engine, which train makes", everywhere=True)
+            raise everywhere("evaluate needs an eval_dataset and an engine, which train makes")
         metrics = {f"{metric_key_prefix}_loss": evaluate(self.model_wrapped, dataset)}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -380,9 +379,9 @@ def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any)
     if peft_config is None:
         return model
     if getattr(model, "parcompile_mesh", None) is not None:
-        raise RunError(INJECTED_FIRST, everywhere=True)
+        raise everywhere(INJECTED_FIRST)
     if hasattr(model, "peft_config"):
-        raise RunError("a model that has adapters is given with a peft_config: leave one of them out", everywhere=True)
+        raise everywhere("a model that has adapters is given with a peft_config: leave one of them out")
     from peft import get_peft_model
 
     model = build_model(plan) if model is None else model
@@ -467,7 +466,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         done = load(trainer.model_wrapped, self._folder)
         if done >= state.max_steps:
-            raise RunError(f"the checkpoint has made {done} steps, and max_steps is {state.max_steps}", everywhere=True)
+            raise everywhere(f"the checkpoint has made {done} steps, and max_steps is {state.max_steps}")
         state.global_step = trainer._batches.step = done
         # What Trainer divides its logged loss and its speed by.
         trainer._globalstep_last_logged = trainer._initial_global_step = done
@@ -517,14 +516,13 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
         RunError: it is neither a class of transformers' `Trainer` nor `Accelerator`, or the plan has pipeline stages.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer | Accelerator)):
-        raise RunError(
+        raise everywhere(
             f"parallelise takes a class of transformers' Trainer, such as SFTTrainer, or accelerate's Accelerator, not "
-            f"{trainer!r}: write SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made",
-            everywhere=True,
+            f"{trainer!r}: write SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made"
         )
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if (pp := plan.spec.parallelism.pp) > 1:
-        raise RunError(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer", everywhere=True)
+        raise everywhere(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer")
     if issubclass(trainer, Accelerator):
         from .accelerator import PlannedAccelerator, follow_launch
 
@@ -544,16 +542,14 @@ def _check_reference(values: Mapping[str, Any], takes_one: bool) -> None:
     if not takes_one or values.get("ref_model") is not None:
         return
     if hasattr(values.get("model"), "peft_config"):
-        raise RunError(
+        raise everywhere(
             "the model has adapters already, and there is no ref_model: trl would train beside a second copy of them. "
-            "Give the model without adapters and a peft_config, whose reference is the model itself, or a ref_model",
-            everywhere=True,
+            "Give the model without adapters and a peft_config, whose reference is the model itself, or a ref_model"
         )
     if getattr(values["args"], "precompute_ref_log_probs", False):
-        raise RunError(
+        raise everywhere(
             "precompute_ref_log_probs without a ref_model would deal batches to ranks that share a sequence: give a "
-            "whole ref_model, or leave precompute_ref_log_probs out",
-            everywhere=True,
+            "whole ref_model, or leave precompute_ref_log_probs out"
         )
 
 
@@ -575,13 +571,10 @@ class _Planned(_InEngine):
         values |= values.pop("kwargs", {})
         plan = self._plan
         if values.get("args") is None:
-            raise RunError("the trainer has no args: give TrainingArguments, or those of its class", everywhere=True)
+            raise everywhere("the trainer has no args: give TrainingArguments, or those of its class")
         for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs", "quantization_config"):
             if values.get(name) not in (None, (None, None)):
-                raise RunError(
-                    f"{name} is not for a plan, which has model, precision and optimizer: leave it out",
-                    everywhere=True,
-                )
+                raise everywhere(f"{name} is not for a plan, which has model, precision and optimizer: leave it out")
         _check_reference(values, "ref_model" in inspect.signature(make).parameters)
         self.mesh, self._classifies = join(plan), bool(plan.spec.model.shape.head.labels)
         values["args"] = _planned_arguments(plan, values["args"])
@@ -599,30 +592,27 @@ class _Planned(_InEngine):
             make(**values)
         seed_ranks(self.mesh)
         if getattr(self.args, "temperature", 1.0) != 1.0:
-            raise RunError(f"temperature {self.args.temperature}: log-probabilities have 1.0", everywhere=True)
+            raise everywhere(f"temperature {self.args.temperature}: log-probabilities have 1.0")
         if type(self).create_optimizer is not Trainer.create_optimizer:
-            raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
+            raise everywhere(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer")
         losses = [vars(one)["compute_loss"] for one in type(self).__mro__ if "compute_loss" in vars(one)]
         of_trainer = next(one for one in losses if one is not _Planned.compute_loss) is Trainer.compute_loss
         self._own_loss = not of_trainer or bool(self.compute_loss_func or self.label_smoother)
         if self._classifies and of_trainer:
-            raise RunError(
+            raise everywhere(
                 f"{type(self).__name__} has no loss of its own for a classifier, and the plan has none for its labels: "
-                "use a class with a compute_loss, such as trl's RewardTrainer",
-                everywhere=True,
+                "use a class with a compute_loss, such as trl's RewardTrainer"
             )
         self._logits.whole = self._own_loss
         if getattr(self, "aux_loss_enabled", False):
-            raise RunError(
+            raise everywhere(
                 f"router_aux_loss_coef is {self.router_aux_loss_coef}: {type(self).__name__} adds a balancing loss of "
-                "its own, which is not computed over ranks. Write router_aux_loss_coef=0.0 in its arguments",
-                everywhere=True,
+                "its own, which is not computed over ranks. Write router_aux_loss_coef=0.0 in its arguments"
             )
         if self._own_loss and isinstance(without_peft(model).loss_function, RouterLosses):
-            raise RunError(
+            raise everywhere(
                 f"{type(self).__name__} computes its own loss, without those of routers: leave training.router out of "
-                "the spec, and output_router_logits out of the model's configuration",
-                everywhere=True,
+                "the spec, and output_router_logits out of the model's configuration"
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
@@ -636,10 +626,9 @@ class _Planned(_InEngine):
             last = get_last_checkpoint(output) if output.is_dir() else None
             resume_from_checkpoint = last or str(output / "checkpoint-N")
         if resume_from_checkpoint and not (Path(resume_from_checkpoint) / TRAINER_STATE_NAME).is_file():
-            raise RunError(
+            raise everywhere(
                 f"{resume_from_checkpoint} has no {TRAINER_STATE_NAME}: a parallelised trainer resumes from the "
-                f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}",
-                everywhere=True,
+                f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}"
             )
         self.accelerator.gather, self.accelerator.gather_for_metrics = self._of_dp, self._for_metrics
         try:
@@ -866,10 +855,9 @@ class _Sampling(_Planned):
         held = self._plan.spec.training.micro_batch_size * self.mesh.size("dp") * self.args.steps_per_generation
         self.args.generation_batch_size = held
         if held % self.args.num_generations:
-            raise RunError(
+            raise everywhere(
                 f"num_generations {self.args.num_generations} does not divide the {held} completions of a generation "
-                "(the plan's micro_batch_size x dp x steps_per_generation): change one of them",
-                everywhere=True,
+                "(the plan's micro_batch_size x dp x steps_per_generation): change one of them"
             )
 
     def _check(self, args: Any, values: Mapping[str, Any]) -> None:
@@ -900,7 +888,7 @@ class _Sampling(_Planned):
             "different ones: use a model with rotary positions": not spec.model.shape.positions.rotary,
         }
         if refused := [sentence for sentence, asked in wrong.items() if asked]:
-            raise RunError(f"{type(self).__name__}: {'; '.join(refused)}", everywhere=True)
+            raise everywhere(f"{type(self).__name__}: {'; '.join(refused)}")
 
     @contextlib.contextmanager
     def _among_dp(self) -> Iterator[None]:

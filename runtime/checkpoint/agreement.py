@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.liveness.watchdog import StoreChannel
 from parcompile.runtime.transport.backend import gather_objects
 
@@ -32,7 +32,7 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """
     outcomes = gather_objects(_outcome(work))
     if told := _told([text for _, text in outcomes]):
-        raise RunError(told, everywhere=True)
+        raise everywhere(told)
     return [result for result, _ in outcomes]
 
 
@@ -106,10 +106,10 @@ class StoreMessages(Collectives):
             channel.post("answer", [number, _told([text for _, text in outcomes]), outcomes[0][0]])
         # Rank 0 itself waits for the others that long.
         if not channel.wait(lambda: (channel.posted("answer") or [-1])[0] == number, 2 * self._seconds):
-            raise RunError(f"rank 0 answered nothing within {2 * self._seconds:.0f} s", everywhere=True)
+            raise everywhere(f"rank 0 answered nothing within {2 * self._seconds:.0f} s")
         _, told, result = channel.posted("answer")
         if told:
-            raise RunError(told, everywhere=True)
+            raise everywhere(told)
         return outcomes, result
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.deepspeed_patches.optimizer_state import held
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 
 from . import writing
 from .agreement import Collectives, StoreMessages, await_seen, on_all_ranks, on_rank_0
@@ -61,7 +61,7 @@ class Saver:
             RunError: see `store.save`.
         """
         if on_error not in ("raise", "warn"):
-            raise RunError(f"on_error is raise or warn, not {on_error!r}", everywhere=True)
+            raise everywhere(f"on_error is raise or warn, not {on_error!r}")
         self.finish()
         self._place, self._warns = note.folder, on_error == "warn"
         try:
@@ -158,7 +158,7 @@ class Saver:
     def _failed(self, error: RunError) -> bool:
         message = f"{self._place} was not saved: {error}; {on_rank_0(self._give_up)}"
         if not self._warns:
-            raise RunError(message, everywhere=True) from None
+            raise everywhere(message) from None
         if dist.get_rank() == 0:
             print(f"parcompile: warning: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
         return False

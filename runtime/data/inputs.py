@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS, PACKING, REAL_TOKENS
@@ -97,20 +97,18 @@ class _Sequences:
         """
         ids, both = self.given.get("input_ids"), f"sequences of the plan's sequence_length {self.planned}"
         if self.length != self.planned:
-            raise RunError(
+            raise everywhere(
                 f"the model was called with {self.held} tokens: under cp {self.cp} it takes whole {both} (pad to that "
-                f"length, padding='max_length'), or this rank's {self.planned // self.cp} tokens of them",
-                everywhere=True,
+                f"length, padding='max_length'), or this rank's {self.planned // self.cp} tokens of them"
             )
         if ids is None:
             return
         parts: list[Tensor] = [torch.empty_like(ids) for _ in range(self.cp)]
         dist.all_gather(parts, ids.contiguous(), group=self.group)
         if all(torch.equal(one, ids) for one in parts) and bool((ids != ids.flatten()[0]).any()):
-            raise RunError(
+            raise everywhere(
                 f"every rank of cp {self.cp} was given the same {self.held} tokens: give whole {both} (pad to that "
-                "length, padding='max_length'), or each rank its own tokens of them (split_batch)",
-                everywhere=True,
+                "length, padding='max_length'), or each rank its own tokens of them (split_batch)"
             )
 
     def _shifted(self, found: Batch, real: Tensor | None) -> bool:

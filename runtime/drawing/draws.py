@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout, token_ranges
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, MicroBatch, current
 from parcompile.runtime.ring_attention.kernels.kernel import combined
@@ -156,10 +156,9 @@ class Place:
             samples, positions = self._shared(places, 0, share).unbind(1)
             return combined(combined(word, samples, _ROWS), positions, _POSITIONS)
         if micro_batch.first_sample is None:
-            raise RunError(
+            raise everywhere(
                 f"{what}: call the model with {FIRST_SAMPLE}, the number of the batch's first sequence in the data, as "
-                "the engine's loader does, or switch the drawing off in the model's configuration",
-                everywhere=True,
+                "the engine's loader does, or switch the drawing off in the model's configuration"
             )
         rows, length = _sizes(micro_batch, what)
         first = micro_batch.first_sample
@@ -189,14 +188,13 @@ class Place:
                 return 2, part
             if shape and shape[0] == rows * tokens:
                 return 1, part
-        raise RunError(
+        raise everywhere(
             f"{what}, of shape {list(shape)}: only numbers for the tokens of a micro-batch, here "
-            f"[{rows}, {length}, …], are drawn alike in every layout",
-            everywhere=True,
+            f"[{rows}, {length}, …], are drawn alike in every layout"
         )
 
 
 def _sizes(micro_batch: MicroBatch, what: str) -> tuple[int, int]:
     if micro_batch.rows is None or micro_batch.sequence_length is None:
-        raise RunError(f"{what}: call the model with input_ids, whose shape says where a token is", everywhere=True)
+        raise everywhere(f"{what}: call the model with input_ids, whose shape says where a token is")
     return micro_batch.rows, micro_batch.sequence_length

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parcompile.runtime.collectives import copy_to_group, pad_to_multiple, reduce_from_group
 from parcompile.runtime.deepspeed_patches.norm import count_in_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import local_shape, place_in_shard
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slice
@@ -166,10 +166,9 @@ class LastTokenHead(nn.Module):
         tokens, padding, mesh = current().tokens, self._config.pad_token_id, self._mesh
         if tokens is None or padding is None:
             lacks = "inputs_embeds alone" if tokens is None else "no pad_token_id in its configuration"
-            raise RunError(
+            raise everywhere(
                 f"a classifier takes the last token that is no padding, and was called with {lacks}: call it with "
-                "input_ids, and set model.config.pad_token_id",
-                everywhere=True,
+                "input_ids, and set model.config.pad_token_id"
             )
         axes, length = mesh.plan.spec.parallelism, tokens.shape[1]
         places = local_positions(axes.cp_layout, axes.cp, mesh.index("cp"), length * axes.cp).to(tokens.device)
@@ -204,9 +203,8 @@ def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:
         return
     factor = getattr(old, "embed_scale", None)
     if not isinstance(factor, Tensor | float):
-        raise RunError(
-            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm",
-            everywhere=True,
+        raise everywhere(
+            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm"
         )
     if isinstance(factor, Tensor):
         new.register_buffer("embed_scale", factor, persistent=False)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.presets import text_part
 from parcompile.plan import Plan
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.text.typed import Reader, WrongValueError
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
@@ -77,9 +77,8 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
             model of its configuration.
     """
     if plan.spec.model.shape.user_module is not None:
-        raise RunError(
-            "the plan is for a module of your own, which only you can build: pass it to initialize as model=",
-            everywhere=True,
+        raise everywhere(
+            "the plan is for a module of your own, which only you can build: pass it to initialize as model="
         )
     config = planned_config(plan)
     # A cache of keys and values serves generation; in training it would only hold memory.
@@ -87,9 +86,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     try:
         model: nn.Module = causal_model(config, plan.spec.model.shape.head.labels, dtype=dtype)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"transformers builds no {config.model_type} of the plan's configuration: {error}", everywhere=True
-        ) from error
+        raise everywhere(f"transformers builds no {config.model_type} of the plan's configuration: {error}") from error
     return model
 
 
@@ -152,24 +149,24 @@ class PretrainedFolder:
                 tree = json.loads(read_text(self.folder / INDEX, MAX_INDEX_BYTES))
                 places = Reader(tree).mapping("weight_map").words()
             except WrongValueError as error:
-                raise RunError(f"{self.folder / INDEX}: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / INDEX}: {error}") from None
             except (OSError, ValueError, RecursionError) as error:
-                raise RunError(f"{self.folder / INDEX} cannot be read: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / INDEX} cannot be read: {error}") from None
         elif (self.folder / SINGLE).is_file():
             places = {}
         else:
-            raise RunError(f"{self.folder} has neither {SINGLE} nor {INDEX}", everywhere=True)
+            raise everywhere(f"{self.folder} has neither {SINGLE} nor {INDEX}")
         for name in sorted(set(places.values())) or [SINGLE]:
             if Path(name).name != name:
-                raise RunError(f"{INDEX} names {name!r}, which is not a file beside it", everywhere=True)
+                raise everywhere(f"{INDEX} names {name!r}, which is not a file beside it")
             try:
                 self._files[name] = safe_open(str(self.folder / name), "pt")
             except Exception as error:
-                raise RunError(f"{self.folder / name} cannot be read: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / name} cannot be read: {error}") from None
         self._places = dict(places) or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         for tensor, name in self._places.items():
             if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping
-                raise RunError(f"{INDEX} places {tensor} in {name}, which does not hold it", everywhere=True)
+                raise everywhere(f"{INDEX} places {tensor} in {name}, which does not hold it")
         self.beside: frozenset[str] = frozenset()
         if (kind := _multimodal_type(self.folder)) is not None:
             self._take_text_part(kind)
@@ -207,12 +204,10 @@ class PretrainedFolder:
         for name, shape in planned.items():
             entry = stored_as(name, self._places.keys(), self._open)
             if entry is None:
-                raise RunError(f"{self.folder} lacks {name} {list(shape)}{self._quantized()}", everywhere=True)
+                raise everywhere(f"{self.folder} lacks {name} {list(shape)}{self._quantized()}")
             found = tuple(entry[0].get_shape())
             if found != shape:
-                raise RunError(
-                    f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan", everywhere=True
-                )
+                raise everywhere(f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan")
             used |= entry[1]
         # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
         tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
@@ -232,18 +227,15 @@ class PretrainedFolder:
             )
         extra -= unused
         if extra:
-            raise RunError(
-                f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}", everywhere=True
-            )
+            raise everywhere(f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}")
 
     def _check_tied(self, embedding: str) -> None:
         """A head that is stored beside the embedding that it is tied to is the same, as far as a look shows."""
         one, other = (self._slice(name) for name in (embedding, "lm_head.weight"))
         if one.get_shape() != other.get_shape() or not torch.equal(one[:_LOOK], other[:_LOOK]):
-            raise RunError(
+            raise everywhere(
                 f"{self.folder} holds an lm_head.weight that is not the embedding, to which tie_word_embeddings ties "
-                "it: write tie_word_embeddings false in the configuration of the plan and of the folder",
-                everywhere=True,
+                "it: write tie_word_embeddings false in the configuration of the plan and of the folder"
             )
 
     def _quantized(self) -> str:
@@ -296,7 +288,7 @@ class PretrainedFolder:
     def _slice(self, name: str) -> Any:
         entry = stored_as(name, self._places.keys(), self._open)
         if entry is None:
-            raise RunError(f"{self.folder} lacks {name}", everywhere=True)
+            raise everywhere(f"{self.folder} lacks {name}")
         return entry[0]
 
     def _open(self, stored: str) -> Any:

@@ -24,7 +24,7 @@ from parcompile.model.blocks.lightning import Lightning
 from parcompile.model.blocks.mamba1 import Mamba1
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import Recurrent
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY, Call
 from parcompile.runtime.inject.ring_place import StatePlace
@@ -53,7 +53,7 @@ def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:
     """
     owner: Any = module
     if not hasattr(owner, "get_slope_rate"):
-        raise RunError(f"{type(module).__name__} says no decays of heads: it cannot be injected", everywhere=True)
+        raise everywhere(f"{type(module).__name__} says no decays of heads: it cannot be injected")
     slopes = owner.get_slope_rate(device="cpu").flatten()
     heads = len(slopes) // mesh.size("tp")
     own = slopes[mesh.index("tp") * heads :][:heads]
@@ -148,10 +148,9 @@ def _enter(place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: 
         _here.masked = mask is not None and getattr(module, SHARES_ENTRY, False)
         return args, kwargs if mask is None else {**kwargs, "attention_mask": mask}
     if kwargs.get("attention_mask") is not None:
-        raise RunError(
+        raise everywhere(
             f"{type(module).__name__} is given a mask of padding, which is not split for the ranks: prepare batches "
-            "with split_batch, which turns padding on the right into a document of its own",
-            everywhere=True,
+            "with split_batch, which turns padding on the right into a document of its own"
         )
     _here.place = place
     # What transformers keeps for generation would begin the sequence anew with the state of another one.
@@ -177,7 +176,7 @@ def _put_in_front(cls: type[nn.Module]) -> None:
         if not hasattr(original, _MARK):
             setattr(file, name, _in_front(original, seam))
     if not found:
-        raise RunError(f"{cls.__name__} calls none of {', '.join(_SEAMS)}: it cannot be injected", everywhere=True)
+        raise everywhere(f"{cls.__name__} calls none of {', '.join(_SEAMS)}: it cannot be injected")
 
 
 def _in_front(original: Callable[..., Any], seam: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from parcompile.cost.step import timing
 from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh, join, launcher_store, start_world, store_of_world
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.liveness.watchdog import StoreChannel
@@ -188,7 +188,7 @@ def live_check(
     found = check_job(plan, speak=_to_stderr, checkpoints=checkpoints, model=model, limits=limits)
     if found.passed:
         return found.report
-    raise RunError(found.reason if found.report is None else found.report.text(), everywhere=True)
+    raise everywhere(found.reason if found.report is None else found.report.text())
 
 
 def check_job(
