@@ -222,7 +222,7 @@ def check_job(
     whole = None if loaded is None else loaded.with_whole_batch
     job = Job(environment, store, whole, unread, _folder(plan, checkpoints), model)
     session = Session(name, channel, limits, STAGES, speak)
-    with session.watch.of_termination() if owns_process else contextlib.nullcontext():
+    with session.catching_termination() if owns_process else contextlib.nullcontext():
         return session.run(lambda: go_through(job, session))
 
 
