@@ -150,15 +150,14 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
     return type(given)(**{**values, **decided, **further})
 
 
-class _InEngine:
+_Trainer: Any = object
+"""What stands behind the classes below: `Trainer`, or a class of it."""
+
+
+class _InEngine(_Trainer):  # type: ignore[misc]
     """What every trainer of a plan does: the engine gets the plan's groups, and what is saved is whole."""
 
     mesh: Mesh
-    args: TrainingArguments
-    model: Any
-    model_wrapped: Any
-    processing_class: Any
-    state: Any
     current_flos: float
     _rate: float = 0.0
     _numel: int | None = None
@@ -182,18 +181,18 @@ class _InEngine:
                 "loads: leave one of them out"
             )
         rows = _Rows(self.mesh, self._tokens)
-        self.add_callback(rows)  # type: ignore[attr-defined]
+        self.add_callback(rows)
         try:
             with rows, initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options):
                 yield
         finally:
-            self.remove_callback(rows)  # type: ignore[attr-defined]
+            self.remove_callback(rows)
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
         """With weight decay for the parameters that Trainer decays, where the plan leaves none out itself."""
         if self.mesh.plan.spec.training.optimizer.no_weight_decay is not None:
             return options_for_deepspeed(self.mesh, model, **options)
-        decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
+        decayed: list[str] = self.get_decay_parameter_names(model)
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -225,11 +224,11 @@ class _InEngine:
 
     def training_step(self, *args: Any, **others: Any) -> Any:
         """As in `Trainer`, whose log gets the rate of the step: DeepSpeed has that of the next one behind it."""
-        self._rate = super()._get_learning_rate()  # type: ignore[misc]
+        self._rate = super()._get_learning_rate()
         return self._made_step(*args, **others)
 
     def _made_step(self, *args: Any, **others: Any) -> Any:
-        return super().training_step(*args, **others)  # type: ignore[misc]
+        return super().training_step(*args, **others)
 
     def _get_learning_rate(self) -> float:
         return self._rate
@@ -557,12 +556,6 @@ class _Planned(_InEngine):
     """In front of a class of Trainer."""
 
     _plan: Plan
-    create_optimizer: Any
-    accelerator: Any
-    model_accepts_loss_kwargs: bool
-    compute_loss_func: Any
-    label_smoother: Any
-    router_aux_loss_coef: float
     _rows_share: float = 1.0
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -633,7 +626,7 @@ class _Planned(_InEngine):
         self.accelerator.gather, self.accelerator.gather_for_metrics = self._of_dp, self._for_metrics
         try:
             with self._in_engine(), mock.patch("transformers.trainer.deepspeed_load_checkpoint", self._load_engine):
-                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)  # type: ignore[misc]
+                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)
         finally:
             del self.accelerator.gather, self.accelerator.gather_for_metrics
 
@@ -645,7 +638,7 @@ class _Planned(_InEngine):
             Path(folder).mkdir(parents=True, exist_ok=True)
 
         with mock.patch.object(self, "save_model", save_engine):
-            super(_InEngine, self)._save_checkpoint(*given, **named)  # type: ignore[misc]
+            super(_InEngine, self)._save_checkpoint(*given, **named)
 
     def _load_engine(self, engine: Any, folder: str, **_: Any) -> None:
         load(engine, Path(folder).parent / self._folder.name / Path(folder).name.replace("checkpoint", "step"))
@@ -723,22 +716,22 @@ class _Planned(_InEngine):
         """As in the class, for the batches of one process: the other completions of KTO's KL are those of its batch."""
         args = copy.copy(args)
         args.per_device_train_batch_size *= self.mesh.size("dp")
-        return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
+        return super()._prepare_dataset(dataset, processing_class, args, *others)
 
     def _get_train_sampler(self, *given: Any) -> Any:
-        sampler, group = super()._get_train_sampler(*given), self.mesh.parallel_group("dp-cp")  # type: ignore[misc]
+        sampler, group = super()._get_train_sampler(*given), self.mesh.parallel_group("dp-cp")
         plain = isinstance(sampler, RandomSampler) and not self.accelerator.use_seedable_sampler
         return OneOrder(sampler, group) if plain and group is not None else sampler
 
     def get_train_dataloader(self) -> Any:
         """This dp rank's batches, in the order of one process."""
         with self._dealt(self.mesh.size("dp"), self.mesh.index("dp")):
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
 
     def get_eval_dataloader(self, *args: Any, **others: Any) -> Any:
         """All batches: every rank evaluates all of them."""
         with self._dealt(1, 0):
-            return super().get_eval_dataloader(*args, **others)  # type: ignore[misc]
+            return super().get_eval_dataloader(*args, **others)
 
     @contextlib.contextmanager
     def _dealt(self, ranks: int, rank: int) -> Iterator[None]:
@@ -785,7 +778,7 @@ class _Planned(_InEngine):
         if self._own_loss:
             options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
             share = self._rows_share = self._share(inputs, of_rows=num_items_in_batch is None)
-            found = super().compute_loss(model, inputs, **options)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, **options)
             return (found[0] * share, *found[1:]) if return_outputs else found * share
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -811,7 +804,7 @@ class _Planned(_InEngine):
             mock.patch.object(self.accelerator, "gather", lambda given: given),
             mock.patch.object(self.accelerator, "gather_for_metrics", every),
         ):
-            return super().evaluation_loop(*args, **others)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **others)
 
 
 class _Shares(BatchSamplerShard):  # type: ignore[misc]
@@ -839,9 +832,6 @@ _SAMPLES = "_generate_and_score_completions"
 
 class _Sampling(_Planned):
     """In front of trl's GRPOTrainer. All ranks that share a sequence write, score and train the same completions."""
-
-    rollout_func: Any
-    _step: int
 
     def __init__(self, *given: Any, **named: Any) -> None:
         values = inspect.signature(super(_Planned, self).__init__).bind_partial(*given, **named).arguments
@@ -925,11 +915,11 @@ class _Sampling(_Planned):
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with self._among_dp(), torch.random.fork_rng(devices):
             torch.manual_seed((self.args.seed + self.mesh.index("dp")) * 1_000_003 + self._step)
-            return super()._prepare_inputs(batch)  # type: ignore[misc]
+            return super()._prepare_inputs(batch)
 
     def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
         with self._logits.generating():
-            return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
+            return super()._generate_single_turn(*given, **named)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *given: Any, **named: Any
@@ -940,7 +930,7 @@ class _Sampling(_Planned):
         first = attention_mask.argmax(1, keepdim=True)
         order = (places + first) % length
         rolled = [one.gather(1, order) for one in (input_ids, attention_mask)]
-        found = super()._get_per_token_logps_and_entropies(model, *rolled, length - 1, *given, **named)  # type: ignore[misc]
+        found = super()._get_per_token_logps_and_entropies(model, *rolled, length - 1, *given, **named)
         kept = (places[-logits_to_keep:] - first - 1).clamp(min=0)
         return (*(None if one is None else one.gather(1, kept) for one in found[:2]), found[2])
 

@@ -25,7 +25,7 @@ from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention.kernels.kernel import WORD, combined, mixed, of_seed
 
-from .draws import Place, draws, trains_at_random
+from .draws import DRAWING, Place, draws, trains_at_random
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -236,15 +236,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     torch.randn_like: _like(torch.special.ndtri),
 }
 
-_REFUSED = frozenset(
-    {
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu),
-        *(F.multi_head_attention_forward, torch.native_dropout, torch.dropout_, torch.alpha_dropout),
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, torch.normal, torch.poisson),
-        *(torch.bernoulli, torch.multinomial, Tensor.bernoulli, Tensor.multinomial),
-        *(Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
-    }
-)
+_REFUSED = DRAWING - _OURS.keys() | {F.multi_head_attention_forward}
 
 
 # Random numbers from the keys of tokens: T tokens, F features of each.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout, token_ranges
@@ -26,15 +27,18 @@ from parcompile.runtime.ring_attention.kernels.kernel import combined
 
 _KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-_NAMES = frozenset(
+DRAWING = frozenset(
     {
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-        *("native_dropout", "rrelu", "gumbel_softmax", "rand", "randn", "randint", "randperm", "rand_like"),
-        *("randn_like", "randint_like", "normal", "poisson", "bernoulli", "multinomial", "uniform_", "normal_"),
-        *("exponential_", "bernoulli_", "random_", "cauchy_", "geometric_", "log_normal_"),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
+        *(F.gumbel_softmax, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.native_dropout),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
+        *(torch.randint_like, torch.normal, torch.poisson, torch.bernoulli, torch.multinomial),
+        *(Tensor.bernoulli, Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+        *(Tensor.bernoulli_, Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
     }
 )
 """Functions and methods of torch that draw."""
+_NAMES = frozenset(one.__name__ for one in DRAWING)
 
 _BY_CHANCE = frozenset({"dropout", "uniform_"})
 """What models of transformers call only where an attribute of the module, a chance or a width, is above 0."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from parcompile.layout.groups import Axis
 from parcompile.runtime import micro_batch
 from parcompile.runtime.collectives import gather_from_group, scatter_to_group
-from parcompile.runtime.data.inputs import ready_inputs
+from parcompile.runtime.data import ready_inputs
 from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS, current

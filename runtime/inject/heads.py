@@ -93,20 +93,24 @@ class SpreadRMSNorm(nn.Module):
         replica_group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__()
-        self.weight, self.epsilon, self.width = weight, epsilon, width
+        self.weight, self.width = weight, width
+        self.variance_epsilon = epsilon  # by this name transformers reads it
         self.group, self.replica_group = group, replica_group
         self.replicas = 1 if replica_group is None else dist.get_world_size(replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Computed in float32, as Hugging Face's norms are."""
-        wide = x.float()
-        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
-        wide = wide * torch.rsqrt(squares / (self.width * self.replicas) + self.epsilon)
+        wide = self.normed(x.float())
         return (copy_to_group(self.weight, self.replica_group) * wide).to(x.dtype)
+
+    def normed(self, wide: Tensor) -> Tensor:
+        """[.., W/tp] in float32 over the root of the mean of all squares."""
+        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
+        return wide * torch.rsqrt(squares / (self.width * self.replicas) + self.variance_epsilon)
 
     def extra_repr(self) -> str:
         """The whole width, and the slice."""
-        return f"{self.width}, held={self.weight.numel()}, eps={self.epsilon}"
+        return f"{self.width}, held={self.weight.numel()}, eps={self.variance_epsilon}"
 
 
 # The embedding and the head, cut along the padded vocabulary; tied ones stay tied.

@@ -29,7 +29,7 @@ from parcompile.user_files import MAX_INDEX_BYTES, read_text
 from .configuration import planned_config, unused_tensors
 from .initial import InitialWeights, UndrawnError, is_small
 from .slices import Slice
-from .stored_names import Joined, Rows, stored_as, written_as
+from .stored_names import RULES, Joined, Rows, stored_as, written_as
 from .text_head import causal_model
 
 
@@ -110,20 +110,7 @@ _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)
 """Names of the text part's tensors, in files of transformers 4 and 5."""
 _PLAIN = re.compile(r"model\.(?:embed_tokens|layers|norm)\.")
 """Those in published files of Qwen2-VL, Qwen2.5-VL, PaddleOCR-VL and HunyuanOCR."""
-_COSMOS = (
-    (r"^(embed_tokens|layers|norm)\.", r"model.\1."),
-    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
-    (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
-    (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
-    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
-    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
-)
-_PUBLISHED = {
-    "cosmos3_edge": _COSMOS,
-    "cosmos3_omni": _COSMOS,
-    "qwen2_5_omni_thinker": ((r"^thinker\.", ""),),
-    "qwen3_omni_moe_thinker": ((r"^thinker\.", ""),),
-}
+_PUBLISHED = {kind: one["names"] for one in RULES["text_parts"] for kind in one["types"]}
 """How files of a type name tensors of its text part, and what they become. Transformers writes them so, too."""
 _GENERATOR = re.compile(r"\.add_[qkv]_proj\.|\.to_add_out\.|\.norm_added_[qk]\.|moe_gen")
 """Tensors beside those of the layers in files of Cosmos 3, which draw images."""

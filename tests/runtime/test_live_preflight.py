@@ -34,8 +34,7 @@ from parcompile.runtime.preflight.live.agreement import (
     compare_shared_memory,
 )
 from parcompile.runtime.preflight.live.facts import Facts
-from parcompile.runtime.preflight.live.links import slow_pairs
-from parcompile.runtime.preflight.live.trial import Trial, compare_trials
+from parcompile.runtime.preflight.live.trial import Trial, compare_trials, slow_pairs
 from parcompile.runtime.profiling.links import PairRate, rounds
 
 LIMITS = Limits(wait_seconds=60, measure_seconds=0.5, whole_seconds=120)

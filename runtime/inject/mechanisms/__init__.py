@@ -11,10 +11,9 @@ from .indexers import use_indexers
 from .layer_inputs import cut_layer_inputs
 from .mechanism import Change, Phase, Placed
 from .ngrams import look_ngrams_up
-from .recurrent import localise_states, recurrent_modules, use_pieces
+from .recurrent import is_inside, localise_states, recurrent_modules, spread_gated_norm, use_pieces
 from .shared_blocks import parts_with_adapters, share_blocks_here
 from .sparsity import share_cutoffs
-from .state_space import is_inside, spread_gated_norm
 
 CHANGES: Mapping[Phase, tuple[Change, ...]] = {
     Phase.WHOLE: (share_blocks_here,),

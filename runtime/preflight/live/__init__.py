@@ -24,6 +24,8 @@ from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live.agreement import (
     JOB,
     Arrived,
+    LiveReport,
+    Node,
     compare_arrival,
     compare_cpu_adam,
     compare_disk,
@@ -32,16 +34,19 @@ from parcompile.runtime.preflight.live.agreement import (
     compare_shared_memory,
 )
 from parcompile.runtime.preflight.live.facts import Facts, local_facts, marker_in
-from parcompile.runtime.preflight.live.links import (
+from parcompile.runtime.preflight.live.session import Answer, Limits, Outcome, Session
+from parcompile.runtime.preflight.live.trial import (
+    LOSSES,
+    STEPS,
     LinkMeasurements,
+    Trial,
     compare_links,
     compare_live_groups,
+    compare_trials,
     measure,
     remarks,
+    run_trial,
 )
-from parcompile.runtime.preflight.live.report import LiveReport, Node
-from parcompile.runtime.preflight.live.session import Answer, Limits, Outcome, Session
-from parcompile.runtime.preflight.live.trial import LOSSES, STEPS, Trial, compare_trials, run_trial
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 

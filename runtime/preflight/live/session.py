@@ -25,8 +25,7 @@ from parcompile.runtime.liveness.watchdog import LOST, CalledOff, Heartbeat, Sto
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 from parcompile.runtime.settings import HANDSHAKE_TIMEOUT
 
-from .agreement import Arrived
-from .report import LiveReport, nodes_of
+from .agreement import Arrived, LiveReport, nodes_of
 
 BEAT_SECONDS = 0.5
 BEATS_EACH_SECOND = 5000
