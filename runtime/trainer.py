@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -659,8 +660,6 @@ class _Planned(_InEngine):
 
     def _of_dp(self, given: Any) -> Any:
         """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""
-        from accelerate.utils import recursively_apply
-
         if (dp := self.mesh.size("dp")) == 1:
             return given
 
@@ -685,8 +684,6 @@ class _Planned(_InEngine):
 
     def _for_metrics(self, given: Any) -> Any:
         """As accelerate's `gather_for_metrics` in one process, which cuts rows to those of the last batch."""
-        from accelerate.utils import recursively_apply
-
         state = self.accelerator.gradient_state
         left = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
@@ -857,6 +854,7 @@ class _Sampling(_Planned):
             RunError: it cannot.
         """
         spec, rewards = self._plan.spec, values.get("reward_funcs")
+        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
         wrong = {
             f"{type(self).__name__} samples otherwise than GRPOTrainer: use GRPOTrainer": not any(
                 one.__name__ == "GRPOTrainer" for one in type(self).__mro__
@@ -869,7 +867,7 @@ class _Sampling(_Planned):
             f"scale of tokens by their entropy (top_entropy_quantile {args.top_entropy_quantile}) looks at all ranks: "
             "write 1.0": args.top_entropy_quantile != 1.0,
             "reward_funcs has a model, which trl would prepare as if each rank had other prompts: give a function that "
-            "calls it": any(isinstance(one, str | nn.Module) for one in _listed(rewards)),
+            "calls it": any(isinstance(one, str | nn.Module) for one in rewards),
             "tools and environments answer on each rank by themselves: give a rollout_func": values.get("tools")
             or values.get("environment_factory"),
             "zero.stage 3 shards the weights that generate needs, whose ranks have other prompts: use stage 2, or give "
@@ -944,7 +942,3 @@ class _Sampling(_Planned):
 
     def _for_metrics(self, given: Any) -> Any:
         return self._of_dp(given)
-
-
-def _listed(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, list | tuple) else [given]

@@ -51,7 +51,7 @@ from parcompile.runtime.transport import group_size
 from parcompile.runtime.transport.backend import gather_objects
 
 from .heads import mark, sum_repeated_gradient
-from .mechanisms.recurrent import why_untrained, why_whole
+from .mechanisms import why_untrained, why_whole
 from .regions import BLOCK_TAKES_INPUT, Region
 
 

@@ -29,9 +29,14 @@ from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.configuration import check_folder, check_model
-from parcompile.runtime.model.initial import InitialWeights, with_numbers
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
-from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_of, without_memory
+from parcompile.runtime.model.pretrained import (
+    InitialWeights,
+    PretrainedFolder,
+    persistent_of,
+    with_numbers,
+    without_memory,
+)
 from parcompile.runtime.model.shrinking import shrunk
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES

@@ -264,7 +264,7 @@ def compare_static(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
 def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """The peak of one micro-batch, and whether the end of the step stays under the estimated peak."""
     spec, rank = mesh.plan.spec, mesh.rank
-    work, index = workload_of(spec), _stage_index(mesh)
+    work, index = workload_of(spec), mesh.index("pp")
     alone = replace(work, micro_batches=1) if work.pp > 1 else work
     one = footprint(alone, place=_place(mesh)).stages[index].components
     planned, taken = one["activations"] + one["logits"], step.taken
@@ -298,7 +298,7 @@ def _near(rank: int, subject: str, planned: float, found: int, tolerance: float,
 
 def peak_bytes(mesh: Mesh, step: StepMeasurement) -> tuple[float, int]:
     """The peak of a step on this rank as it is estimated, and as it was counted; without buffers of the pipeline."""
-    work, index, taken = workload_of(mesh.plan.spec), _stage_index(mesh), step.taken
+    work, index, taken = workload_of(mesh.plan.spec), mesh.index("pp"), step.taken
     whole = footprint(work, place=_place(mesh)).stages[index]
     peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
     return peak, taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
@@ -339,7 +339,7 @@ BUCKETED = ("dp-cp", EXPERT_DP)
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:
     found = collectives(work, _stage(mesh.plan.spec, mesh), mesh.index("cp"), _place(mesh))
-    found |= stage_exchanges(work, _stage_index(mesh))
+    found |= stage_exchanges(work, mesh.index("pp"))
     return {key: Tally(one.messages, one.wire_bytes) for key, one in found.items()}
 
 
@@ -366,12 +366,8 @@ def _kinds(step: StepMeasurement, group: str) -> str:
     )
 
 
-def _stage_index(mesh: Mesh) -> int:
-    return mesh.plan.groups.grid.coordinates(mesh.rank)["pp"]
-
-
 def _stage(spec: Spec, mesh: Mesh) -> Stage:
-    return spec.stages[_stage_index(mesh)]
+    return spec.stages[mesh.index("pp")]
 
 
 def _real(ranges: Ranges, size: int) -> Ranges:

@@ -19,8 +19,7 @@ from parcompile.runtime.engine import initialization
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.injection import draws_all, initial_model
 from parcompile.runtime.model import initial
-from parcompile.runtime.model.initial import InitialWeights, UndrawnError
-from parcompile.runtime.model.pretrained import build_model, instantiate, without_memory
+from parcompile.runtime.model.pretrained import InitialWeights, UndrawnError, build_model, instantiate, without_memory
 
 LEFT_OUT = {"apertus": "mlp.act_fn.alpha_p", "openai-gpt": "attn.c_attn.weight"}
 """Types whose rules in transformers leave a parameter to its module, and the first such parameter."""

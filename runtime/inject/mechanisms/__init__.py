@@ -11,7 +11,15 @@ from .indexers import use_indexers
 from .layer_inputs import cut_layer_inputs
 from .mechanism import Change, Phase, Placed
 from .ngrams import look_ngrams_up
-from .recurrent import is_inside, localise_states, recurrent_modules, spread_gated_norm, use_pieces
+from .recurrent import (
+    is_inside,
+    localise_states,
+    recurrent_modules,
+    spread_gated_norm,
+    use_pieces,
+    why_untrained,
+    why_whole,
+)
 from .shared_blocks import parts_with_adapters, share_blocks_here
 from .sparsity import share_cutoffs
 
