@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 
 from parcompile.plan import Plan, compile_plan
 from parcompile.rules import check
-from parcompile.runtime.preflight import distinct_ranks
-from parcompile.runtime.preflight.compare import peak_bytes
-from parcompile.runtime.preflight.sharded import build_sharded
+from parcompile.runtime.preflight import distinct_ranks, peak_bytes
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
-from parcompile.runtime.preflight.step import StepMeasurement, run_step
+from parcompile.runtime.preflight.step import StepMeasurement, build_sharded, run_step
 from parcompile.spec.resolve import Resolution
 from parcompile.units import format_bytes
 

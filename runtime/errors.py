@@ -18,11 +18,15 @@ class RunError(RuntimeError):
         """Whether it names the error of another rank."""
 
 
+def everywhere(message: str) -> RunError:
+    """An error that every rank finds at the same time."""
+    return RunError(message, everywhere=True)
+
+
 def differs_from_plan(who: object, wrong: Sequence[str], what: str) -> RunError:
     """An error of a tool whose values are not the plan's: how each differs, and `what` may be left out."""
-    return RunError(
-        f"{who} and the plan differ: {'; '.join(wrong)}. Leave {what} out, or change the spec and compile it again",
-        everywhere=True,
+    return everywhere(
+        f"{who} and the plan differ: {'; '.join(wrong)}. Leave {what} out, or change the spec and compile it again"
     )
 
 

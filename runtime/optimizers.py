@@ -14,7 +14,7 @@ in bf16 with its coefficients, decoupled weight decay. `ns_dtype` fp32 iterates 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
     parameter_groups,
     place_in_shard,
 )
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import matrix_of, plain_name
@@ -70,40 +70,36 @@ def apart_by_decay(
 ) -> list[dict[str, Any]]:
     """Parameters as the group that is decayed, and the group that is not."""
     slices, left_out = Slices(mesh), optimizer.no_weight_decay
-    names = {parameter: name for name, parameter in model.named_parameters()}
 
-    def decays(parameter: nn.Parameter) -> bool:
-        name = plain_name(names[parameter])
-        return not slices.has(name) or is_decayed(slices.of(name).parameter, left_out)
+    def decays(name: str) -> bool:
+        plain = plain_name(name)
+        return not slices.has(plain) or is_decayed(slices.of(plain).parameter, left_out)
 
-    groups = (
-        {"params": [one for one in parameters if decays(one)], "weight_decay": optimizer.weight_decay},
-        {"params": [one for one in parameters if not decays(one)], "weight_decay": 0.0},
-    )
-    return [group for group in groups if group["params"]]
+    return _apart(parameters, model, decays, {"weight_decay": optimizer.weight_decay}, {"weight_decay": 0.0})
 
 
 def apart_by_muon(given: Sequence[Any], model: nn.Module, mesh: Mesh, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Parameters, or groups of them, as groups of matrices that take Muon and groups of others; settings are kept."""
     slices = Slices(mesh)
+
+    def taken(name: str) -> bool:
+        plain = plain_name(name)
+        return matrix_of(name) is None and slices.has(plain) and takes_muon(slices.of(plain).parameter)
+
+    return _apart(given, model, taken, muon_settings(optimizer), {})
+
+
+def _apart(
+    given: Sequence[Any], model: nn.Module, chosen: Callable[[str], bool], own: dict[str, Any], others: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Each group in two, those that are chosen by their names first, with further settings of both."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-
-    def taken(parameter: nn.Parameter) -> bool:
-        name = plain_name(names.get(parameter, ""))
-        return (
-            matrix_of(names.get(parameter, "")) is None and slices.has(name) and takes_muon(slices.of(name).parameter)
-        )
-
-    muon = muon_settings(optimizer)
     found = []
     for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
         parameters = list(group["params"])
-        for settings, chosen in (
-            (muon, [one for one in parameters if taken(one)]),
-            ({}, [one for one in parameters if not taken(one)]),
-        ):
-            if chosen:
-                found.append({**group, **settings, "params": chosen})
+        for is_own, settings in ((True, own), (False, others)):
+            if held := [one for one in parameters if chosen(names.get(one, "")) is is_own]:
+                found.append({**group, **settings, "params": held})
     return found
 
 
@@ -219,10 +215,9 @@ def join_shards(engine: Any, mesh: Mesh) -> None:
     if isinstance(optimizer, torch.optim.Adam):
         keep_steps_beside_shards(optimizer)
     if isinstance(optimizer, torch.optim.Adagrad) and optimizer is not engine.basic_optimizer:
-        raise RunError(
+        raise everywhere(
             "DeepSpeed replaces a torch.optim.Adagrad by one whose rate no schedule moves: give initialize no "
-            'optimizer, and write "adagrad" as training.optimizer.type of the spec',
-            everywhere=True,
+            'optimizer, and write "adagrad" as training.optimizer.type of the spec'
         )
     if not isinstance(optimizer, MatrixAdamW):
         return

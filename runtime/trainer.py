@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -41,7 +42,7 @@ from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
 from .engine.loop import evaluate, refuse_ramp
 from .engine.metering import known_work
-from .errors import RunError, differs_from_plan
+from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
 from .inject.injection import load_pretrained
@@ -94,7 +95,7 @@ def training_arguments(plan: Plan, output_dir: str, *, max_steps: int, **others:
     """
     values = _decided(plan)
     if decided := sorted(set(others) & set(values)):
-        raise RunError(f"the plan decides {', '.join(decided)}: change the spec and compile it again", everywhere=True)
+        raise everywhere(f"the plan decides {', '.join(decided)}: change the spec and compile it again")
     options: dict[str, Any] = {"save_strategy": "no", "remove_unused_columns": False, "lr_scheduler_type": "constant"}
     # Without it accelerate has DeepSpeed compile a C++ extension for CPU ranks, which nothing here uses.
     options["use_cpu"] = plan.spec.cluster.accelerator == "cpu"
@@ -150,15 +151,14 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
     return type(given)(**{**values, **decided, **further})
 
 
-class _InEngine:
+_Trainer: Any = object
+"""What stands behind the classes below: `Trainer`, or a class of it."""
+
+
+class _InEngine(_Trainer):  # type: ignore[misc]
     """What every trainer of a plan does: the engine gets the plan's groups, and what is saved is whole."""
 
     mesh: Mesh
-    args: TrainingArguments
-    model: Any
-    model_wrapped: Any
-    processing_class: Any
-    state: Any
     current_flos: float
     _rate: float = 0.0
     _numel: int | None = None
@@ -177,24 +177,23 @@ class _InEngine:
             RunError: the checkpoint that is to be loaded at the end might be removed before.
         """
         if self.args.load_best_model_at_end and self.args.save_total_limit is not None:
-            raise RunError(
+            raise everywhere(
                 f"save_total_limit {self.args.save_total_limit} may remove the checkpoint that load_best_model_at_end "
-                "loads: leave one of them out",
-                everywhere=True,
+                "loads: leave one of them out"
             )
         rows = _Rows(self.mesh, self._tokens)
-        self.add_callback(rows)  # type: ignore[attr-defined]
+        self.add_callback(rows)
         try:
             with rows, initialize_with(Mpu(self.mesh), lambda engine: take_over(engine, self.mesh), self._options):
                 yield
         finally:
-            self.remove_callback(rows)  # type: ignore[attr-defined]
+            self.remove_callback(rows)
 
     def _options(self, model: nn.Module, **options: Any) -> Any:
         """With weight decay for the parameters that Trainer decays, where the plan leaves none out itself."""
         if self.mesh.plan.spec.training.optimizer.no_weight_decay is not None:
             return options_for_deepspeed(self.mesh, model, **options)
-        decayed: list[str] = self.get_decay_parameter_names(model)  # type: ignore[attr-defined]
+        decayed: list[str] = self.get_decay_parameter_names(model)
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -226,11 +225,11 @@ class _InEngine:
 
     def training_step(self, *args: Any, **others: Any) -> Any:
         """As in `Trainer`, whose log gets the rate of the step: DeepSpeed has that of the next one behind it."""
-        self._rate = super()._get_learning_rate()  # type: ignore[misc]
+        self._rate = super()._get_learning_rate()
         return self._made_step(*args, **others)
 
     def _made_step(self, *args: Any, **others: Any) -> Any:
-        return super().training_step(*args, **others)  # type: ignore[misc]
+        return super().training_step(*args, **others)
 
     def _get_learning_rate(self) -> float:
         return self._rate
@@ -347,7 +346,7 @@ class PlanTrainer(_InEngine, Trainer):  # type: ignore[misc]
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None or not hasattr(self.model_wrapped, "mesh"):
-            raise RunError("evaluate needs an eval_dataset and an engine, which train makes", everywhere=True)
+            raise everywhere("evaluate needs an eval_dataset and an engine, which train makes")
         metrics = {f"{metric_key_prefix}_loss": evaluate(self.model_wrapped, dataset)}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -380,9 +379,9 @@ def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any)
     if peft_config is None:
         return model
     if getattr(model, "parcompile_mesh", None) is not None:
-        raise RunError(INJECTED_FIRST, everywhere=True)
+        raise everywhere(INJECTED_FIRST)
     if hasattr(model, "peft_config"):
-        raise RunError("a model that has adapters is given with a peft_config: leave one of them out", everywhere=True)
+        raise everywhere("a model that has adapters is given with a peft_config: leave one of them out")
     from peft import get_peft_model
 
     model = build_model(plan) if model is None else model
@@ -467,7 +466,7 @@ class _Resume(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         done = load(trainer.model_wrapped, self._folder)
         if done >= state.max_steps:
-            raise RunError(f"the checkpoint has made {done} steps, and max_steps is {state.max_steps}", everywhere=True)
+            raise everywhere(f"the checkpoint has made {done} steps, and max_steps is {state.max_steps}")
         state.global_step = trainer._batches.step = done
         # What Trainer divides its logged loss and its speed by.
         trainer._globalstep_last_logged = trainer._initial_global_step = done
@@ -517,14 +516,13 @@ def parallelise(trainer: T, plan: Plan | str | Path) -> T:
         RunError: it is neither a class of transformers' `Trainer` nor `Accelerator`, or the plan has pipeline stages.
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer | Accelerator)):
-        raise RunError(
+        raise everywhere(
             f"parallelise takes a class of transformers' Trainer, such as SFTTrainer, or accelerate's Accelerator, not "
-            f"{trainer!r}: write SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made",
-            everywhere=True,
+            f"{trainer!r}: write SFTTrainer = parallelise(SFTTrainer, plan) before the trainer is made"
         )
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if (pp := plan.spec.parallelism.pp) > 1:
-        raise RunError(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer", everywhere=True)
+        raise everywhere(f"parallelise takes no pipeline stages (pp {pp}): use PlanTrainer")
     if issubclass(trainer, Accelerator):
         from .accelerator import PlannedAccelerator, follow_launch
 
@@ -544,16 +542,14 @@ def _check_reference(values: Mapping[str, Any], takes_one: bool) -> None:
     if not takes_one or values.get("ref_model") is not None:
         return
     if hasattr(values.get("model"), "peft_config"):
-        raise RunError(
+        raise everywhere(
             "the model has adapters already, and there is no ref_model: trl would train beside a second copy of them. "
-            "Give the model without adapters and a peft_config, whose reference is the model itself, or a ref_model",
-            everywhere=True,
+            "Give the model without adapters and a peft_config, whose reference is the model itself, or a ref_model"
         )
     if getattr(values["args"], "precompute_ref_log_probs", False):
-        raise RunError(
+        raise everywhere(
             "precompute_ref_log_probs without a ref_model would deal batches to ranks that share a sequence: give a "
-            "whole ref_model, or leave precompute_ref_log_probs out",
-            everywhere=True,
+            "whole ref_model, or leave precompute_ref_log_probs out"
         )
 
 
@@ -561,12 +557,6 @@ class _Planned(_InEngine):
     """In front of a class of Trainer."""
 
     _plan: Plan
-    create_optimizer: Any
-    accelerator: Any
-    model_accepts_loss_kwargs: bool
-    compute_loss_func: Any
-    label_smoother: Any
-    router_aux_loss_coef: float
     _rows_share: float = 1.0
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -575,13 +565,10 @@ class _Planned(_InEngine):
         values |= values.pop("kwargs", {})
         plan = self._plan
         if values.get("args") is None:
-            raise RunError("the trainer has no args: give TrainingArguments, or those of its class", everywhere=True)
+            raise everywhere("the trainer has no args: give TrainingArguments, or those of its class")
         for name in ("model_init", "optimizers", "optimizer_cls_and_kwargs", "quantization_config"):
             if values.get(name) not in (None, (None, None)):
-                raise RunError(
-                    f"{name} is not for a plan, which has model, precision and optimizer: leave it out",
-                    everywhere=True,
-                )
+                raise everywhere(f"{name} is not for a plan, which has model, precision and optimizer: leave it out")
         _check_reference(values, "ref_model" in inspect.signature(make).parameters)
         self.mesh, self._classifies = join(plan), bool(plan.spec.model.shape.head.labels)
         values["args"] = _planned_arguments(plan, values["args"])
@@ -599,30 +586,27 @@ class _Planned(_InEngine):
             make(**values)
         seed_ranks(self.mesh)
         if getattr(self.args, "temperature", 1.0) != 1.0:
-            raise RunError(f"temperature {self.args.temperature}: log-probabilities have 1.0", everywhere=True)
+            raise everywhere(f"temperature {self.args.temperature}: log-probabilities have 1.0")
         if type(self).create_optimizer is not Trainer.create_optimizer:
-            raise RunError(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer", everywhere=True)
+            raise everywhere(f"{type(self).__name__} has a create_optimizer, and the plan an optimizer")
         losses = [vars(one)["compute_loss"] for one in type(self).__mro__ if "compute_loss" in vars(one)]
         of_trainer = next(one for one in losses if one is not _Planned.compute_loss) is Trainer.compute_loss
         self._own_loss = not of_trainer or bool(self.compute_loss_func or self.label_smoother)
         if self._classifies and of_trainer:
-            raise RunError(
+            raise everywhere(
                 f"{type(self).__name__} has no loss of its own for a classifier, and the plan has none for its labels: "
-                "use a class with a compute_loss, such as trl's RewardTrainer",
-                everywhere=True,
+                "use a class with a compute_loss, such as trl's RewardTrainer"
             )
         self._logits.whole = self._own_loss
         if getattr(self, "aux_loss_enabled", False):
-            raise RunError(
+            raise everywhere(
                 f"router_aux_loss_coef is {self.router_aux_loss_coef}: {type(self).__name__} adds a balancing loss of "
-                "its own, which is not computed over ranks. Write router_aux_loss_coef=0.0 in its arguments",
-                everywhere=True,
+                "its own, which is not computed over ranks. Write router_aux_loss_coef=0.0 in its arguments"
             )
         if self._own_loss and isinstance(without_peft(model).loss_function, RouterLosses):
-            raise RunError(
+            raise everywhere(
                 f"{type(self).__name__} computes its own loss, without those of routers: leave training.router out of "
-                "the spec, and output_router_logits out of the model's configuration",
-                everywhere=True,
+                "the spec, and output_router_logits out of the model's configuration"
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> Any:
@@ -636,15 +620,14 @@ class _Planned(_InEngine):
             last = get_last_checkpoint(output) if output.is_dir() else None
             resume_from_checkpoint = last or str(output / "checkpoint-N")
         if resume_from_checkpoint and not (Path(resume_from_checkpoint) / TRAINER_STATE_NAME).is_file():
-            raise RunError(
+            raise everywhere(
                 f"{resume_from_checkpoint} has no {TRAINER_STATE_NAME}: a parallelised trainer resumes from the "
-                f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}",
-                everywhere=True,
+                f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}"
             )
         self.accelerator.gather, self.accelerator.gather_for_metrics = self._of_dp, self._for_metrics
         try:
             with self._in_engine(), mock.patch("transformers.trainer.deepspeed_load_checkpoint", self._load_engine):
-                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)  # type: ignore[misc]
+                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)
         finally:
             del self.accelerator.gather, self.accelerator.gather_for_metrics
 
@@ -656,7 +639,7 @@ class _Planned(_InEngine):
             Path(folder).mkdir(parents=True, exist_ok=True)
 
         with mock.patch.object(self, "save_model", save_engine):
-            super(_InEngine, self)._save_checkpoint(*given, **named)  # type: ignore[misc]
+            super(_InEngine, self)._save_checkpoint(*given, **named)
 
     def _load_engine(self, engine: Any, folder: str, **_: Any) -> None:
         load(engine, Path(folder).parent / self._folder.name / Path(folder).name.replace("checkpoint", "step"))
@@ -677,8 +660,6 @@ class _Planned(_InEngine):
 
     def _of_dp(self, given: Any) -> Any:
         """What accelerate gathers for metrics: the values of dp ranks, each of which tp and cp ranks have too."""
-        from accelerate.utils import recursively_apply
-
         if (dp := self.mesh.size("dp")) == 1:
             return given
 
@@ -703,8 +684,6 @@ class _Planned(_InEngine):
 
     def _for_metrics(self, given: Any) -> Any:
         """As accelerate's `gather_for_metrics` in one process, which cuts rows to those of the last batch."""
-        from accelerate.utils import recursively_apply
-
         state = self.accelerator.gradient_state
         left = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
@@ -734,22 +713,22 @@ class _Planned(_InEngine):
         """As in the class, for the batches of one process: the other completions of KTO's KL are those of its batch."""
         args = copy.copy(args)
         args.per_device_train_batch_size *= self.mesh.size("dp")
-        return super()._prepare_dataset(dataset, processing_class, args, *others)  # type: ignore[misc]
+        return super()._prepare_dataset(dataset, processing_class, args, *others)
 
     def _get_train_sampler(self, *given: Any) -> Any:
-        sampler, group = super()._get_train_sampler(*given), self.mesh.parallel_group("dp-cp")  # type: ignore[misc]
+        sampler, group = super()._get_train_sampler(*given), self.mesh.parallel_group("dp-cp")
         plain = isinstance(sampler, RandomSampler) and not self.accelerator.use_seedable_sampler
         return OneOrder(sampler, group) if plain and group is not None else sampler
 
     def get_train_dataloader(self) -> Any:
         """This dp rank's batches, in the order of one process."""
         with self._dealt(self.mesh.size("dp"), self.mesh.index("dp")):
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
 
     def get_eval_dataloader(self, *args: Any, **others: Any) -> Any:
         """All batches: every rank evaluates all of them."""
         with self._dealt(1, 0):
-            return super().get_eval_dataloader(*args, **others)  # type: ignore[misc]
+            return super().get_eval_dataloader(*args, **others)
 
     @contextlib.contextmanager
     def _dealt(self, ranks: int, rank: int) -> Iterator[None]:
@@ -796,7 +775,7 @@ class _Planned(_InEngine):
         if self._own_loss:
             options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
             share = self._rows_share = self._share(inputs, of_rows=num_items_in_batch is None)
-            found = super().compute_loss(model, inputs, **options)  # type: ignore[misc]
+            found = super().compute_loss(model, inputs, **options)
             return (found[0] * share, *found[1:]) if return_outputs else found * share
         if num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -822,7 +801,7 @@ class _Planned(_InEngine):
             mock.patch.object(self.accelerator, "gather", lambda given: given),
             mock.patch.object(self.accelerator, "gather_for_metrics", every),
         ):
-            return super().evaluation_loop(*args, **others)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **others)
 
 
 class _Shares(BatchSamplerShard):  # type: ignore[misc]
@@ -851,9 +830,6 @@ _SAMPLES = "_generate_and_score_completions"
 class _Sampling(_Planned):
     """In front of trl's GRPOTrainer. All ranks that share a sequence write, score and train the same completions."""
 
-    rollout_func: Any
-    _step: int
-
     def __init__(self, *given: Any, **named: Any) -> None:
         values = inspect.signature(super(_Planned, self).__init__).bind_partial(*given, **named).arguments
         if (args := values.get("args")) is not None:
@@ -866,10 +842,9 @@ class _Sampling(_Planned):
         held = self._plan.spec.training.micro_batch_size * self.mesh.size("dp") * self.args.steps_per_generation
         self.args.generation_batch_size = held
         if held % self.args.num_generations:
-            raise RunError(
+            raise everywhere(
                 f"num_generations {self.args.num_generations} does not divide the {held} completions of a generation "
-                "(the plan's micro_batch_size x dp x steps_per_generation): change one of them",
-                everywhere=True,
+                "(the plan's micro_batch_size x dp x steps_per_generation): change one of them"
             )
 
     def _check(self, args: Any, values: Mapping[str, Any]) -> None:
@@ -879,6 +854,7 @@ class _Sampling(_Planned):
             RunError: it cannot.
         """
         spec, rewards = self._plan.spec, values.get("reward_funcs")
+        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
         wrong = {
             f"{type(self).__name__} samples otherwise than GRPOTrainer: use GRPOTrainer": not any(
                 one.__name__ == "GRPOTrainer" for one in type(self).__mro__
@@ -891,7 +867,7 @@ class _Sampling(_Planned):
             f"scale of tokens by their entropy (top_entropy_quantile {args.top_entropy_quantile}) looks at all ranks: "
             "write 1.0": args.top_entropy_quantile != 1.0,
             "reward_funcs has a model, which trl would prepare as if each rank had other prompts: give a function that "
-            "calls it": any(isinstance(one, str | nn.Module) for one in _listed(rewards)),
+            "calls it": any(isinstance(one, str | nn.Module) for one in rewards),
             "tools and environments answer on each rank by themselves: give a rollout_func": values.get("tools")
             or values.get("environment_factory"),
             "zero.stage 3 shards the weights that generate needs, whose ranks have other prompts: use stage 2, or give "
@@ -900,7 +876,7 @@ class _Sampling(_Planned):
             "different ones: use a model with rotary positions": not spec.model.shape.positions.rotary,
         }
         if refused := [sentence for sentence, asked in wrong.items() if asked]:
-            raise RunError(f"{type(self).__name__}: {'; '.join(refused)}", everywhere=True)
+            raise everywhere(f"{type(self).__name__}: {'; '.join(refused)}")
 
     @contextlib.contextmanager
     def _among_dp(self) -> Iterator[None]:
@@ -937,11 +913,11 @@ class _Sampling(_Planned):
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with self._among_dp(), torch.random.fork_rng(devices):
             torch.manual_seed((self.args.seed + self.mesh.index("dp")) * 1_000_003 + self._step)
-            return super()._prepare_inputs(batch)  # type: ignore[misc]
+            return super()._prepare_inputs(batch)
 
     def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
         with self._logits.generating():
-            return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
+            return super()._generate_single_turn(*given, **named)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *given: Any, **named: Any
@@ -952,7 +928,7 @@ class _Sampling(_Planned):
         first = attention_mask.argmax(1, keepdim=True)
         order = (places + first) % length
         rolled = [one.gather(1, order) for one in (input_ids, attention_mask)]
-        found = super()._get_per_token_logps_and_entropies(model, *rolled, length - 1, *given, **named)  # type: ignore[misc]
+        found = super()._get_per_token_logps_and_entropies(model, *rolled, length - 1, *given, **named)
         kept = (places[-logits_to_keep:] - first - 1).clamp(min=0)
         return (*(None if one is None else one.gather(1, kept) for one in found[:2]), found[2])
 
@@ -966,7 +942,3 @@ class _Sampling(_Planned):
 
     def _for_metrics(self, given: Any) -> Any:
         return self._of_dp(given)
-
-
-def _listed(given: Any) -> Sequence[Any]:
-    return given if isinstance(given, list | tuple) else [given]

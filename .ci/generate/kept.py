@@ -47,9 +47,9 @@ from parcompile.cost.kept import BASES, FEWEST, GROUPS, KV_HEADS, QKV_HEADS, Sor
 from parcompile.model.blocks.indexer import IndexerTraits  # noqa: E402
 from parcompile.model.blocks.recurrent import RecurrentTraits  # noqa: E402
 from parcompile.plan import Plan  # noqa: E402
-from parcompile.runtime.preflight.sharded import build_sharded  # noqa: E402
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in  # noqa: E402
 from parcompile.runtime.preflight.step import _batch as batch_of  # noqa: E402
+from parcompile.runtime.preflight.step import build_sharded  # noqa: E402
 from parcompile.spec.values import workload_of  # noqa: E402
 
 WORDS = {"16": "bf16", "32": "fp32"}

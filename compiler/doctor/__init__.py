@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from parcompile.units import format_bytes, format_seconds
 
-from . import hang, logs
-from .logs import PHASES, Fact, read_log
+from . import hang
 from .metrics import WINDOW, usual
-from .reading import WORDS, Evidence, Verdict, read_all, some
+from .reading import PHASES, WAITING, WORDS, Evidence, Fact, Verdict, locks_below, read_all, read_log, some
 from .slow import slow, steps_of
 
 if TYPE_CHECKING:
@@ -88,11 +87,11 @@ def _quoted(found: Evidence, told: Mapping[int, str]) -> list[str]:
 def _build(found: Evidence, *, is_waiting: bool) -> Verdict | None:
     """Ranks that wait for a build of an extension of torch; or, where nobody is known to wait, a lock that is left."""
     stacks = {**{rank: one.stack for rank, one in found.ranks.items()}, **found.stacks}
-    waiting = sorted(rank for rank, stack in stacks.items() if any(logs.WAITING in line for line in stack[-2:]))
+    waiting = sorted(rank for rank, stack in stacks.items() if any(WAITING in line for line in stack[-2:]))
     roots = {Path(one.text) for one in _of(found, "build")}
     if bool(waiting) != is_waiting or not (waiting or roots or found.locks):
         return None
-    locks = {one.path: one for one in (*found.locks, *(logs.locks_below(roots) if waiting or roots else ()))}
+    locks = {one.path: one for one in (*found.locks, *(locks_below(roots) if waiting or roots else ()))}
     left = [one for one in locks.values() if one.is_left]
     evidence = [*map(str, left or locks.values()), *(f"rank {rank}: {stacks[rank][-1]}" for rank in waiting[:4])]
     who = f"{some(waiting)} wait{'s' * (len(waiting) == 1)} for" if waiting else "each run waits for"

@@ -1,9 +1,18 @@
-"""What a run has left, and what is wrong with it: files of any kind, in any state. Unreadable ones are listed."""
+"""What a run has left, and what is wrong with it: files of any kind, in any state. Unreadable ones are listed.
+
+The output of ranks, launchers, schedulers and tools is read line by line.
+
+`torch.utils.cpp_extension` makes an empty file `lock` in the folder of a build, and keeps it open until it removes it.
+Every other process that needs the extension waits until the file is gone: for ever, where nobody will remove it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,7 +20,6 @@ from typing import Any
 
 from parcompile.user_files import read_start, shipped
 
-from .logs import OF_RANKS, Fact, Lock, read_gpu_table, read_lock, read_log, read_stack
 from .metrics import RUN, read_metrics
 from .records import DamagedError, Rank, read_dump, read_records, read_ring
 
@@ -70,6 +78,246 @@ class Verdict:
         lines += [f"  not read: {name}: {why}" for name, why in unread.items()]
         return "\n".join(lines)
 
+
+WAITING = "file_baton.py"
+"""The file of torch whose frame is the last of a process that waits for a build."""
+YOUNG_SECONDS = 60.0
+"""A lock that is younger may belong to a build on another host of a shared file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The lock of a build. `builder` is the process of this host that has it open; None where none is seen."""
+
+    path: str
+    age_seconds: float
+    builder: int | None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody is going to remove it."""
+        return self.builder is None and self.age_seconds > YOUNG_SECONDS
+
+    def __str__(self) -> str:
+        who = f"process {self.builder} has" if self.builder else "no process of this host that can be seen has"
+        return f"{self.path}: {self.age_seconds / 60:,.0f} minutes old, {who} it open"
+
+
+def read_lock(path: Path) -> Lock | None:
+    """The lock in a folder of a build; None: the file is another one."""
+    if path.name != "lock" or not ("torch_extensions" in path.parts or (path.parent / "build.ninja").is_file()):
+        return None
+    there = path.stat()
+    return Lock(str(path), max(time.time() - there.st_mtime, 0.0), _builder(there))
+
+
+def locks_below(roots: Iterable[Path]) -> list[Lock]:
+    """Those of the builds in torch's folders of extensions; no roots: the folders that torch takes by itself."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folders = list(roots) or [Path(named) if named else Path(cache, "torch_extensions")]
+    files = {file for folder in folders for pattern in ("*/lock", "*/*/lock") for file in folder.glob(pattern)}
+    return [lock for file in sorted(files) if (lock := read_lock(file)) is not None]
+
+
+def _builder(file: os.stat_result) -> int | None:
+    """The process of this host that has a file open."""
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # a process of another user, or one that has ended
+            for name in os.scandir(folder):
+                there = name.stat()
+                if (there.st_dev, there.st_ino) == (file.st_dev, file.st_ino):
+                    return int(folder.parent.name)
+    return None
+
+
+MOST_FACTS = 200
+"""Of one kind and one file: a loop that logs an error would otherwise fill the memory."""
+LINE = 2000
+"""Characters of a line that are looked at."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What one line says. `rank` is None where it does not say whose it is."""
+
+    kind: str
+    text: str
+    place: str
+    rank: int | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+_PATTERNS = (
+    ("versions", r"the ranks do not run the same: .*"),
+    ("stopped", r"rank (?P<who>\d+)\b[^;]*?(has given no sign of life|has answered nothing)[^;]*"),
+    ("dead", r"rank (?P<who>\d+)\b[^;]*?ended without a message[^;]*"),
+    ("dead", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): (Killed|Segmentation fault|Bus error|Aborted).*)"),
+    ("dead", r"^ +exitcode +: -(?!15 |2 )\d+ .*|.*\bfailed \(exitcode: -(?!15\)|2\))\d+\).*"),
+    ("dead", r"(Fatal Python error: (Segmentation fault|Bus error|Aborted)|(Segmentation fault|Bus error) \(core).*"),
+    ("exit", r"^ +exitcode +: [1-9].*|srun: error: .*\btasks? (?P<who>[\d,-]+): Exited with exit code [1-9].*"),
+    ("killed", r".*\[launch\.py:.* exits with return code = -(?!15$|2$)\d+$"),
+    ("build", r"Using (?P<root>\S+) as PyTorch extensions root.*"),
+    ("host memory", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): Out Of Memory.*)"),
+    ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
+    ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
+    ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
+    (
+        "watchdog",
+        r".*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+).*",
+    ),
+    ("store", r".*(DistStoreError|wait timeout after \d+ ?ms|Timed out after \d+ seconds waiting for clients).*"),
+    ("network", r".*(NCCL WARN NET|ibv_\w+ failed|Connection timed out|No route to host|unhandled system error).*"),
+    ("lost", r".*(Connection closed by peer|Connection reset by peer|remote process exited).*"),
+    (
+        "nonfinite",
+        r".*(is not a finite number|\b(loss|grad(ient)?[ _]norm)\S{0,2} +(is |= )?'?[-+]?(nan|inf)\b"
+        r"|Unexpected result (nan|inf)\b|Current loss scale already at minimum).*",
+    ),
+    ("time limit", r".*(DUE TO TIME LIMIT|CANCELLED AT .*).*"),
+    ("data", r"^(\S*: )?(StopIteration\b.*|.*the batches ended after .*)"),
+    ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*|.*terminated with exception: .*"),
+)
+OF_RANKS = ("host memory", "device memory", "watchdog", "store", "network", "lost", "nonfinite", "data", "error")
+"""What a rank says of itself, and not another process of it."""
+_FINDERS = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in _PATTERNS
+)
+_SIGNS = re.compile(
+    r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|NAN|inf"
+    r"|INF|Iter|batches|Fatal|core dumped|TIME|CANCEL|Conn|remote|Skipping|timeout|exitcode|return code|PyTorch ext|MiB"
+)
+"""What a line has that a finder may find something in: looking for all of them takes longer."""
+_TORCHRUN = re.compile(r" +rank +: (\d+) \(local_rank: \d+\)$")
+"""The line of torchrun's summary that says of which rank the next one is."""
+_RANK = re.compile(r"\[(?:[Rr]ank|default) ?(\d+)\]|^ *(\d+): |\b[Rr]ank (\d+)\b|local_rank: (\d+)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_LABEL = re.compile(r"\[rank\d+\]:| *\d+: ")
+"""Whose line it is, as torchrun and `srun --label` write it before each."""
+_SIZES = re.compile(r"(\d+(?:\.\d+)?) ([KMG]iB)")
+_SMI = re.compile(r"(\d+)MiB */ *(\d+)MiB *\| *(\d+)%")
+_FRAME = re.compile(r'^ {4}(\S.*) \((.+:\d+)\)$|^(?:\[rank\d+\]:| *\d+:)? *File "(.+)", line (\d+),? in (\S+)')
+
+
+def read_log(text: str, source: str) -> list[Fact]:
+    """What the lines say that a verdict can use."""
+    found: list[Fact] = []
+    counts: dict[str, int] = {}
+    frames: dict[str, list[str]] = {}
+    whose = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = _COLOUR.sub("", line[:LINE])
+        speaker = line[: label.end()] if (label := _LABEL.match(line)) else ""
+        if _FRAME.match(line):
+            frames[speaker] = [*frames.get(speaker, ())[-60:], line.strip()]
+            continue
+        if not _SIGNS.search(line):
+            continue
+        if (row := _TORCHRUN.match(line)) is not None:
+            whose = row[1]
+            continue
+        facts = list(_facts(line, f"{source}:{number}", frames.get(speaker, ()), whose))
+        for fact in facts:
+            counts[fact.kind] = counts.get(fact.kind, 0) + 1
+            if counts[fact.kind] <= MOST_FACTS:
+                found.append(fact)
+        if facts or "Traceback (most recent" in line:
+            frames.pop(speaker, None)
+    return found
+
+
+def _facts(line: str, place: str, frames: Sequence[str], exited: str) -> Iterator[Fact]:
+    if (row := _SMI.search(line)) is not None:
+        used, total, busy = map(float, row.groups())
+        yield Fact("gpu", line.strip(), place, None, {"used": used * MIB, "total": total * MIB, "busy": busy})
+        return
+    for kind, finder in _FINDERS:
+        for match in finder.finditer(line):
+            named = match.groupdict()
+            whose = _RANK.search(line)
+            rank = named.get("who") or (next((one for one in whose.groups() if one), None) if whose else None)
+            rank = exited or None if "exitcode " in match[0] else None if "exitcode:" in match[0] else rank
+            numbers = {"seq": float(named["seq"])} if named.get("seq") else {}
+            if kind == "device memory":
+                numbers = _sizes(line) | {"phase": _phase(frames)}
+            text = named.get("root") or match[0].strip()
+            for one in (None,) if rank is None else _ranks_in(rank):
+                yield Fact(kind, text[:300], place, one, numbers)
+        if finder.search(line) and kind not in ("stopped", "dead"):
+            return
+
+
+def _ranks_in(text: str) -> list[int]:
+    """Of "3", or of "4,7-9" as Slurm writes it; of a long list the first ones."""
+    found: list[int] = []
+    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text):
+        found += range(int(first), min(int(last or first), int(first) + MOST_FACTS) + 1)
+    return found[:MOST_FACTS]
+
+
+def _sizes(line: str) -> dict[str, float]:
+    """Of torch's message: what was asked for, what the device has, and what was free."""
+    scale = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+    names = ("asked", "total", "free")
+    return {name: float(size) * scale[unit] for name, (size, unit) in zip(names, _SIZES.findall(line), strict=False)}
+
+
+def _phase(frames: Sequence[str]) -> float:
+    """0, 1 or 2: the traceback before it was in the forward pass, the backward pass or the optimizer step; else -1."""
+    for frame in reversed(frames):
+        if "backward" in frame:
+            return 1.0
+        if re.search(r"optim\w*[/.]|in step\b|_take_model_step", frame):
+            return 2.0
+        if re.search(r"in forward\b|modeling_", frame):
+            return 0.0
+    return -1.0
+
+
+PHASES = ("forward pass", "backward pass", "optimizer step")
+
+
+def read_stack(text: str) -> list[str]:
+    """The main thread's frames of a `py-spy dump`, or of faulthandler, the outermost first; empty: it is neither."""
+    main = re.search(r"^Thread .*MainThread.*\n((?: {4}.*\n?)+)", text, re.MULTILINE)
+    main = main or re.search(
+        r"^(?:Current thread|Thread 0x).*most recent call first.*\n((?: +File .*\n?)+)", text, re.MULTILINE
+    )
+    if main is None:
+        return []
+    frames = []
+    for line in main[1].splitlines():
+        if (frame := _FRAME.match(line)) is not None:
+            name, where, file, number, function = frame.groups()
+            frames.append(f"{where} {name}" if where else f"{file}:{number} {function}")
+    return frames[::-1]
+
+
+def read_gpu_table(text: str, source: str) -> list[Fact]:
+    """`nvidia-smi --query-gpu=…,utilization.gpu,memory.used,memory.total --format=csv`; empty: it is none."""
+    lines = text.splitlines()
+    if not lines or "memory.used" not in lines[0]:
+        return []
+    names = [name.split("[")[0].strip() for name in lines[0].split(",")]
+    found = []
+    for number, row in enumerate(csv.reader(lines[1:]), 2):
+        values = {name: re.match(r" *([\d.]+)", value) for name, value in zip(names, row, strict=False)}
+        known = {name: float(value[1]) for name, value in values.items() if value is not None}
+        numbers = {
+            "used": known.get("memory.used", 0.0) * MIB,
+            "total": known.get("memory.total", 0.0) * MIB,
+            "busy": known.get("utilization.gpu", -1.0),
+            "index": known.get("index", -1.0),
+        }
+        found.append(Fact("gpu", ",".join(row)[:200], f"{source}:{number}", None, numbers))
+    return found[-MOST_FACTS:]
+
+
+# Files of any kind, in any state.
 
 MOST_FILES = 20_000
 MOST_BYTES = 32 * 2**20

@@ -21,7 +21,7 @@ from parcompile.plan import digest
 from parcompile.plan.diff import ADAPTABLE, file_layout, layout_differences
 from parcompile.plan.holding import further_ep_ranks
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.liveness import doing, share_errors
 from parcompile.runtime.model.lora import describe_adapters
 from parcompile.runtime.transport.backend import gather_objects
@@ -123,7 +123,7 @@ def load(engine: Any, folder: str | Path) -> int:
     different = layout_differences(note.layout, file_layout(engine.mesh.plan))
     fixed = [text for name, text in different.items() if name not in ADAPTABLE]
     if fixed:
-        raise RunError(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})", everywhere=True)
+        raise everywhere(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})")
     stages = _stages(engine)
     _compare_adapters(note, joined_adapters(one.adapters for one in stages))
     _agree_that_it_is_whole(note)
@@ -156,7 +156,7 @@ def _note_on_all_ranks(folder: Path) -> Note:
     for rank, view in enumerate(views):
         if view != views[0]:
             difference = f"{views[0][0]} on rank 0 and another {view[0]} on rank {rank}"
-            raise RunError(f"{folder} holds {difference}", everywhere=True)
+            raise everywhere(f"{folder} holds {difference}")
     return found[0]
 
 
@@ -176,7 +176,7 @@ def _load_as_it_is(engine: Any, note: Note, *, schedules: bool) -> None:
                 str(note.folder.parent), tag=note.folder.name, load_lr_scheduler_states=schedules
             )
         if path is None or state.get("step") != note.step:
-            raise RunError(f"the checkpoint {note.folder} could not be read by DeepSpeed", everywhere=True)
+            raise everywhere(f"the checkpoint {note.folder} could not be read by DeepSpeed")
     else:
         adapt(engine, _opened(note))
     rank = engine.mesh.rank
@@ -207,9 +207,8 @@ def _compare_adapters(note: Note, ours: Mapping[str, Any] | None) -> None:
     for name in sorted({*theirs, *mine}):
         was, now = theirs.get(name, "none"), mine.get(name, "none")
         if was != now:
-            raise RunError(
-                f"the checkpoint in {note.folder} has other adapters than the model: {name} had {was}, has {now}",
-                everywhere=True,
+            raise everywhere(
+                f"the checkpoint in {note.folder} has other adapters than the model: {name} had {was}, has {now}"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.liveness.watchdog import StoreChannel
 from parcompile.runtime.transport.backend import gather_objects
 
@@ -32,7 +32,7 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     """
     outcomes = gather_objects(_outcome(work))
     if told := _told([text for _, text in outcomes]):
-        raise RunError(told, everywhere=True)
+        raise everywhere(told)
     return [result for result, _ in outcomes]
 
 
@@ -45,27 +45,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
     return cast(T, on_all_ranks(lambda: work() if dist.get_rank() == 0 else None)[0])
 
 
-class Collectives:
-    """Agreement of all ranks by collectives of the default group."""
-
-    def gathered(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns on every rank, known to rank 0; others may get an empty list.
-
-        Raises:
-            RunError: as `on_all_ranks`.
-        """
-        return on_all_ranks(work)
-
-    def of_rank_0(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, on every rank.
-
-        Raises:
-            RunError: as `on_all_ranks`.
-        """
-        return on_rank_0(work)
-
-
-class StoreMessages(Collectives):
+class StoreMessages:
     """The same by messages through the launcher's store, for a thread beside training.
 
     It needs no process group, and so no connection between any two ranks. What goes through it is what JSON keeps.
@@ -84,12 +64,12 @@ class StoreMessages(Collectives):
         store, name = dist.distributed_c10d._get_default_store(), f"agreement-{next(_NUMBERS)}"
         return cls(StoreChannel(store, dist.get_rank(), dist.get_world_size(), name), seconds)
 
-    def gathered(self, work: Callable[[], T]) -> list[T]:
-        """As in `Collectives`; others than rank 0 get an empty list."""
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """As the function of this name; others than rank 0 get an empty list."""
         return [result for result, _ in self._exchanged(_outcome(work))[0]]
 
-    def of_rank_0(self, work: Callable[[], T]) -> T:
-        """As in `Collectives`."""
+    def on_rank_0(self, work: Callable[[], T]) -> T:
+        """As the function of this name."""
         return cast(T, self._exchanged(_outcome(lambda: work() if self._channel.rank == 0 else None))[1])
 
     def _exchanged(self, mine: Any) -> tuple[list[Any], Any]:
@@ -106,10 +86,10 @@ class StoreMessages(Collectives):
             channel.post("answer", [number, _told([text for _, text in outcomes]), outcomes[0][0]])
         # Rank 0 itself waits for the others that long.
         if not channel.wait(lambda: (channel.posted("answer") or [-1])[0] == number, 2 * self._seconds):
-            raise RunError(f"rank 0 answered nothing within {2 * self._seconds:.0f} s", everywhere=True)
+            raise everywhere(f"rank 0 answered nothing within {2 * self._seconds:.0f} s")
         _, told, result = channel.posted("answer")
         if told:
-            raise RunError(told, everywhere=True)
+            raise everywhere(told)
         return outcomes, result
 
 

@@ -28,7 +28,7 @@ from parcompile.atomic import write_file
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan, digest, plan_tree, spec_from_tree
 from parcompile.plan.holding import expert_places, further_ep_ranks, model_parallel_places
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.spec import Precision
 from parcompile.text.typed import Reader, integer, list_of
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
@@ -86,16 +86,14 @@ def locate(folder: Path) -> Path:
         tag = read_text(folder / LATEST).strip()
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError):
-            raise RunError(f"{folder / LATEST} is no text", everywhere=True) from None
-        raise RunError(
-            f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})", everywhere=True
-        ) from None
+            raise everywhere(f"{folder / LATEST} is no text") from None
+        raise everywhere(f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})") from None
     if not tag or Path(tag).name != tag:
-        raise RunError(f"{folder / LATEST} names no checkpoint beside it: {tag!r}", everywhere=True)
+        raise everywhere(f"{folder / LATEST} names no checkpoint beside it: {tag!r}")
     if not (folder / tag / NOTE).is_file() and (folder / (REPLACED + tag) / NOTE).is_file():
         return folder / (REPLACED + tag)  # a save ended between two renames
     if not (folder / tag / NOTE).is_file():
-        raise RunError(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing", everywhere=True)
+        raise everywhere(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing")
     return folder / tag
 
 
@@ -110,10 +108,10 @@ def read_note(folder: Path) -> Note:
         tree = json.loads(read_text(place / NOTE, MAX_INDEX_BYTES))
         return _note(place, Reader(tree))
     except OSError as error:
-        raise RunError(f"{place / NOTE} cannot be read: {error.strerror}", everywhere=True) from None
+        raise everywhere(f"{place / NOTE} cannot be read: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         message = f"the note of the checkpoint in {place} is damaged: {NOTE}: {error}"
-        raise RunError(message, everywhere=True) from None
+        raise everywhere(message) from None
 
 
 def _note(place: Path, read: Reader) -> Note:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan.holding import model_parallel_places
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.model.lora import matrix_of, plain_name
 
 from .manifest import Note, damages, read_note, strange_contents
@@ -324,7 +324,7 @@ def refuse_damaged(note: Note, wrong: Sequence[str]) -> None:
     """
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise RunError(f"the checkpoint {note.folder} cannot be used: {'; '.join(wrong[:3])}{more}", everywhere=True)
+        raise everywhere(f"the checkpoint {note.folder} cannot be used: {'; '.join(wrong[:3])}{more}")
 
 
 def wrong_files(note: Note, names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.plan import Plan
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import doing
 from parcompile.runtime.model.lora import plain_name, without_peft
@@ -78,7 +78,7 @@ def _with_slices(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_state(sentence: str, *_: Any) -> None:
     if not _slices_wanted:
-        raise RunError(f"state_dict() of this model would hold {sentence}", everywhere=True)
+        raise everywhere(f"state_dict() of this model would hold {sentence}")
 
 
 _SLICES = (
@@ -128,10 +128,9 @@ def _save_pretrained(
     plain = options.pop("safe_serialization", True)
     unknown = sorted(name for name, value in options.items() if value not in (None, False) and name not in _FORMATS)
     if unknown or not plain:
-        raise RunError(
+        raise everywhere(
             f"save_pretrained of a model in a plan does not take {', '.join(unknown) or 'safe_serialization=False'}: "
-            "save it to a folder of safetensors first",
-            everywhere=True,
+            "save it to a folder of safetensors first"
         )
     folder, call = Path(save_directory), f"save_pretrained({str(save_directory)!r})"
     if model is not without_peft(model):
@@ -158,10 +157,9 @@ def _save_16bit_model(
         RunError: as `save_pretrained`.
     """
     if exclude_frozen_parameters and engine.module is not without_peft(engine.module):
-        raise RunError(
+        raise everywhere(
             "save_16bit_model merges adapters into frozen weights: leave out exclude_frozen_parameters, or save the "
-            "adapters with engine.module.save_pretrained(folder)",
-            everywhere=True,
+            "adapters with engine.module.save_pretrained(folder)"
         )
     folder, call = Path(save_dir), f"save_16bit_model({str(save_dir)!r})"
 
@@ -284,17 +282,15 @@ def _refuse_slices_in(state: Mapping[str, Tensor], plan: Plan) -> None:
     for name, tensor in state.items():
         whole = shapes.get(plain_name(name))
         if whole is not None and tuple(tensor.shape) != tuple(whole):
-            raise RunError(
+            raise everywhere(
                 f"state_dict holds slices of one rank, such as {name} {list(tensor.shape)} of {list(whole)}: call "
-                "save_pretrained(folder) without it on every rank, which writes the whole model",
-                everywhere=True,
+                "save_pretrained(folder) without it on every rank, which writes the whole model"
             )
     missing = shapes.keys() - {plain_name(name) for name in state}
     if missing and plan.spec.parallelism.pp > 1:
-        raise RunError(
+        raise everywhere(
             f"state_dict holds one stage's layers, without {min(missing)}: call save_pretrained(folder) without it on "
-            "every rank, which writes the whole model",
-            everywhere=True,
+            "every rank, which writes the whole model"
         )
 
 
@@ -306,4 +302,4 @@ def _bytes(size: int | str) -> int:
     try:
         return int(parse_size_to_int(size))
     except ValueError as error:
-        raise RunError(f"max_shard_size is {size!r}: {error}", everywhere=True) from None
+        raise everywhere(f"max_shard_size is {size!r}: {error}") from None

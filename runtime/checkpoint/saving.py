@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,18 @@ import torch.distributed as dist
 
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.deepspeed_patches.optimizer_state import held
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 
 from . import writing
-from .agreement import Collectives, StoreMessages, await_seen, on_all_ranks, on_rank_0
+from .agreement import StoreMessages, await_seen, on_all_ranks, on_rank_0
 from .manifest import Note, check_listed, damages, locate, universal_checkpoint_info
 from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
 from .state_file import random_file, random_state
 
 _SLOWEST_WRITE = 3600.0
 """Seconds that the writer of one rank waits for that of another: disks differ."""
+_Agreed = Callable[[Callable[[], Any]], Any]
+"""`on_all_ranks` or `on_rank_0`, by collectives or by messages through the store."""
 
 
 class Saver:
@@ -61,21 +64,21 @@ class Saver:
             RunError: see `store.save`.
         """
         if on_error not in ("raise", "warn"):
-            raise RunError(f"on_error is raise or warn, not {on_error!r}", everywhere=True)
+            raise everywhere(f"on_error is raise or warn, not {on_error!r}")
         self.finish()
         self._place, self._warns = note.folder, on_error == "warn"
         try:
             on_all_ranks(lambda: _refuse_lost_weights(engine.module))
             writer = self._take(engine, note, in_memory=not wait)
             if wait:
-                _complete(writer, note, keep, Collectives())
+                _complete(writer, note, keep, on_all_ranks, on_rank_0)
                 return True
         except RunError as error:
             return self._failed(error)
         if not self._looks:
             _after_each_step(engine, self)
         self._looks, self._agreement = True, self._agreement or StoreMessages.of_world(_SLOWEST_WRITE)
-        arguments = writer, note, keep, self._agreement
+        arguments = writer, note, keep, self._agreement.on_all_ranks, self._agreement.on_rank_0
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"writes {note.folder.name}")
         self._thread.start()
         return True
@@ -158,7 +161,7 @@ class Saver:
     def _failed(self, error: RunError) -> bool:
         message = f"{self._place} was not saved: {error}; {on_rank_0(self._give_up)}"
         if not self._warns:
-            raise RunError(message, everywhere=True) from None
+            raise everywhere(message) from None
         if dist.get_rank() == 0:
             print(f"parcompile: warning: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
         return False
@@ -205,7 +208,7 @@ def _open(place: Path) -> None:
     begin(place)
 
 
-def _complete(writer: Any, note: Note, keep: int | None, agreement: Collectives) -> None:
+def _complete(writer: Any, note: Note, keep: int | None, on_all: _Agreed, on_first: _Agreed) -> None:
     """Brings the files of all ranks to the disk, and makes them a checkpoint.
 
     Raises:
@@ -217,13 +220,13 @@ def _complete(writer: Any, note: Note, keep: int | None, agreement: Collectives)
         mine.update(writer.finish())
         return [(name, size, digest) for name, (size, digest) in mine.items()]
 
-    by_rank = agreement.gathered(finish)
+    by_rank = on_all(finish)
     own = replace(note, files=mine)
     note = replace(note, files={name: (size, digest) for name, size, digest in sorted(itertools.chain(*by_rank))})
     # Whether this very checkpoint is in place: each rank compares the files that it would replace.
-    same = agreement.of_rank_0(lambda: is_noted_there(note))
-    same = same and not any(agreement.gathered(lambda: bool(damages(own, sorted(mine)))))
-    agreement.of_rank_0(lambda: _commit(note, keep, same=same))
+    same = on_first(lambda: is_noted_there(note))
+    same = same and not any(on_all(lambda: bool(damages(own, sorted(mine)))))
+    on_first(lambda: _commit(note, keep, same=same))
 
 
 def _commit(note: Note, keep: int | None, *, same: bool) -> None:

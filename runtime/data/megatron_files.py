@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parcompile.atomic import write_file
+from parcompile.runtime.errors import everywhere
 from parcompile.user_files import read_start
-
-from .rows_of_files import unusable
 
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -43,32 +42,32 @@ class MegatronTokens:
         self.file, tokens = index, index.with_suffix(".bin")
         for file in (index, tokens):
             if not file.is_file():
-                raise unusable(f"{file} is missing: Megatron's data are NAME.bin and NAME.idx")
+                raise everywhere(f"{file} is missing: Megatron's data are NAME.bin and NAME.idx")
         head, _ = read_start(index, _HEADER.size)
         unpacked = _HEADER.unpack(head) if len(head) == _HEADER.size else (b"", 0, 0, 0, 0)
         magic, version, code, sequences, borders = unpacked
         if magic != _MAGIC or version != 1 or code not in _TYPES:
-            raise unusable(f"{index} is no index of Megatron's version 1 with tokens that are whole numbers")
+            raise everywhere(f"{index} is no index of Megatron's version 1 with tokens that are whole numbers")
         size = np.dtype(_TYPES[code]).itemsize
         if index.stat().st_size < _HEADER.size + 12 * sequences + 8 * borders:
-            raise unusable(f"{index} is incomplete: it begins as the index of {sequences:,} sequences")
+            raise everywhere(f"{index} is incomplete: it begins as the index of {sequences:,} sequences")
         lengths = np.fromfile(index, np.int32, sequences, offset=_HEADER.size)
         listed, held = int(lengths.sum(dtype=np.int64)), tokens.stat().st_size
         if held != listed * size or (lengths < 0).any():
-            raise unusable(
+            raise everywhere(
                 f"{tokens} holds {held:,} bytes; {index} lists {listed:,} tokens of {size} bytes: one of them is "
                 "incomplete"
             )
         if not listed:
-            raise unusable(f"{tokens} holds no token")
+            raise everywhere(f"{tokens} holds no token")
         self.tokens = np.memmap(tokens, dtype=_TYPES[code], mode="r")
         starts = np.fromfile(index, np.int64, sequences, offset=_HEADER.size + 4 * sequences)
         ends = np.cumsum(lengths, dtype=np.int64)
         if (starts != (ends - lengths) * size).any():
-            raise unusable(f"{index} does not list the sequences of {tokens} in their order")
+            raise everywhere(f"{index} does not list the sequences of {tokens} in their order")
         numbers = np.fromfile(index, np.int64, borders, offset=_HEADER.size + 12 * sequences)
         if not borders or numbers[0] or numbers[-1] > sequences or (np.diff(numbers) < 0).any():
-            raise unusable(f"{index} does not divide its {sequences:,} sequences into documents")
+            raise everywhere(f"{index} does not divide its {sequences:,} sequences into documents")
         self.starts = np.append(0, ends)[numbers[: -1 if numbers[-1] == sequences else None]]
 
 
@@ -88,15 +87,15 @@ def write_megatron(documents: Iterable[tuple[str, Sequence[int]]], prefix: str |
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for file in (tokens, index):
         if os.path.lexists(file):
-            raise unusable(f"{file} exists already: name another prefix (--write)")
+            raise everywhere(f"{file} exists already: name another prefix (--write)")
     code = _UINT16 if vocab_size < _MOST_FOR_UINT16 else _INT32
     new, size = Path(f"{prefix}.bin.new"), np.dtype(_TYPES[code]).itemsize
     try:
         stream = new.open("xb")
     except FileExistsError:
-        raise unusable(f"{new} exists: another program writes it, or was stopped as it did; remove it") from None
+        raise everywhere(f"{new} exists: another program writes it, or was stopped as it did; remove it") from None
     except OSError as error:
-        raise unusable(f"{new} cannot be written: {error.strerror}") from None
+        raise everywhere(f"{new} cannot be written: {error.strerror}") from None
     try:
         with stream:
             lengths = _write_tokens(documents, stream, code, vocab_size)
@@ -109,7 +108,7 @@ def write_megatron(documents: Iterable[tuple[str, Sequence[int]]], prefix: str |
         for file in (new, tokens):
             file.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise unusable(f"{error.filename or prefix} cannot be written: {error.strerror}") from None
+            raise everywhere(f"{error.filename or prefix} cannot be written: {error.strerror}") from None
         raise
     written = f"{len(lengths):,} document{'s' * (len(lengths) != 1)}"
     return f"{sum(lengths):,} tokens of {written}, {size} bytes each"
@@ -123,9 +122,9 @@ def _write_tokens(
     for where, ids in documents:
         for one in ids:
             if not 0 <= one < vocab_size:
-                raise unusable(f"{where} has the token {one}, and the model's vocabulary {vocab_size} (vocab_size)")
+                raise everywhere(f"{where} has the token {one}, and the model's vocabulary {vocab_size} (vocab_size)")
         stream.write(np.array(ids, _TYPES[code]).tobytes())
         lengths.append(len(ids))
     if not lengths:
-        raise unusable("the data hold no token: every document is empty")
+        raise everywhere("the data hold no token: every document is empty")
     return lengths

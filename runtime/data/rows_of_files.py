@@ -11,14 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
-
-
-def unusable(message: str) -> RunError:
-    """Every rank reads the same files, and finds the same."""
-    return RunError(message, everywhere=True)
-
 
 FORMATS = (".txt", ".jsonl", ".parquet", ".idx")
 
@@ -36,20 +30,20 @@ def data_files(path: str | Path) -> list[Path]:
         return [index]
     if path.is_file():
         if path.suffix not in FORMATS and path.suffix != ".json":
-            raise unusable(f"{path}: training data ends in {', '.join(FORMATS)} or .bin")
+            raise everywhere(f"{path}: training data ends in {', '.join(FORMATS)} or .bin")
         return [path]
     if not path.is_dir():
-        raise unusable(f"there is no training data {path}: no file or folder has this name")
+        raise everywhere(f"there is no training data {path}: no file or folder has this name")
     if (path / "dataset_info.json").exists():
         return [path]
     if (path / "dataset_dict.json").exists():
         splits = sorted(one.parent for one in path.glob("*/dataset_info.json"))
-        raise unusable(f"{path} holds a data set for each split: name one of {', '.join(map(str, splits)) or 'them'}")
+        raise everywhere(f"{path} holds a data set for each split: name one of {', '.join(map(str, splits)) or 'them'}")
     found = sorted(one for one in path.rglob("*") if one.suffix in FORMATS)
     formats = sorted({one.suffix for one in found})
     if len(formats) != 1:
         held = f"files of several formats ({', '.join(formats)}): name one of them" if formats else "none of them"
-        raise unusable(f"{path}: training data are files of {', '.join(FORMATS)}; the folder holds {held}")
+        raise everywhere(f"{path}: training data are files of {', '.join(FORMATS)}; the folder holds {held}")
     return found
 
 
@@ -69,7 +63,7 @@ def rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         else:
             yield from _json(file)
     except OSError as error:
-        raise unusable(f"{file} cannot be read: {error.strerror or error}") from None
+        raise everywhere(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def _numbered(file: Path, found: Iterator[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -88,7 +82,7 @@ def _decoded(line: bytes, number: int, file: Path) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise unusable(
+        raise everywhere(
             f"{file}:{number} is not UTF-8: byte {error.start + 1} of the line is 0x{line[error.start]:02x}; convert "
             "the file (iconv -f LATIN1 -t UTF-8)"
         ) from None
@@ -104,7 +98,7 @@ def _json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         found = ((where, _parsed(line, where, "each line is one object")) for where, line in lines)
     for where, row in found:
         if not isinstance(row, dict):
-            raise unusable(f"{where} is no JSON object: {json.dumps(row)[:60]}")
+            raise everywhere(f"{where} is no JSON object: {json.dumps(row)[:60]}")
         yield where, row
 
 
@@ -113,9 +107,9 @@ def _parsed(text: str, where: str, expected: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = f":{error.lineno}" if text.rstrip().count("\n") else ""
-        raise unusable(f"{where}{line} is not JSON: {error.msg} at column {error.colno}; {expected}") from None
+        raise everywhere(f"{where}{line} is not JSON: {error.msg} at column {error.colno}; {expected}") from None
     except (ValueError, RecursionError) as error:
-        raise unusable(f"{where} is not JSON that can be read: {error}; {expected}") from None
+        raise everywhere(f"{where} is not JSON that can be read: {error}; {expected}") from None
 
 
 def _parquet(file: Path) -> Iterator[Mapping[str, Any]]:
@@ -123,24 +117,24 @@ def _parquet(file: Path) -> Iterator[Mapping[str, Any]]:
         import pyarrow  # type: ignore[import-not-found, import-untyped, unused-ignore]
         from pyarrow import parquet  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
-        raise unusable(f"reading {file} needs pyarrow: pip install pyarrow") from None
+        raise everywhere(f"reading {file} needs pyarrow: pip install pyarrow") from None
     try:
         with parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches():
                 yield from batch.to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise unusable(f"{file} is no parquet file: {error}") from None
+        raise everywhere(f"{file} is no parquet file: {error}") from None
 
 
 def _saved(folder: Path) -> Iterator[Mapping[str, Any]]:
     try:
         import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
-        raise unusable(f"reading {folder} needs datasets: pip install datasets") from None
+        raise everywhere(f"reading {folder} needs datasets: pip install datasets") from None
     try:
         yield from datasets.load_from_disk(str(folder)).with_format(None)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise unusable(f"{folder} is no data set that save_to_disk wrote: {error}") from None
+        raise everywhere(f"{folder} is no data set that save_to_disk wrote: {error}") from None
 
 
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -176,7 +170,7 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
         RunError: the row is none of these, or the tokenizer cannot say which of its tokens are answers.
     """
     if tokenizer is None:
-        raise unusable(f"{where} is a conversation: name the tokenizer with its chat template (--tokenizer)")
+        raise everywhere(f"{where} is a conversation: name the tokenizer with its chat template (--tokenizer)")
     messages = _messages(row, where)
     if tokenizer.chat_template is None:
         return _without_template(messages, tokenizer, where)
@@ -186,7 +180,7 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
         return found["input_ids"], _masked(found["input_ids"], [bool(one) for one in answers])
     text, spans = _spans(messages, tokenizer, where)
     if not tokenizer.is_fast:
-        raise unusable("masking prompts needs the offsets of tokens, which a fast tokenizer has (tokenizer.json)")
+        raise everywhere("masking prompts needs the offsets of tokens, which a fast tokenizer has (tokenizer.json)")
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     answers = [any(start <= at < stop for start, stop in spans) for at, _ in found["offset_mapping"]]
     return found["input_ids"], _masked(found["input_ids"], answers)
@@ -197,14 +191,14 @@ def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]
     if name is not None:
         turns = _turns(row[name], name, where)
         if not any(one["role"] == "assistant" for one in turns):
-            raise unusable(f"{where} has no message with the role assistant: nothing to train on")
+            raise everywhere(f"{where} has no message with the role assistant: nothing to train on")
         return turns
     asked, answered = (
         next((name for name in names if row.get(name) is not None), "") for names in (_PROMPTS, _ANSWERS)
     )
     for name in (asked, answered):
         if not isinstance(row[name], str):
-            raise unusable(f"{where}: {name} is {shown(row[name])}: expected a text")
+            raise everywhere(f"{where}: {name} is {shown(row[name])}: expected a text")
     prompt = f"{row[asked]}\n\n{row['input']}" if row.get("input") else row[asked]
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]
 
@@ -212,12 +206,12 @@ def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]
 def _turns(given: Any, name: str, where: str) -> list[Mapping[str, Any]]:
     """Messages with role and content; ShareGPT's have `from` and `value`."""
     if not isinstance(given, list | tuple):
-        raise unusable(f"{where}: {name} is {shown(given)}: expected a list of messages")
+        raise everywhere(f"{where}: {name} is {shown(given)}: expected a list of messages")
     found: list[Mapping[str, Any]] = []
     for number, one in enumerate(given):
         keys = ("from", "value") if isinstance(one, Mapping) and "role" not in one else ("role", "content")
         if not isinstance(one, Mapping) or not isinstance(one.get(keys[0]), str) or keys[1] not in one:
-            raise unusable(
+            raise everywhere(
                 f'{where}: {name}[{number}] is {shown(one)}: expected {{"role": "user", "content": "..."}}, or '
                 '{"from": "human", "value": "..."}'
             )
@@ -239,19 +233,19 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, 
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise unusable(f"{where}: the tokenizer's chat template does not accept these messages ({why})") from None
+        raise everywhere(f"{where}: the tokenizer's chat template does not accept these messages ({why})") from None
 
 
 def _without_template(messages: Sequence[Mapping[str, Any]], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
     if [one["role"] for one in messages] != ["user", "assistant"]:
         roles = ", ".join(one["role"] for one in messages)
-        raise unusable(
+        raise everywhere(
             f"{where} has the messages {roles}, and the tokenizer has no chat template: without one a row is one user "
             "and one assistant; name a tokenizer with a chat template (--tokenizer)"
         )
     for one in messages:
         if not isinstance(one["content"], str):
-            raise unusable(f"{where}: the content of {one['role']} is {shown(one['content'])}: expected a text")
+            raise everywhere(f"{where}: the content of {one['role']} is {shown(one['content'])}: expected a text")
     prompt = tokenizer(messages[0]["content"])["input_ids"]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     answer = tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"] + end
@@ -273,7 +267,7 @@ def _spans(messages: Sequence[Mapping[str, Any]], tokenizer: Any, where: str) ->
         if whole.startswith(behind) and behind.startswith(before):
             spans.append((len(before), len(behind)))
     if not spans:
-        raise unusable(
+        raise everywhere(
             f"{where}: the chat template writes a prompt otherwise when an answer follows, so that the answer is not "
             "found: mark it in the template with {% generation %} … {% endgeneration %}",
         )

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
-
-from .rows_of_files import unusable
 
 
 def shuffled(count: int, seed: int) -> list[int]:
@@ -171,7 +170,7 @@ class Windows(SequencesOfFiles):
         self._counts = [len(part) // length for part in parts]
         tokens = sum(map(len, parts))
         if not tokens:
-            raise unusable("the training data hold no token: every text is empty")
+            raise everywhere("the training data hold no token: every text is empty")
         if not any(self._counts):
             self._parts = [np.concatenate([np.asarray(part) for part in parts])[:length]]
             self._counts = [1]

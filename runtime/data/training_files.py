@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from parcompile.doctor.metrics import RUN
 from parcompile.plan import Plan
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.spec import RampupBatchSize
 from parcompile.user_files import parse_json, read_text
 
 from .megatron_files import MegatronTokens
-from .rows_of_files import Ids, data_files, is_instruction, rows, shown, tokens_and_labels, unusable
+from .rows_of_files import Ids, data_files, is_instruction, rows, shown, tokens_and_labels
 from .sequences import Mixture, Packed, Places, SequencesOfFiles, Windows
 
 
@@ -67,7 +68,7 @@ def read_training_data(
             made = "without --tokenizer a token of text is a byte: name the tokenizer of the model"
     (smallest, largest), vocab_size = found.extremes(), spec.model.shape.vocab_size
     if smallest < 0 or largest >= vocab_size:
-        raise unusable(
+        raise everywhere(
             f"{path} has the token {smallest if smallest < 0 else largest}, and the model's vocabulary {vocab_size} "
             f"(vocab_size): {made}"
         )
@@ -84,14 +85,14 @@ def read_tokenizer(folder: str | Path | None) -> Any:
         return None
     folder = Path(folder)
     if not folder.is_dir():
-        raise unusable(f"there is no folder {folder} with a tokenizer (--tokenizer)")
+        raise everywhere(f"there is no folder {folder} with a tokenizer (--tokenizer)")
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         why = " ".join(str(error).split())
-        raise unusable(
+        raise everywhere(
             f"{folder} holds no tokenizer that transformers reads (tokenizer.json, tokenizer_config.json): {why[:200]}"
         ) from None
 
@@ -134,11 +135,11 @@ def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
         except ValueError:
             weights.append(math.nan)
         if not 0 < weights[-1] < math.inf:
-            raise unusable(
+            raise everywhere(
                 f"{text!r} is where a weight belongs, and is not a number above 0: write 0.3 code 0.7 books.jsonl"
             )
     if len(paths) < len(weights):
-        raise unusable(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
+        raise everywhere(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
     return weights, paths
 
 
@@ -163,14 +164,14 @@ def _of_rows(files: Sequence[Path], tokenizer: Any, room: int, seed: int) -> Seq
             dropped += 1
     places = _places_of_rows(files, ordinals)
     if stream and documents:
-        raise unusable(f"{files[0].parent}: some rows are text and others conversations: train on one of them")
+        raise everywhere(f"{files[0].parent}: some rows are text and others conversations: train on one of them")
     if stream:
         starts = np.cumsum([0, *map(len, stream[:-1])], dtype=np.int64)
         return Windows([np.concatenate(stream)], [starts], places, room, seed)
     if not documents and not dropped:
-        raise unusable(f"{files[0]} holds no row, or only empty texts")
+        raise everywhere(f"{files[0]} holds no row, or only empty texts")
     if not documents:
-        raise unusable(f"{files[0]}: no row has a token to predict in its first {room} tokens")
+        raise everywhere(f"{files[0]}: no row has a token to predict in its first {room} tokens")
     found = Packed(documents, places, room, seed)
     if shortened:
         found.summary += f"; {shortened:,} are longer and end there"
@@ -187,7 +188,7 @@ def _text(row: Mapping[str, Any], tokenizer: Any, where: str) -> Ids | None:
     if text is None or "input_ids" in row or is_instruction(row):
         return None
     if not isinstance(text, str):
-        raise unusable(f"{where}: text is {shown(text)}: expected a text")
+        raise everywhere(f"{where}: text is {shown(text)}: expected a text")
     if not text:
         return []
     if tokenizer is None:
@@ -200,7 +201,7 @@ def _tokens(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Id
         return _ready(row, where)
     if is_instruction(row):
         return tokens_and_labels(row, tokenizer, where)
-    raise unusable(
+    raise everywhere(
         f"{where} has {', '.join(row) or 'nothing'}: expected text, messages, prompt and completion, instruction and "
         "output, or input_ids",
     )
@@ -214,7 +215,7 @@ def _ready(row: Mapping[str, Any], where: str) -> tuple[Ids, Ids]:
         if row.get(name) is not None:
             columns[name] = _numbers(row, name, where)
         if len(columns[name]) != len(ids):
-            raise unusable(
+            raise everywhere(
                 f"{where}: {name} has {len(columns[name]):,} numbers, input_ids {len(ids):,}: they go in pairs"
             )
     labels, mask = columns["labels"], columns["attention_mask"]
@@ -228,12 +229,12 @@ def _ready(row: Mapping[str, Any], where: str) -> tuple[Ids, Ids]:
                 "labels": f"token ids, and {IGNORED_LABEL} where nothing is predicted",
                 "attention_mask": "0 and 1",
             }
-            raise unusable(f"{where}: {name} holds {bad}: expected {allowed.get(name, 'token ids, from 0 on')}")
+            raise everywhere(f"{where}: {name} holds {bad}: expected {allowed.get(name, 'token ids, from 0 on')}")
     if 1 not in mask:
         return [], []
     kept = slice(mask.index(1), len(mask) - mask[::-1].index(1))
     if 0 in mask[kept]:
-        raise unusable(
+        raise everywhere(
             f"{where}: attention_mask hides tokens between others; 0 is for padding at the ends of a row: write a row "
             "for each part"
         )
@@ -243,7 +244,7 @@ def _ready(row: Mapping[str, Any], where: str) -> tuple[Ids, Ids]:
 def _numbers(row: Mapping[str, Any], name: str, where: str) -> Ids:
     found = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
     if not isinstance(found, list | tuple) or any(type(one) is not int for one in found):
-        raise unusable(f"{where}: {name} is {shown(found)}: expected a list of whole numbers")
+        raise everywhere(f"{where}: {name} is {shown(found)}: expected a list of whole numbers")
     return list(found)
 
 
@@ -255,12 +256,12 @@ def documents_of(path: str | Path, tokenizer: str | Path | None = None) -> Itera
     """
     files, words = data_files(path), read_tokenizer(tokenizer)
     if files[0].suffix == ".idx":
-        raise unusable(f"{path} is Megatron's already: copy the files")
+        raise everywhere(f"{path} is Megatron's already: copy the files")
     for where, row in itertools.chain.from_iterable(map(rows, files)):
         if (ids := _text(row, words, where)) is None:
             ids, labels = _tokens(row, words, where)
             if ids != labels:
-                raise unusable(
+                raise everywhere(
                     f"{where} masks labels, as conversations do: Megatron's files hold tokens alone, and all of them "
                     "would be predicted; write text or input_ids without labels"
                 )
@@ -288,18 +289,18 @@ def samples_before(step: int, plan: Plan, run: Path | None = None) -> int:
             for one in parse_json(read_text(file))["plans"]
         ]
     except OSError as error:
-        raise unusable(
+        raise everywhere(
             f"{file} cannot be read: {error.strerror}; --run names the folder that a run wrote it to"
         ) from None
     except (ValueError, TypeError, KeyError):
-        raise unusable(
+        raise everywhere(
             f"{file} does not name plans with after_step and global_batch_size: it is damaged, or of an earlier version"
         ) from None
     if not said or said[0][0]:
-        raise unusable(f"{file} does not begin with the first step: what came before step {step} is not known")
+        raise everywhere(f"{file} does not begin with the first step: what came before step {step} is not known")
     begun = [one for one in said if one[0] < step]
     if begun[-1][1] != plan.plan_hash:
-        raise unusable(
+        raise everywhere(
             f"step {step} ran under plan {begun[-1][1][:12]} ({file}), and this is plan {plan.plan_hash[:12]}: name "
             "the one that ran"
         )

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention.kernels.kernel import WORD, combined, mixed, of_seed
 
-from .draws import Place, draws, trains_at_random
+from .draws import DRAWING, Place, draws, trains_at_random
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -135,11 +135,10 @@ class _ByPlace(TorchFunctionMode):
         site = _here.site
         if function in _REFUSED and site is not None and site.training and _is_on(function, args, kwargs):
             name = getattr(function, "__name__", function)
-            raise RunError(
+            raise everywhere(
                 f"{site.name or 'the model'} calls {name}, whose numbers would be others in each layout: draw with "
                 "dropout, rand_like, randn_like, uniform_, normal_, exponential_ or bernoulli_ of a tensor "
-                "that has the micro-batch's tokens in its first dims",
-                everywhere=True,
+                "that has the micro-batch's tokens in its first dims"
             )
         return function(*args, **kwargs)
 
@@ -170,10 +169,9 @@ def _features(site: Site, key: tuple[str, int], width: int, what: str, device: t
         ranges = _here.features
     elif site.widths is not None and (whole := site.widths.get(key)) != width:
         if whole != width * site.place.tp:
-            raise RunError(
+            raise everywhere(
                 f"{what} {width} numbers for each token, the whole model draws {whole or 'none'}: tp {site.place.tp} "
-                "does not split them evenly",
-                everywhere=True,
+                "does not split them evenly"
             )
         ranges = ((width * site.place.tp_index, width * (site.place.tp_index + 1)),)
     found = torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
@@ -238,15 +236,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     torch.randn_like: _like(torch.special.ndtri),
 }
 
-_REFUSED = frozenset(
-    {
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu),
-        *(F.multi_head_attention_forward, torch.native_dropout, torch.dropout_, torch.alpha_dropout),
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, torch.normal, torch.poisson),
-        *(torch.bernoulli, torch.multinomial, Tensor.bernoulli, Tensor.multinomial),
-        *(Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
-    }
-)
+_REFUSED = DRAWING - _OURS.keys() | {F.multi_head_attention_forward}
 
 
 # Random numbers from the keys of tokens: T tokens, F features of each.
@@ -310,11 +300,10 @@ def record_widths(model: nn.Module, widths: dict[tuple[str, int], int], sequence
     except RunError:
         raise
     except Exception as error:  # the module is the user's: it raises what it likes
-        raise RunError(
+        raise everywhere(
             f"{type(model).__name__} draws at random, and which of the features a rank draws for cannot be seen: on "
             f"tensors without values its forward fails ({type(error).__name__}: {error}); without tp, or without the "
-            "drawing, it trains",
-            everywhere=True,
+            "drawing, it trains"
         ) from error
     finally:
         model.train(was_training)

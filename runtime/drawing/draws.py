@@ -16,25 +16,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.sequence import CpLayout, token_ranges
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, MicroBatch, current
 from parcompile.runtime.ring_attention.kernels.kernel import combined
 
 _KINDS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-_NAMES = frozenset(
+DRAWING = frozenset(
     {
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-        *("native_dropout", "rrelu", "gumbel_softmax", "rand", "randn", "randint", "randperm", "rand_like"),
-        *("randn_like", "randint_like", "normal", "poisson", "bernoulli", "multinomial", "uniform_", "normal_"),
-        *("exponential_", "bernoulli_", "random_", "cauchy_", "geometric_", "log_normal_"),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu),
+        *(F.gumbel_softmax, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.native_dropout),
+        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
+        *(torch.randint_like, torch.normal, torch.poisson, torch.bernoulli, torch.multinomial),
+        *(Tensor.bernoulli, Tensor.multinomial, Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+        *(Tensor.bernoulli_, Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
     }
 )
 """Functions and methods of torch that draw."""
+_NAMES = frozenset(one.__name__ for one in DRAWING)
 
 _BY_CHANCE = frozenset({"dropout", "uniform_"})
 """What models of transformers call only where an attribute of the module, a chance or a width, is above 0."""
@@ -156,10 +160,9 @@ class Place:
             samples, positions = self._shared(places, 0, share).unbind(1)
             return combined(combined(word, samples, _ROWS), positions, _POSITIONS)
         if micro_batch.first_sample is None:
-            raise RunError(
+            raise everywhere(
                 f"{what}: call the model with {FIRST_SAMPLE}, the number of the batch's first sequence in the data, as "
-                "the engine's loader does, or switch the drawing off in the model's configuration",
-                everywhere=True,
+                "the engine's loader does, or switch the drawing off in the model's configuration"
             )
         rows, length = _sizes(micro_batch, what)
         first = micro_batch.first_sample
@@ -189,14 +192,13 @@ class Place:
                 return 2, part
             if shape and shape[0] == rows * tokens:
                 return 1, part
-        raise RunError(
+        raise everywhere(
             f"{what}, of shape {list(shape)}: only numbers for the tokens of a micro-batch, here "
-            f"[{rows}, {length}, …], are drawn alike in every layout",
-            everywhere=True,
+            f"[{rows}, {length}, …], are drawn alike in every layout"
         )
 
 
 def _sizes(micro_batch: MicroBatch, what: str) -> tuple[int, int]:
     if micro_batch.rows is None or micro_batch.sequence_length is None:
-        raise RunError(f"{what}: call the model with input_ids, whose shape says where a token is", everywhere=True)
+        raise everywhere(f"{what}: call the model with input_ids, whose shape says where a token is")
     return micro_batch.rows, micro_batch.sequence_length

@@ -40,9 +40,8 @@ from parcompile.runtime.inject.selfcheck import SelfCheck, check_small_copy
 from parcompile.runtime.inject.user_module import prepare_user_module
 from parcompile.runtime.liveness import doing, follow, records, share_errors, share_errors_of
 from parcompile.runtime.loss import SequenceLoss, without_waiting
-from parcompile.runtime.model.initial import is_small
 from parcompile.runtime.model.lora import without_peft
-from parcompile.runtime.model.pretrained import build_model
+from parcompile.runtime.model.pretrained import build_model, is_small
 from parcompile.runtime.model.slices import check_head
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.optimizers import apart_by_decay, apart_by_muon, fresh_optimizer, join_shards

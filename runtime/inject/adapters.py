@@ -26,7 +26,7 @@ from parcompile.layout.groups import Axis
 from parcompile.model import Parameter
 from parcompile.runtime.deepspeed_patches.optimizer_state import gathered
 from parcompile.runtime.drawing import hold_features
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.expert_parallel import mark_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import (
@@ -51,7 +51,7 @@ from parcompile.runtime.transport import group_size
 from parcompile.runtime.transport.backend import gather_objects
 
 from .heads import mark, sum_repeated_gradient
-from .mechanisms.state_space import why_untrained, why_whole
+from .mechanisms import why_untrained, why_whole
 from .regions import BLOCK_TAKES_INPUT, Region
 
 
@@ -195,7 +195,7 @@ def _local(stack: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh, *, trained
         mark_shard(local)
     elif tp is not None and trained:
         if piece.ranges is None:
-            raise RunError(f"{matrix.weight} is whole on every tp rank: LoRA on it is not injected", everywhere=True)
+            raise everywhere(f"{matrix.weight} is whole on every tp rank: LoRA on it is not injected")
         # Each rank has the part of the gradient that its slice of the experts gives.
         sum_in_backward(local, tp)
     return local
@@ -287,7 +287,7 @@ def _check(name: str, layer: Any, slices: Slices) -> None:
     if isinstance(layer, Linear) and len(layer.lora_A) > 1:
         why = f"has {len(layer.lora_A)} adapters ({', '.join(layer.lora_A)}): leave one"
     if why:
-        raise RunError(f"{name} {why}", everywhere=True)
+        raise everywhere(f"{name} {why}")
 
 
 def _variant(layer: Any) -> str:
@@ -321,7 +321,7 @@ def _cut(layer: Any, adapter: str, piece: Slice, region: Region) -> None:
             sum_in_backward(up.weight, region.group)
     elif piece.ranges is not None:
         why = why_whole(piece.parameter.name) or "LoRA inside a block of experts is not injected"
-        raise RunError(f"{why}: leave it out of target_modules", everywhere=True)
+        raise everywhere(f"{why}: leave it out of target_modules")
     elif piece.parameter.partial or (region.sequence_parallel and piece.parameter.sequence_parallel):
         sum_in_backward(down.weight, region.group)
         sum_in_backward(up.weight, region.group)
@@ -342,10 +342,9 @@ def add_adapter(model: nn.Module, adapter: Any, seed: int) -> nn.Module:
 
     config = adapter if isinstance(adapter, LoraConfig) else LoraConfig.from_pretrained(str(adapter))
     if config.init_lora_weights not in (True, False, "gaussian"):
-        raise RunError(
+        raise everywhere(
             f"init_lora_weights {config.init_lora_weights!r} starts from the weights, which are not there yet: "
-            "give initialize a whole model",
-            everywhere=True,
+            "give initialize a whole model"
         )
     config.inference_mode = False
     wrapped: nn.Module = get_peft_model(model, config)

@@ -22,7 +22,7 @@ from parcompile.model.blocks.experts import PASSED_ON
 from parcompile.model.blocks.latent import PARTIAL_STYLES
 from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.model.slices import Slices
 
 from .mechanisms.layer_inputs import without_tables
@@ -79,9 +79,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
     apart = {id(child) for module in whole for child in module.modules()}
     for name, style in named.items():
         if style not in _KNOWN:
-            raise RunError(
-                f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected", everywhere=True
-            )
+            raise everywhere(f"{name} is {style!r} in the model's tensor-parallel plan, which is not injected")
         if style in (EXPERTS, PASSED_ON, _OWN):
             continue
         if style == _GATHERED and id(model.get_submodule(name)) in apart:
@@ -90,7 +88,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             kinds = [kind for kind in ("weight", "bias") if f"{name}.{kind}" in parameters]
             agrees = all(slices.of(f"{name}.{kind}").parameter.partial for kind in kinds)
             if not agrees:
-                raise RunError(f"{name} is {style} for transformers, but not for the plan", everywhere=True)
+                raise everywhere(f"{name} is {style} for transformers, but not for the plan")
             continue
         if style in (_GATHERED, _SPLIT) and name.rpartition(".")[2] in _WHOLE:
             continue
@@ -98,7 +96,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
         if weight not in parameters and slices.has(weight) and not slices.holds(weight):
             continue  # on another stage, as the embedding of nemotron_h
         if weight not in parameters:
-            raise RunError(f"{name} is {style} for transformers, but has no weight", everywhere=True)
+            raise everywhere(f"{name} is {style} for transformers, but has no weight")
         dims = parameters[weight].dim()
         if style == _TABLE:
             dims = 1  # its rows
@@ -112,9 +110,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
         if style == "rowwise_split_input" and slices.of(weight).parameter.partial:
             continue  # a projection in front of experts, or behind them: whole on every rank, of a part of a sum
         if slices.of(weight).dim != wanted:
-            raise RunError(
-                f"{name} is {style} for transformers, but the plan splits dim {slices.of(weight).dim}", everywhere=True
-            )
+            raise everywhere(f"{name} is {style} for transformers, but the plan splits dim {slices.of(weight).dim}")
 
 
 _NAME = "parcompile_masks"
@@ -184,11 +180,10 @@ def check_masks(model: nn.Module, path: str, sequence_length: int, attending: Co
             f"layers {', '.join(map(str, layers))}: the mask is {masked}, the attention is told {told}"
             for (masked, told), layers in kinds.items()
         ]
-        raise RunError(
+        raise everywhere(
             f"transformers masks {type(model).__name__} otherwise than its attention is told, and the ring reads only "
             f"the latter: {'; '.join(parts)}. The ring masks later tokens and tokens outside of one window: change "
-            f"the configuration ({_named(model.config)}), or make a window sequence_length {sequence_length} or more",
-            everywhere=True,
+            f"the configuration ({_named(model.config)}), or make a window sequence_length {sequence_length} or more"
         )
 
 
@@ -297,7 +292,7 @@ def _told(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
         torch.func.functional_call(layer, empty, args, kwargs)
     except _Reached as reached:
         return reached.window
-    raise RunError(f"a {type(layer).__name__} has no attention that the ring could replace", everywhere=True)
+    raise everywhere(f"a {type(layer).__name__} has no attention that the ring could replace")
 
 
 def _attention(*_: Any, sliding_window: int | None = None, **__: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.model.family import types_with
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.micro_batch import current, follow_calls
 from parcompile.runtime.transport.backend import OnDevice
 
@@ -102,18 +102,14 @@ def attend(
         assert scaling is not None
         return getattr(module, BESIDE)(place, query, key, attention_mask, scaling, sliding_window, s_aux), None
     if attention_mask is not None and not isinstance(attention_mask, Unmasked | ChosenKeys):
-        raise RunError(
-            f"{name} passes an attention mask; the ring masks by position, window and document only", everywhere=True
-        )
+        raise everywhere(f"{name} passes an attention mask; the ring masks by position, window and document only")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         both = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
         way_out = f" (use_bidirectional_attention is {both!r}: set it to false)" if both else ""
-        raise RunError(
-            f"{name} attends in both directions; the runtime trains causal models only{way_out}", everywhere=True
-        )
+        raise everywhere(f"{name} attends in both directions; the runtime trains causal models only{way_out}")
     layer = getattr(module, "layer_idx", None)
     if dropout and layer is None:
-        raise RunError(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by", everywhere=True)
+        raise everywhere(f"{name} uses attention dropout {dropout} and has no layer_idx to draw it by")
     whole = current().alone or (place.is_alone and current().packing is None)
     length = key.shape[2] if whole else place.sequence_length
     covered = not sliding_window or sliding_window >= length
@@ -121,11 +117,10 @@ def attend(
     if chunk is not None and chunk >= length:
         chunk = None
     if chunk is not None and current().alone:
-        raise RunError(
+        raise everywhere(
             f"generate() beyond attention_chunk_size {chunk} tokens is not injected: give shorter prompts and fewer "
             "new tokens, or write the model with `parcompile checkpoint export DIR --hf OUT` and generate with "
-            "AutoModelForCausalLM.from_pretrained(OUT)",
-            everywhere=True,
+            "AutoModelForCausalLM.from_pretrained(OUT)"
         )
     query = tempered(module, query, place)
     if isinstance(attention_mask, Chosen):

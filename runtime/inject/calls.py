@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from parcompile.layout.groups import Axis
 from parcompile.runtime import micro_batch
 from parcompile.runtime.collectives import gather_from_group, scatter_to_group
-from parcompile.runtime.data.inputs import ready_inputs
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.data import ready_inputs
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS, current
 
@@ -65,11 +65,10 @@ def _generate(
         RunError: the layers are in stages.
     """
     if (pp := mesh.size("pp")) > 1:
-        raise RunError(
+        raise everywhere(
             f"generate() under pp {pp}: each stage has a part of the layers. Save a checkpoint, write it as a Hugging "
             "Face model with `parcompile checkpoint export DIR --hf OUT`, and generate with "
-            "AutoModelForCausalLM.from_pretrained(OUT)",
-            everywhere=True,
+            "AutoModelForCausalLM.from_pretrained(OUT)"
         )
     if mesh.parallel_group(Axis.EP) is not None or (mesh.plan.spec.shards_weights and mesh.size("dp-cp") > 1):
         kwargs.setdefault("synced_gpus", True)
@@ -95,10 +94,9 @@ class _Decoding:
         past = any(kwargs.get(name) is not None for name in PAST)
         labelled = any(kwargs.get(name) is not None for name in ("labels", "shift_labels"))
         if past and labelled:
-            raise RunError(
+            raise everywhere(
                 "the model was called with past_key_values and with labels: keys of earlier calls are taken for "
-                "decoding only. Give the whole sequence, without past_key_values, to train or to compute a loss",
-                everywhere=True,
+                "decoding only. Give the whole sequence, without past_key_values, to train or to compute a loss"
             )
         self._here = self._every or past or (kwargs.get("use_cache") is True and not labelled)
         if not self._here:
@@ -127,10 +125,9 @@ def _refuse_fixed(past: Any) -> None:
     from transformers.cache_utils import StaticLayer
 
     if any(isinstance(layer, StaticLayer) for layer in getattr(past, "layers", ())):
-        raise RunError(
+        raise everywhere(
             "an injected model decodes with a cache that grows, not with one of fixed length: leave out "
-            "cache_implementation='static', and give a DynamicCache as past_key_values",
-            everywhere=True,
+            "cache_implementation='static', and give a DynamicCache as past_key_values"
         )
 
 
@@ -205,15 +202,14 @@ def refuse_changes(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _refuse(why: str, *_: Any, **__: Any) -> NoReturn:
-    raise RunError(why, everywhere=True)
+    raise everywhere(why)
 
 
 def _keep_attention(config: Any, attn_implementation: Any, *_: Any, **__: Any) -> None:
     if attn_implementation != (kept := name_for(config)):
-        raise RunError(
+        raise everywhere(
             f"attn_implementation {attn_implementation!r}: an injected model attends by {kept!r}, around the ring, "
-            f"whose kernels the plan chooses. Leave it as it is; for another attention {_WHOLE}",
-            everywhere=True,
+            f"whose kernels the plan chooses. Leave it as it is; for another attention {_WHOLE}"
         )
 
 
@@ -238,11 +234,10 @@ def _resize(
     if pad_to_multiple_of is not None:
         wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
     if wanted != size:
-        raise RunError(
+        raise everywhere(
             f"resize_token_embeddings to {wanted} tokens: the plan has model.vocab_size {size}, whose rows are dealt "
             "to the ranks. Resize the whole model before initialize, save it (save_pretrained), and compile a plan of "
-            f"its config.json, with vocab_size {wanted}",
-            everywhere=True,
+            f"its config.json, with vocab_size {wanted}"
         )
     found: nn.Module = model.get_input_embeddings()
     return found
@@ -258,7 +253,7 @@ def _refuse_adapters() -> None:
     @functools.wraps(original)
     def inject_adapter(tuner: Any, model: Any, *args: Any, **options: Any) -> Any:
         if getattr(model, "parcompile_mesh", None) is not None:
-            raise RunError(INJECTED_FIRST, everywhere=True)
+            raise everywhere(INJECTED_FIRST)
         return original(tuner, model, *args, **options)
 
     setattr(inject_adapter, _PATCHED, True)
@@ -290,10 +285,9 @@ def take_inputs(model: nn.Module, mesh: Mesh, *, first: bool = False) -> None:
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if labels and any(kwargs.get(name) is not None for name in ("labels", "shift_labels")):
-            raise RunError(
+            raise everywhere(
                 f"a classifier (num_labels {labels}) was called with labels: a plan has no loss of its own for them. "
-                "Compute the loss from its logits, as a trainer with its own compute_loss does (trl's RewardTrainer)",
-                everywhere=True,
+                "Compute the loss from its logits, as a trainer with its own compute_loss does (trl's RewardTrainer)"
             )
         if args and "input_ids" not in kwargs:
             args, kwargs = args[1:], {"input_ids": args[0], **kwargs}
@@ -349,18 +343,16 @@ class _Asked:
         """
         _keep_attention(self.config, self.config._attn_implementation)
         if self._wants("output_attentions", kwargs):
-            raise RunError(
+            raise everywhere(
                 "output_attentions: no kernel of an injected model keeps the weights of its attention. Set "
                 f"model.config.output_attentions to False and leave the argument out; for the weights {_WHOLE} "
-                "(OUT, attn_implementation='eager')",
-                everywhere=True,
+                "(OUT, attn_implementation='eager')"
             )
         if self.balances and self._wants("output_router_logits", kwargs):
-            raise RunError(
+            raise everywhere(
                 "output_router_logits in a call, or set after initialize: the balancing loss of the class knows "
                 "nothing of other ranks. Set output_router_logits in the configuration before initialize, or "
-                "training.router in the spec, and leave the argument out",
-                everywhere=True,
+                "training.router in the spec, and leave the argument out"
             )
         self.as_tuple = not self._wants("return_dict", kwargs)
         return {**kwargs, "return_dict": True} if self.as_tuple else kwargs
@@ -395,10 +387,9 @@ class _Answers(_Asked):
         if kept is None or (not isinstance(kept, Tensor) and kept == 0):
             return args, kwargs
         if self.mesh.size("cp") > 1 and not kwargs.get(ALONE):
-            raise RunError(
+            raise everywhere(
                 f"logits_to_keep {kept!r} under cp {self.mesh.size('cp')}, where a rank has part of the tokens: leave "
-                "it out, and choose from parcompile.runtime.loss.whole_sequences(logits, mesh)",
-                everywhere=True,
+                "it out, and choose from parcompile.runtime.loss.whole_sequences(logits, mesh)"
             )
         if self.group is not None:
             # A rank has a share of the hidden states: the head gives all logits, of which some are kept.
@@ -437,10 +428,9 @@ class _OfBase(_Asked):
 
     def _begin(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in PAST):
-            raise RunError(
+            raise everywhere(
                 "the base model of an injected model was called with use_cache or past_key_values: decode with the "
-                "whole model, by generate() or by model(..., use_cache=True)",
-                everywhere=True,
+                "whole model, by generate() or by model(..., use_cache=True)"
             )
         kwargs = micro_batch.begin((), ready_inputs(self.take(kwargs), self.mesh))
         self.here = True

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.shards import loss_chunk_tokens
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.micro_batch import MicroBatch, current, working_on
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, linear_cross_entropy
@@ -100,10 +100,9 @@ def defer_logits(head: nn.Module, vocab_size: int) -> None:
     """
     if type(head) not in (nn.Linear, ColumnParallelLinear):
         kind = type(head).__name__
-        raise RunError(
+        raise everywhere(
             f"training.linear_cross_entropy: the head is a layer of the class {kind}, not a plain linear one: set the "
-            "key to false",
-            everywhere=True,
+            "key to false"
         )
     head.__class__ = with_mixin(_DeferringHead, cast(Any, type(head)))
     head.vocab_size = vocab_size  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parcompile.runtime.collectives import copy_to_group, pad_to_multiple, reduce_from_group
 from parcompile.runtime.deepspeed_patches.norm import count_in_norm
 from parcompile.runtime.deepspeed_patches.optimizer_state import local_shape, place_in_shard
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slice
@@ -93,20 +93,24 @@ class SpreadRMSNorm(nn.Module):
         replica_group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__()
-        self.weight, self.epsilon, self.width = weight, epsilon, width
+        self.weight, self.width = weight, width
+        self.variance_epsilon = epsilon  # by this name transformers reads it
         self.group, self.replica_group = group, replica_group
         self.replicas = 1 if replica_group is None else dist.get_world_size(replica_group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Computed in float32, as Hugging Face's norms are."""
-        wide = x.float()
-        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
-        wide = wide * torch.rsqrt(squares / (self.width * self.replicas) + self.epsilon)
+        wide = self.normed(x.float())
         return (copy_to_group(self.weight, self.replica_group) * wide).to(x.dtype)
+
+    def normed(self, wide: Tensor) -> Tensor:
+        """[.., W/tp] in float32 over the root of the mean of all squares."""
+        squares = copy_to_group(reduce_from_group(wide.square().sum(-1, keepdim=True), self.group), self.group)
+        return wide * torch.rsqrt(squares / (self.width * self.replicas) + self.variance_epsilon)
 
     def extra_repr(self) -> str:
         """The whole width, and the slice."""
-        return f"{self.width}, held={self.weight.numel()}, eps={self.epsilon}"
+        return f"{self.width}, held={self.weight.numel()}, eps={self.variance_epsilon}"
 
 
 # The embedding and the head, cut along the padded vocabulary; tied ones stay tied.
@@ -166,10 +170,9 @@ class LastTokenHead(nn.Module):
         tokens, padding, mesh = current().tokens, self._config.pad_token_id, self._mesh
         if tokens is None or padding is None:
             lacks = "inputs_embeds alone" if tokens is None else "no pad_token_id in its configuration"
-            raise RunError(
+            raise everywhere(
                 f"a classifier takes the last token that is no padding, and was called with {lacks}: call it with "
-                "input_ids, and set model.config.pad_token_id",
-                everywhere=True,
+                "input_ids, and set model.config.pad_token_id"
             )
         axes, length = mesh.plan.spec.parallelism, tokens.shape[1]
         places = local_positions(axes.cp_layout, axes.cp, mesh.index("cp"), length * axes.cp).to(tokens.device)
@@ -204,9 +207,8 @@ def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:
         return
     factor = getattr(old, "embed_scale", None)
     if not isinstance(factor, Tensor | float):
-        raise RunError(
-            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm",
-            everywhere=True,
+        raise everywhere(
+            f"the embedding is a {type(old).__name__}: only nn.Embedding is injected, with a scale or norm"
         )
     if isinstance(factor, Tensor):
         new.register_buffer("embed_scale", factor, persistent=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from parcompile.layout.shards import page_locked_pieces
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.micro_batch import MicroBatch, current
 
 SMALL_BYTES = 1024
@@ -112,10 +112,9 @@ class _Moved:
         if self._here is not None:
             self._wait()
             if self._here._version != self._version:
-                raise RunError(
+                raise everywhere(
                     "training.activation_offloading: a layer writes to what it or a layer before it keeps for the "
-                    "backward pass: set the key to false",
-                    everywhere=True,
+                    "backward pass: set the key to false"
                 )
         self._here = None
 

@@ -25,13 +25,18 @@ from parcompile.plan import Plan
 from parcompile.progress import tracked
 from parcompile.runtime.checkpoint.saved_models import let_save
 from parcompile.runtime.drawing import draw_by_place, draws
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh, join
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.model.configuration import check_folder, check_model
-from parcompile.runtime.model.initial import InitialWeights, with_numbers
 from parcompile.runtime.model.lora import matrix_of, plain_name, without_peft
-from parcompile.runtime.model.pretrained import PretrainedFolder, persistent_of, without_memory
+from parcompile.runtime.model.pretrained import (
+    InitialWeights,
+    PretrainedFolder,
+    persistent_of,
+    with_numbers,
+    without_memory,
+)
 from parcompile.runtime.model.shrinking import shrunk
 from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES
@@ -80,7 +85,7 @@ def inject(model: nn.Module, mesh: Mesh) -> nn.Module:
             the configuration or the module.
     """
     if getattr(model, "parcompile_mesh", None) is not None:
-        raise RunError("the model was injected already: inject a fresh one", everywhere=True)
+        raise everywhere("the model was injected already: inject a fresh one")
     if mesh.plan.spec.model.shape.user_module is not None:
         if not hasattr(model, "loss_function"):
             prepare_user_module(model, mesh)
@@ -185,10 +190,9 @@ class _Injection:
     def _classify(self, labels: int) -> None:
         """Labels of whole sequences, whose loss is a trainer's."""
         if self.mesh.size("pp") > 1 or losses_of(self.model, self.mesh.plan) is not None:
-            raise RunError(
+            raise everywhere(
                 f"a classifier (num_labels {labels}) has no pipeline stages and no losses of routers: set pp to 1, and "
-                "leave training.router out of the spec and output_router_logits out of the configuration",
-                everywhere=True,
+                "leave training.router out of the spec and output_router_logits out of the configuration"
             )
         self.model.score = LastTokenHead(self.model.score, self.model.config, self.mesh)  # type: ignore[arg-type]
 
@@ -268,9 +272,8 @@ class _Injection:
             return found
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if not isinstance(epsilon, float) or "RMSNorm" not in type(norm).__name__:
-            raise RunError(
-                f"a {type(norm).__name__} over all heads cannot be sharded: only RMSNorm is injected there",
-                everywhere=True,
+            raise everywhere(
+                f"a {type(norm).__name__} over all heads cannot be sharded: only RMSNorm is injected there"
             )
         return SpreadRMSNorm(own, epsilon, weight.numel(), group, piece.replica_group)
 

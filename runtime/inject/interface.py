@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.model.family import Family
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 
 from .attention import biased, slopes_of
 from .positions import write_to_copies
@@ -33,7 +33,7 @@ def put_on_interface(model: Any, family: Family) -> bool:
     replace = REPLACED.get(getattr(model.config, "model_type", ""))
     if replace is None:
         if family.alibi:
-            raise RunError(f"{type(model).__name__} has ALiBi biases, which are not injected", everywhere=True)
+            raise everywhere(f"{type(model).__name__} has ALiBi biases, which are not injected")
         return False
     attentions = [module for name, module in model.named_modules() if name.endswith(f".{family.attention}")]
     for number, module in enumerate(attentions):
@@ -257,10 +257,9 @@ def _refuse_prefixes(model: Any, base: str) -> None:
 
     def look(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("token_type_ids") is not None:
-            raise RunError(
+            raise everywhere(
                 "token_type_ids mark a prefix whose tokens see one another; the ring masks by position, window and "
-                "document only: leave them out",
-                everywhere=True,
+                "document only: leave them out"
             )
 
     model.get_submodule(base).register_forward_pre_hook(look, with_kwargs=True)

@@ -19,7 +19,7 @@ from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayo
 from parcompile.model.catalogue import RUNTIME_FAMILIES
 from parcompile.model.families import FAMILIES
 from parcompile.runtime.data.batches import split_rows, with_positions
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import DOCUMENTS, FIRST_SAMPLE, REAL_TOKENS, MicroBatch, working_on
 from parcompile.runtime.model.pretrained import parameters_without_memory
@@ -62,10 +62,9 @@ class OwnRing:
         if not model._can_set_attn_implementation():
             raise _refusal(config, "its attention is not behind transformers' attention interface")
         if config._attn_implementation != RING:
-            raise RunError(
+            raise everywhere(
                 f"{name} attends by {config._attn_implementation!r}, each rank to its own tokens: build it with "
-                f"attn_implementation={RING!r}, or call model.set_attn_implementation({RING!r})",
-                everywhere=True,
+                f"attn_implementation={RING!r}, or call model.set_attn_implementation({RING!r})"
             )
         _check(config, 1)
         self._checked.append(name)
@@ -90,7 +89,7 @@ class OwnRing:
             ValueError: there are no labels, or the padding is not on the right.
         """
         if not self._checked:
-            raise RunError("call check(model) of register_ring, before the engine wraps the model", everywhere=True)
+            raise everywhere("call check(model) of register_ring, before the engine wraps the model")
         rank = 0 if self.group is None else dist.get_rank(self.group)
         ready = split_rows(
             self._padded(with_positions(batch)), self.layout, self.ranks, rank, batch["input_ids"].device
@@ -170,11 +169,10 @@ def register_ring(
 
 def _mask(*, attention_mask: Tensor | None = None, config: Any = None, **_: Any) -> NoMask | None:
     if attention_mask is not None:
-        raise RunError(
+        raise everywhere(
             "the model was called with an attention_mask, of which this rank has a part alone: call it with what "
             "`split` of register_ring makes of whole sequences, which turns padding into documents. Models that make a "
-            "mask of their own (biogpt) are not supported",
-            everywhere=True,
+            "mask of their own (biogpt) are not supported"
         )
     return NoMask() if getattr(config, "model_type", None) in CASTS_MASKS else None
 
@@ -182,17 +180,15 @@ def _mask(*, attention_mask: Tensor | None = None, config: Any = None, **_: Any)
 def _attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
     name = type(module).__name__
     if DOCUMENTS not in options:
-        raise RunError(
+        raise everywhere(
             f"{name} was called without `documents`: call the model with what `split` of register_ring makes of whole "
             "sequences, or for generation set_attn_implementation('sdpa'). Models that do not hand such arguments on "
-            "to their attention (nemotron, stablelm) are not supported",
-            everywhere=True,
+            "to their attention (nemotron, stablelm) are not supported"
         )
     if key.shape[2] != query.shape[2]:
-        raise RunError(
+        raise everywhere(
             f"{name} attends to {key.shape[2]} keys with {query.shape[2]} queries: parcompile_ring keeps no keys. "
-            "Train with use_cache=False, generate with set_attn_implementation('sdpa')",
-            everywhere=True,
+            "Train with use_cache=False, generate with set_attn_implementation('sdpa')"
         )
     place = _registered[0].place(query.shape[2])
     if place.sequence_length > getattr(module, _CHECKED, 0):
@@ -224,10 +220,9 @@ def _check(config: Any, length: int) -> None:
 
 
 def _refusal(config: Any, reason: str) -> RunError:
-    return RunError(
+    return everywhere(
         f"parcompile_ring does not support this {config.model_type}: {reason}. Train it by a plan, with "
-        "parcompile.runtime.initialize, or set another attn_implementation",
-        everywhere=True,
+        "parcompile.runtime.initialize, or set another attn_implementation"
     )
 
 

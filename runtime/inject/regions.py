@@ -28,7 +28,7 @@ from parcompile.runtime.collectives import (
     reduce_scatter_to_sequence,
 )
 from parcompile.runtime.drawing import Redrawn
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current, padding_mask, recompute_context
 from parcompile.runtime.model.lora import without_peft
@@ -166,10 +166,9 @@ class _Entry:
         if torch.compiler.is_compiling():
             return column_outputs(x, (layer,), input_is_ready=True)[0]
         if x is not self.token or id(layer) not in self.results:
-            raise RunError(
+            raise everywhere(
                 "a block calls one of its column-parallel layers twice, or with something else than its hidden states: "
-                f"{layer} cannot be injected",
-                everywhere=True,
+                f"{layer} cannot be injected"
             )
         out = self.results.pop(id(layer))
         if not self.results:
@@ -257,10 +256,9 @@ def _switch(
     **options: Any,
 ) -> None:
     if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
-        raise RunError(
+        raise everywhere(
             "activation_checkpointing_enable(offload=True) on an injected model: leave offload out, and set "
-            "training.activation_offloading of the plan",
-            everywhere=True,
+            "training.activation_offloading of the plan"
         )
     original(module, enable, again, **options)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import FIRST_SAMPLE, current
 from parcompile.runtime.recurrent import Chain, Pieces
@@ -135,9 +135,8 @@ class RingPlace:
             out: Tensor = attention(query, key, value, **self.options, documents=documents, **masks)
             return out
         if chunk is not None:
-            raise RunError(
-                "chunked attention counts its chunks in the sequence, which packing changes: do not pack by documents",
-                everywhere=True,
+            raise everywhere(
+                "chunked attention counts its chunks in the sequence, which packing changes: do not pack by documents"
             )
         named = {name: given for name, given in self.options.items() if name != "layout"}
         rank = 0 if self.group is None else dist.get_rank(self.group)
@@ -162,10 +161,9 @@ class RingPlace:
             return {}
         first_sample = current().first_sample
         if first_sample is None:
-            raise RunError(
+            raise everywhere(
                 f"{name} uses attention dropout {dropout}: call the model with {FIRST_SAMPLE}, the number of the "
-                "batch's first sequence in the data, as the engine's loader does, or set attention_dropout to 0",
-                everywhere=True,
+                "batch's first sequence in the data, as the engine's loader does, or set attention_dropout to 0"
             )
         return {
             "dropout": dropout,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from parcompile.layout.groups import EXPERT_DP
 from parcompile.model.derived_rows import CLASSIFIER
 from parcompile.progress import progress
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import draw_tables, is_dealt
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.mechanisms.experts import EXPERT_NORM
@@ -184,16 +184,15 @@ class SelfCheck:
         except (RuntimeError, IndexError) as error:
             if isinstance(error, RunError) or mesh.plan.spec.model.shape.user_module is None:
                 raise
-            raise RunError(
+            raise everywhere(
                 f"the injected module cannot be called: {error}; an attention module keeps its head counts under the "
-                f"name {' or '.join(QUERY_COUNTS)} (and {' or '.join(KEY_COUNTS)}), or takes them from its projections",
-                everywhere=True,
+                f"name {' or '.join(QUERY_COUNTS)} (and {' or '.join(KEY_COUNTS)}), or takes them from its projections"
             ) from error
         self._add_up(model, found.gradients)
         everyones = gather_objects(self._first_difference(model, found))
         if different := [one for one in everyones if one is not None]:
             _, sentence = min(different)
-            raise RunError(f"the injected model does not compute what the original did: {sentence}", everywhere=True)
+            raise everywhere(f"the injected model does not compute what the original did: {sentence}")
 
     def _add_up(self, model: nn.Module, gradients: dict[str, Tensor]) -> None:
         """Over the ranks that have parts of a gradient. Every dp rank runs the same tokens, and experts see all."""
@@ -299,10 +298,9 @@ def check_small_copy(mesh: Mesh) -> None:
     except RunError as error:
         shape = small.plan.spec.model.shape
         heads = f"{shape.num_attention_heads} heads, " if shape.attends else ""
-        raise RunError(
+        raise everywhere(
             f"{error} (found in a small model of the same configuration: {shape.num_hidden_layers} layers, "
-            f"{heads}{small.plan.spec.training.sequence_length} tokens)",
-            everywhere=True,
+            f"{heads}{small.plan.spec.training.sequence_length} tokens)"
         ) from error
 
 

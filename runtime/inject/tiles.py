@@ -30,7 +30,7 @@ from parcompile.model.derived_rows import dense_mlps
 from parcompile.model.layer_parts import tiled_norms
 from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.drawing import draws
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.micro_batch import current, working_on
 from parcompile.runtime.ring_attention.kernels import spans
 from parcompile.runtime.tensor_parallel import RowParallelLinear
@@ -57,11 +57,10 @@ def tile_mlps(placed: Placed) -> None:
     for number, layer in placed.layers(dense_mlps(shape)):
         module = layer.get_submodule(placed.family.mlp)
         if draws(module):
-            raise RunError(
+            raise everywhere(
                 f"training.tiled_mlp: {placed.stack}.{number}.{placed.family.mlp} drops out at random, by the place "
                 "of each token, which a tile does not know: set the key to false, or the dropout of model and adapters "
-                "to 0",
-                everywhere=True,
+                "to 0"
             )
         tiled += [module, *(layer.get_submodule(name) for name in norms)]
     # The norm behind the last layer is of the same class.
@@ -111,10 +110,9 @@ class _Tiled:
             return self.of_tile(*call(values))
         if any(one.shape[:2] != (rows, length) for one in tensors):
             shapes = ", ".join(str(tuple(one.shape)) for one in tensors)
-            raise RunError(
+            raise everywhere(
                 f"training.tiled_mlp: an MLP is called with tensors {shapes}, which are not of the same tokens: set "
-                "the key to false",
-                everywhere=True,
+                "the key to false"
             )
         trained = [(name, one) for name, one in self.module.named_parameters() if one.requires_grad]
         work = _Tiles(self, values, call, step, [name for name, _ in trained])
@@ -161,9 +159,8 @@ class _Tiles:
             with self._on_tile(own):
                 part = self.mlp.of_tile(*self._of_tile([one[:, own].contiguous() for one in tensors]))
             if not isinstance(part, Tensor):
-                raise RunError(
-                    f"training.tiled_mlp: an MLP gives {type(part).__name__}, no tensor: set the key to false",
-                    everywhere=True,
+                raise everywhere(
+                    f"training.tiled_mlp: an MLP gives {type(part).__name__}, no tensor: set the key to false"
                 )
             if out is None:
                 out = part.new_empty(rows, length, *part.shape[2:])

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from parcompile.model.user_module import LAYER, UserModule
 from parcompile.runtime import micro_batch
 from parcompile.runtime.drawing import draw_by_place, draws, record_widths
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss
 from parcompile.runtime.micro_batch import current
@@ -63,11 +63,9 @@ class _Ring(TorchFunctionMode):
         enable_gqa: bool = False,  # noqa: ARG002 -- the ring shares heads anyway
     ) -> Tensor:
         if attn_mask is not None or not is_causal:
-            raise RunError(
-                f"{self.name} attends with a mask of its own: only is_causal=True is split over cp", everywhere=True
-            )
+            raise everywhere(f"{self.name} attends with a mask of its own: only is_causal=True is split over cp")
         if query.dim() != 4:
-            raise RunError(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]", everywhere=True)
+            raise everywhere(f"{self.name} attends with {query.dim()}-dim queries, not [B, H, S, D]")
         place = self.place
         number = zlib.crc32(f"{self.name}#{self.calls}".encode()) >> 1
         first_head = query.shape[1] * place.tp_index if self.is_cut else 0
@@ -88,10 +86,9 @@ def run_around_ring(name: str, attention: nn.Module, place: RingPlace) -> None:
         with _Ring(name, place, is_cut) as ring:
             output = forward(*args, **kwargs)
         if not ring.calls and (place.group is not None or current().documents or current().packing):
-            raise RunError(
+            raise everywhere(
                 f"{name} does not call torch.nn.functional.scaled_dot_product_attention: what it computes instead "
-                "would see this rank's tokens only",
-                everywhere=True,
+                "would see this rank's tokens only"
             )
         return output
 
@@ -119,10 +116,9 @@ class _ForwardHooks:
         self._known = {one.name for one in parameters}
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         if place.group is not None and not (self._takes_all or "position_ids" in self._known):
-            raise RunError(
+            raise everywhere(
                 f"{type(module).__name__}.forward has no parameter position_ids: with cp "
-                f"{dist.get_world_size(place.group)} a rank's tokens are not those of positions 0, 1, 2 …",
-                everywhere=True,
+                f"{dist.get_world_size(place.group)} a rank's tokens are not those of positions 0, 1, 2 …"
             )
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -138,10 +134,9 @@ class _ForwardHooks:
     def end(self, module: Any, _: Any, output: Any) -> ModuleOutput:
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
-            raise RunError(
+            raise everywhere(
                 f"{type(module).__name__} returned {type(output).__name__}: a user module returns logits [B, S, V], or "
-                "an object that has them as .logits",
-                everywhere=True,
+                "an object that has them as .logits"
             )
         return ModuleOutput(module.loss_function(logits, **self.labels) if self.labels else None, logits)
 
@@ -208,10 +203,9 @@ def _same_order(module: nn.Module, mesh: Mesh) -> None:
     planned = [name for name, _ in mesh.plan.parameters.expanded()]
     for name, (found, _) in zip(planned, module.named_parameters(), strict=True):
         if name != found:
-            raise RunError(
+            raise everywhere(
                 f"the module registers {found} where model.parameters has {name}: list the parameters in the module's "
-                "order (parcompile.runtime.describe does)",
-                everywhere=True,
+                "order (parcompile.runtime.describe does)"
             )
 
 
@@ -225,9 +219,7 @@ def _submodule(module: nn.Module, name: str) -> nn.Module:
     try:
         return module.get_submodule(name)
     except AttributeError:
-        raise RunError(
-            f"the rules name the attention {name}, which the module does not have", everywhere=True
-        ) from None
+        raise everywhere(f"the rules name the attention {name}, which the module does not have") from None
 
 
 def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | None, mesh: Mesh) -> bool:
@@ -257,10 +249,7 @@ def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | 
                 tables.append(new)
                 logits_are_cut |= isinstance(new, ColumnParallelLinear)
     if sequence_parallel and not (logits_are_cut and any(isinstance(one, VocabParallelEmbedding) for one in tables)):
-        raise RunError(
-            'sequence_parallel begins at the embedding and ends at the head: both need the rule "vocab"',
-            everywhere=True,
-        )
+        raise everywhere('sequence_parallel begins at the embedding and ends at the head: both need the rule "vocab"')
     return logits_are_cut
 
 
@@ -270,7 +259,7 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
             owner, padded_num_embeddings=piece.padded_size, pad_sequence=True, **options
         )
     if not isinstance(owner, nn.Linear):
-        raise RunError(f'{name} is a {type(owner).__name__}: the rule "{kind}" is for nn.Linear', everywhere=True)
+        raise everywhere(f'{name} is a {type(owner).__name__}: the rule "{kind}" is for nn.Linear')
     if kind == "vocab":
         return ColumnParallelLinear.from_linear(owner, padded_out_features=piece.padded_size, **options)
     if kind == "row":

@@ -232,7 +232,7 @@ class StoreChannel:
 
     def send(self, stage: str, value: Any) -> None:
         """Send this rank's message of a stage to rank 0."""
-        self._set(f"{stage}/{self.rank}", value)
+        self.post(f"{stage}/{self.rank}", value)
         self._store.add(self._key(f"{stage}/count"), 1)
 
     def receive_all(self, stage: str, seconds: float) -> list[Any]:
@@ -246,7 +246,7 @@ class StoreChannel:
 
     def reply(self, stage: str, value: Any) -> None:
         """Rank 0's reply to all."""
-        self._set(f"{stage}/answer", value)
+        self.post(f"{stage}/answer", value)
 
     def receive_reply(self, stage: str, seconds: float, *, even_if_off: bool = False) -> Any:
         """Rank 0's reply, or None when it does not come in time.
@@ -255,13 +255,13 @@ class StoreChannel:
             CalledOff: a rank has called the check off meanwhile, and `even_if_off` is not set.
         """
         self.wait(lambda: self._has(f"{stage}/answer"), seconds, even_if_off=even_if_off)
-        return self._get(f"{stage}/answer")
+        return self.posted(f"{stage}/answer")
 
     def call_off(self, why: str, *, about: str = "") -> None:
         """Ends the check on all ranks. `about` names the stage in which this rank failed; empty if it did not fail."""
         if about:
-            self._set(f"failed/{self.rank}", {"stage": about, "why": why})
-        self._set("off", why)
+            self.post(f"failed/{self.rank}", {"stage": about, "why": why})
+        self.post("off", why)
 
     def call_off_first(self, why: str) -> bool:
         """Like `call_off`; returns False where another rank was first: then its reason stands."""
@@ -274,21 +274,21 @@ class StoreChannel:
 
     def failures(self) -> dict[int, dict[str, str]]:
         """Stage and reason of each rank that has failed."""
-        found = {rank: self._get(f"failed/{rank}") for rank in range(self.world_size)}
+        found = {rank: self.posted(f"failed/{rank}") for rank in range(self.world_size)}
         return {rank: one for rank, one in found.items() if one is not None}
 
     def beat(self, number: int, stage: str) -> None:
         """Send a heartbeat."""
-        self._set(f"alive/{self.rank}", [number, stage])
+        self.post(f"alive/{self.rank}", [number, stage])
 
     def alive(self, count: int | None = None) -> list[Heartbeat | None]:
         """The last heartbeat of every rank, or of the first `count`."""
-        found = (self._get(f"alive/{rank}") for rank in range(self.world_size if count is None else count))
+        found = (self.posted(f"alive/{rank}") for rank in range(self.world_size if count is None else count))
         return [None if one is None else Heartbeat(*one) for one in found]
 
     def post(self, name: str, value: Any) -> None:
         """Leave a value for all ranks, in place of the one of that name."""
-        self._set(name, value)
+        self._store.set(self._key(name), json.dumps(value))
 
     def post_first(self, name: str, value: Any) -> Any:
         """Leave a value for all ranks unless there is one; returns the one that stands."""
@@ -296,14 +296,14 @@ class StoreChannel:
 
     def posted(self, name: str) -> Any:
         """What was left under a name; None: nothing."""
-        return self._get(name)
+        return json.loads(self._store.get(self._key(name))) if self._has(name) else None
 
     def posted_all(self, names: Sequence[str]) -> list[Any]:
         """What was left under each name: two requests, once there is something under all of them."""
         keys = [self._key(name) for name in names]
         if keys and self._store.has_extended_api() and self._store.check(keys):
             return [json.loads(one) for one in self._store.multi_get(keys)]
-        return [self._get(name) for name in names]
+        return [self.posted(name) for name in names]
 
     def count(self, name: str, by: int = 0) -> int:
         """Adds to a counter that all ranks share, and returns it."""
@@ -311,7 +311,7 @@ class StoreChannel:
 
     def reason(self) -> str:
         """Why it was called off."""
-        return str(self._get("off"))
+        return str(self.posted("off"))
 
     def wait_for_departures(self, others: int, seconds: float) -> None:
         """Rank 0, in whose process the store may live, waits until so many others have announced that they leave."""
@@ -340,9 +340,3 @@ class StoreChannel:
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([self._key(key)]))
-
-    def _set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), json.dumps(value))
-
-    def _get(self, key: str) -> Any:
-        return json.loads(self._store.get(self._key(key))) if self._has(key) else None

@@ -22,7 +22,7 @@ from parcompile.model.blocks import KNOWN
 from parcompile.model.presets import text_part
 from parcompile.model.shape import FLOAT, architecture
 from parcompile.plan import Plan
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.transport.backend import gather_objects
 from parcompile.user_files import read_text
@@ -99,15 +99,14 @@ def folder_config(folder: str | Path) -> Any:
     try:
         values = json.loads(read_text(path))
     except OSError as error:
-        raise RunError(
+        raise everywhere(
             f"{path} cannot be read: {error.strerror}; weights need their configuration, which says which numbers "
-            "they were trained with",
-            everywhere=True,
+            "they were trained with"
         ) from None
     except ValueError as error:
-        raise RunError(f"{path} is not valid JSON: {error}", everywhere=True) from None
+        raise everywhere(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise RunError(f"{path} does not hold a JSON object", everywhere=True)
+        raise everywhere(f"{path} does not hold a JSON object")
     return _read(text_part(values), str(path))
 
 
@@ -119,7 +118,7 @@ def check_folder(folder: str | Path, plan: Plan, differs: Collection[str] = ()) 
     """
     sentence = difference(folder_config(folder), plan, str(Path(folder) / FILE), differs)
     if sentence is not None:
-        raise RunError(sentence, everywhere=True)
+        raise everywhere(sentence)
 
 
 def check_model(model: Any, mesh: Mesh) -> None:
@@ -133,7 +132,7 @@ def check_model(model: Any, mesh: Mesh) -> None:
     sentence = difference(model.config, mesh.plan, "the model")
     if mesh.device.type == "meta":
         if sentence is not None:
-            raise RunError(sentence, everywhere=True)
+            raise everywhere(sentence)
         return
     differs = torch.tensor([sentence is not None], dtype=torch.int32, device=mesh.device)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
@@ -142,7 +141,7 @@ def check_model(model: Any, mesh: Mesh) -> None:
     sentences = gather_objects(sentence)
     rank, first = next((rank, one) for rank, one in enumerate(sentences) if one is not None)
     where = "" if all(sentences) else f"on rank {rank}: "
-    raise RunError(f"{where}{first}", everywhere=True)
+    raise everywhere(f"{where}{first}")
 
 
 def difference(config: Any, plan: Plan, where: str, differs: Collection[str] = ()) -> str | None:
@@ -178,17 +177,17 @@ def _read(values: Mapping[str, Any], where: str) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
-        raise RunError(f"building the model needs transformers{why}: {how_to_install('hf')}", everywhere=True) from None
+        raise everywhere(f"building the model needs transformers{why}: {how_to_install('hf')}") from None
     # A copy: some classes complete the objects inside in place.
     own: dict[str, Any] = _numbers(architecture(copy.deepcopy(dict(values))))
     family = own.pop("model_type", None)
     if family not in CONFIG_MAPPING:
-        raise RunError(f"transformers does not know the model type {family!r} of {where}", everywhere=True)
+        raise everywhere(f"transformers does not know the model type {family!r} of {where}")
     try:
         return CONFIG_MAPPING[family](**own)
     except Exception as error:  # the classes raise what they like
         reason = str(error).strip().partition("\n")[0]
-        raise RunError(f"transformers does not take the configuration of {where}: {reason}", everywhere=True) from error
+        raise everywhere(f"transformers does not take the configuration of {where}: {reason}") from error
 
 
 def _numbers(value: Any) -> Any:

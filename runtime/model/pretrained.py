@@ -1,6 +1,7 @@
-"""A folder of Hugging Face weights, read slice by slice.
+"""The weights that a model begins with, the same for every layout: drawn, or read from a folder.
 
-A model with initial weights is built with the same whole weights for every layout.
+They are drawn in parts: a decoder layer, or all that lies outside of layers. Each has random numbers of its own, from
+the seed and its name. So any rank draws the same weights, whichever parts it needs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Container, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,13 @@ from torch import Tensor, nn
 from parcompile.model.catalogue import TEXT_PARTS
 from parcompile.model.presets import text_part
 from parcompile.plan import Plan
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.text.typed import Reader, WrongValueError
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .configuration import planned_config, unused_tensors
-from .initial import InitialWeights, UndrawnError, is_small
 from .slices import Slice
-from .stored_names import Joined, Rows, stored_as, written_as
+from .stored_names import RULES, Joined, Rows, stored_as, written_as
 from .text_head import causal_model
 
 
@@ -77,9 +78,8 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
             model of its configuration.
     """
     if plan.spec.model.shape.user_module is not None:
-        raise RunError(
-            "the plan is for a module of your own, which only you can build: pass it to initialize as model=",
-            everywhere=True,
+        raise everywhere(
+            "the plan is for a module of your own, which only you can build: pass it to initialize as model="
         )
     config = planned_config(plan)
     # A cache of keys and values serves generation; in training it would only hold memory.
@@ -87,9 +87,7 @@ def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:
     try:
         model: nn.Module = causal_model(config, plan.spec.model.shape.head.labels, dtype=dtype)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"transformers builds no {config.model_type} of the plan's configuration: {error}", everywhere=True
-        ) from error
+        raise everywhere(f"transformers builds no {config.model_type} of the plan's configuration: {error}") from error
     return model
 
 
@@ -105,6 +103,146 @@ def parameters_without_memory() -> AbstractContextManager[Any]:
     return mock.patch.object(nn.Module, "register_parameter", register_empty)
 
 
+# Drawn from a seed, part by part, so that they need never exist all at once.
+
+SMALL_NUMEL = 20_000_000
+"""Models up to this many parameters are built whole, and the self-check compares them with the injected ones."""
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether a plan's model is one of those."""
+    return plan.parameters.numel <= SMALL_NUMEL
+
+
+class UndrawnError(RunError):
+    """Transformers' rules for the first weights of a type leave a parameter out."""
+
+
+class InitialWeights:
+    """The first weights of a transformers model, in fp32 on the CPU, as transformers' rules for its type draw them.
+
+    Args:
+        model: one whose parameters are on the meta device; they stay there.
+        seed: of all random numbers.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        self._firsts = dict[nn.Parameter, str]()
+        """The first name of each."""
+        self._names = {
+            name: self._firsts.setdefault(one, name) for name, one in model.named_parameters(remove_duplicate=False)
+        }
+        self._drawn = dict[str, Tensor]()
+        self._tied = set[nn.Parameter]()
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter by any of its names. Those of the last part that was asked for are kept.
+
+        Raises:
+            UndrawnError: transformers' rules leave a parameter of its part out.
+        """
+        first = self._names[name]
+        if first not in self._drawn:
+            self._drawn = {}
+            self._drawn = self.draw(self.part_of(first))
+        return self._drawn[first]
+
+    def draws_all(self) -> bool:
+        """Whether transformers' rules leave no parameter out."""
+        try:
+            return all(self.draw(part) for part in self.parts())
+        except UndrawnError:
+            return False
+
+    def parts(self) -> list[str]:
+        """The names of all parts."""
+        return list(dict.fromkeys(map(self.part_of, self._firsts.values())))
+
+    def part_of(self, name: str) -> str:
+        """The part in which a module or a parameter lies; empty for what lies outside of layers."""
+        name = self._names.get(name, name)
+        for one in self._lists:
+            if name.startswith(f"{one}."):
+                return f"{one}.{name[len(one) + 1 :].partition('.')[0]}"
+        return ""
+
+    def draw(self, part: str) -> dict[str, Tensor]:
+        """All parameters of a part, by their first names in the model.
+
+        Raises:
+            UndrawnError: transformers' rules leave one out.
+        """
+        with torch.random.fork_rng(devices=[]), self._with_memory(part) as drawn, torch.no_grad():
+            torch.manual_seed(zlib.crc32(f"{self._seed} {part}".encode()))
+            self._apply(self._model, "", self._model, part)
+        if left := [name for name, one in drawn.items() if one.isnan().any()]:
+            raise UndrawnError(
+                f"transformers draws no first weights for {left[0]} of {type(self._model).__name__}: build the model "
+                "yourself and give it as model=",
+                everywhere=True,
+            )
+        return drawn
+
+    def fill(self) -> None:
+        """Gives the model its weights.
+
+        Raises:
+            UndrawnError: as `draw`.
+        """
+        drawn = {name: one for part in self.parts() for name, one in self.draw(part).items()}
+        for empty, places in self._places(self._firsts).items():
+            filled = with_numbers(empty, drawn[self._firsts[empty]])
+            for module, key in places:
+                setattr(module, key, filled)
+
+    def _apply(self, module: nn.Module, name: str, owner: nn.Module, part: str) -> None:
+        """Children first, as transformers does; a model within a model has rules of its own."""
+        owner = module if hasattr(module, "_init_weights") else owner
+        for key, child in module.named_children():
+            self._apply(child, f"{name}.{key}" if name else key, owner, part)
+        if self.part_of(f"{name}.") == part:
+            owner._init_weights(module)  # type: ignore[operator]
+            for one in module.parameters(recurse=False):
+                if one in self._tied:
+                    vars(one)["_is_hf_initialized"] = True  # its first place decides
+
+    def _places(self, wanted: Container[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+        """Where these parameters are in the model."""
+        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self._model.modules():
+            for key, one in module.named_parameters(recurse=False):
+                if one in wanted:
+                    found.setdefault(one, []).append((module, key))
+        return found
+
+    @contextlib.contextmanager
+    def _with_memory(self, part: str) -> Iterator[dict[str, Tensor]]:
+        """Within it the parameters of a part are on the CPU, and hold no numbers."""
+        places = self._places({one for one, name in self._firsts.items() if self.part_of(name) == part})
+        filled = {empty: with_numbers(empty, torch.full(empty.shape, float("nan"))) for empty in places}
+        self._tied = {filled[empty] for empty, known in places.items() if len(known) > 1}
+        for empty, known in places.items():
+            for module, key in known:
+                setattr(module, key, filled[empty])
+        try:
+            yield {self._firsts[empty]: one.data for empty, one in filled.items()}
+        finally:
+            for empty, known in places.items():
+                for module, key in known:
+                    setattr(module, key, empty)
+
+
+def with_numbers(empty: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter with numbers in place of one without."""
+    filled = nn.Parameter(data, requires_grad=empty.requires_grad)
+    vars(filled).update(vars(empty))
+    return filled
+
+
+# Read from a folder of Hugging Face weights, slice by slice.
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LOOK = 64
@@ -113,20 +251,7 @@ _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)
 """Names of the text part's tensors, in files of transformers 4 and 5."""
 _PLAIN = re.compile(r"model\.(?:embed_tokens|layers|norm)\.")
 """Those in published files of Qwen2-VL, Qwen2.5-VL, PaddleOCR-VL and HunyuanOCR."""
-_COSMOS = (
-    (r"^(embed_tokens|layers|norm)\.", r"model.\1."),
-    (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
-    (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
-    (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
-    (r"\.mlp\.fc1\.", ".mlp.up_proj."),
-    (r"\.mlp\.fc2\.", ".mlp.down_proj."),
-)
-_PUBLISHED = {
-    "cosmos3_edge": _COSMOS,
-    "cosmos3_omni": _COSMOS,
-    "qwen2_5_omni_thinker": ((r"^thinker\.", ""),),
-    "qwen3_omni_moe_thinker": ((r"^thinker\.", ""),),
-}
+_PUBLISHED = {kind: one["names"] for one in RULES["text_parts"] for kind in one["types"]}
 """How files of a type name tensors of its text part, and what they become. Transformers writes them so, too."""
 _GENERATOR = re.compile(r"\.add_[qkv]_proj\.|\.to_add_out\.|\.norm_added_[qk]\.|moe_gen")
 """Tensors beside those of the layers in files of Cosmos 3, which draw images."""
@@ -152,24 +277,24 @@ class PretrainedFolder:
                 tree = json.loads(read_text(self.folder / INDEX, MAX_INDEX_BYTES))
                 places = Reader(tree).mapping("weight_map").words()
             except WrongValueError as error:
-                raise RunError(f"{self.folder / INDEX}: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / INDEX}: {error}") from None
             except (OSError, ValueError, RecursionError) as error:
-                raise RunError(f"{self.folder / INDEX} cannot be read: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / INDEX} cannot be read: {error}") from None
         elif (self.folder / SINGLE).is_file():
             places = {}
         else:
-            raise RunError(f"{self.folder} has neither {SINGLE} nor {INDEX}", everywhere=True)
+            raise everywhere(f"{self.folder} has neither {SINGLE} nor {INDEX}")
         for name in sorted(set(places.values())) or [SINGLE]:
             if Path(name).name != name:
-                raise RunError(f"{INDEX} names {name!r}, which is not a file beside it", everywhere=True)
+                raise everywhere(f"{INDEX} names {name!r}, which is not a file beside it")
             try:
                 self._files[name] = safe_open(str(self.folder / name), "pt")
             except Exception as error:
-                raise RunError(f"{self.folder / name} cannot be read: {error}", everywhere=True) from None
+                raise everywhere(f"{self.folder / name} cannot be read: {error}") from None
         self._places = dict(places) or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         for tensor, name in self._places.items():
             if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping
-                raise RunError(f"{INDEX} places {tensor} in {name}, which does not hold it", everywhere=True)
+                raise everywhere(f"{INDEX} places {tensor} in {name}, which does not hold it")
         self.beside: frozenset[str] = frozenset()
         if (kind := _multimodal_type(self.folder)) is not None:
             self._take_text_part(kind)
@@ -207,12 +332,10 @@ class PretrainedFolder:
         for name, shape in planned.items():
             entry = stored_as(name, self._places.keys(), self._open)
             if entry is None:
-                raise RunError(f"{self.folder} lacks {name} {list(shape)}{self._quantized()}", everywhere=True)
+                raise everywhere(f"{self.folder} lacks {name} {list(shape)}{self._quantized()}")
             found = tuple(entry[0].get_shape())
             if found != shape:
-                raise RunError(
-                    f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan", everywhere=True
-                )
+                raise everywhere(f"{name} is {list(found)} in {self.folder} and {list(shape)} in the plan")
             used |= entry[1]
         # A tied head is sometimes stored all the same, and older files hold buffers of the rotary embedding.
         tied = {"lm_head.weight"} if plan.spec.model.shape.tie_word_embeddings else set()
@@ -232,18 +355,15 @@ class PretrainedFolder:
             )
         extra -= unused
         if extra:
-            raise RunError(
-                f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}", everywhere=True
-            )
+            raise everywhere(f"{self.folder} has {min(extra)}, which the plan does not know{self._quantized()}")
 
     def _check_tied(self, embedding: str) -> None:
         """A head that is stored beside the embedding that it is tied to is the same, as far as a look shows."""
         one, other = (self._slice(name) for name in (embedding, "lm_head.weight"))
         if one.get_shape() != other.get_shape() or not torch.equal(one[:_LOOK], other[:_LOOK]):
-            raise RunError(
+            raise everywhere(
                 f"{self.folder} holds an lm_head.weight that is not the embedding, to which tie_word_embeddings ties "
-                "it: write tie_word_embeddings false in the configuration of the plan and of the folder",
-                everywhere=True,
+                "it: write tie_word_embeddings false in the configuration of the plan and of the folder"
             )
 
     def _quantized(self) -> str:
@@ -296,7 +416,7 @@ class PretrainedFolder:
     def _slice(self, name: str) -> Any:
         entry = stored_as(name, self._places.keys(), self._open)
         if entry is None:
-            raise RunError(f"{self.folder} lacks {name}", everywhere=True)
+            raise everywhere(f"{self.folder} lacks {name}")
         return entry[0]
 
     def _open(self, stored: str) -> Any:

@@ -14,7 +14,7 @@ from parcompile.model import Parameter
 from parcompile.model.derived_rows import CLASSIFIER
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.tensor_parallel.partial import take_ranges
 
@@ -112,14 +112,12 @@ class Slices:
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, shape in found.items():
             if name not in planned:
-                raise RunError(f"the model has {name} {list(shape)}, which the plan does not know", everywhere=True)
+                raise everywhere(f"the model has {name} {list(shape)}, which the plan does not know")
             if planned[name] != shape:
-                raise RunError(
-                    f"{name} is {list(shape)} in the model and {list(planned[name])} in the plan", everywhere=True
-                )
+                raise everywhere(f"{name} is {list(shape)} in the model and {list(planned[name])} in the plan")
         missing = planned.keys() - found.keys()
         if missing:
-            raise RunError(f"the plan has {min(missing)}, which the model does not have", everywhere=True)
+            raise everywhere(f"the plan has {min(missing)}, which the model does not have")
 
 
 def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -134,15 +132,14 @@ def check_head(model: nn.Module, plan: Plan) -> None:
     """
     planned = _planned(plan)
     if (CLASSIFIER in planned) is not (classifies := hasattr(model, CLASSIFIER.partition(".")[0])):
-        raise RunError(
+        raise everywhere(
             f"{type(model).__name__} is a classifier of sequences, and the plan is for a language model: write "
             "num_labels under model in the spec, or save the classifier (save_pretrained) and name its config.json "
             "as model.hf_config"
             if classifies
             else f"the plan is for a classifier of sequences ({CLASSIFIER} {list(planned[CLASSIFIER])}), which "
             f"{type(model).__name__} is not: give AutoModelForSequenceClassification.from_pretrained(..., "
-            f"num_labels={planned[CLASSIFIER][0]}), or leave num_labels out of the spec",
-            everywhere=True,
+            f"num_labels={planned[CLASSIFIER][0]}), or leave num_labels out of the spec"
         )
 
 

@@ -18,8 +18,8 @@ from parcompile.model.blocks import KNOWN
 from parcompile.model.compressed_keys import STORED
 from parcompile.user_files import shipped
 
-_RULES: Mapping[str, Sequence[Any]] = shipped(__package__, "stored_names.json")
-_HEAD, *_REST = _RULES["shorter"]
+RULES: Mapping[str, Sequence[Any]] = shipped(__package__, "stored_names.json")
+_HEAD, *_REST = RULES["shorter"]
 _SHORTER = (_HEAD, *STORED, *_REST)
 _NORM = (r"\.kv_norm\.", ".norm.")
 
@@ -28,7 +28,7 @@ def short_names(name: str) -> tuple[str, ...]:
     """What a tensor of the model may be called: as transformers writes it, and as it is published."""
     short = _replaced(name, _SHORTER)
     found = (short, _replaced(short, (_NORM,)))
-    return (*found, *(_replaced(one, _RULES["published"]) for one in found))
+    return (*found, *(_replaced(one, RULES["published"]) for one in found))
 
 
 def _replaced(name: str, rules: Iterable[tuple[str, str]]) -> str:
@@ -46,15 +46,15 @@ _ATTENTION = (".self_attn.", ".attention.")
 Opener = Callable[[str], Any]
 """From the name of a stored tensor to its safetensors slice."""
 
-_RENAMED = _RULES["renamed"]
+_RENAMED = RULES["renamed"]
 """Patterns of the model's names, and what stands there in files: as transformers writes them back, and as published."""
 _JOINED = ((r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),)
 """The model's tensor, and the stored ones whose rows follow one another in it."""
 _PIECES = tuple(pair for one in KNOWN for pair in one.pieces)
 """The model's tensor, and what its pieces are called by their numbers: their rows follow one another in it."""
-_PARTS = _RULES["parts"]
+_PARTS = RULES["parts"]
 """The model's tensors, and the stored one of which they are equal parts, in order."""
-_EXPERTS = _RULES["experts"]
+_EXPERTS = RULES["experts"]
 """The model's name, where the experts lie, and their parts in order."""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Pass, Schedule
-from parcompile.runtime.data.inputs import ready_inputs
+from parcompile.runtime.data import ready_inputs
 from parcompile.runtime.deepspeed_patches.engine import reduce_at_end
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh

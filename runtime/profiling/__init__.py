@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.machines import Accelerator, Link, Measured, find_accelerator, preset_tree
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
 from parcompile.runtime.transport.backend import gather_objects
 from parcompile.units import MIB
@@ -60,7 +60,7 @@ def measure(seconds: float, *, like: str | None = None, name: str | None = None)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RunError):
             raise
-        raise RunError(f"measuring failed: {str(error).splitlines()[0]}", everywhere=True) from error
+        raise everywhere(f"measuring failed: {str(error).splitlines()[0]}") from error
     finally:
         if started_here:
             dist.destroy_process_group()
@@ -81,7 +81,7 @@ def _measure(
     failed = [(rank, one.failure) for rank, one in enumerate(everyone) if one.failure]
     if failed:
         rank, reason = failed[0]
-        raise RunError(f"rank {rank} could not be measured: {reason}", everywhere=True)
+        raise everywhere(f"rank {rank} could not be measured: {reason}")
     links = link_rates(device, [one.node for one in everyone], seconds / 2) if several else []
     if environment.rank:
         return None
@@ -175,7 +175,7 @@ def alike(device: torch.device) -> str:
     for part, name in DEVICES:
         if part in found:
             return name
-    raise RunError(f"{found!r} resembles no preset: name the nearest one with --like", everywhere=True)
+    raise everywhere(f"{found!r} resembles no preset: name the nearest one with --like")
 
 
 def _title(device: torch.device) -> str:

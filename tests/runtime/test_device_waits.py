@@ -15,11 +15,10 @@ from device_waits import DeviceCounter
 from training_runs import make_plan
 
 from parcompile.runtime import transport
-from parcompile.runtime.preflight.compare import compare_messages
+from parcompile.runtime.preflight import compare_messages
 from parcompile.runtime.preflight.findings import Verdict
-from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
-from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.step import build_sharded, run_step
 from parcompile.runtime.transport.backend import to_device
 
 

@@ -22,9 +22,8 @@ from parcompile.plan import Plan
 from parcompile.runtime.expert_parallel import Capacity
 from parcompile.runtime.local.comparison import run_and_compare
 from parcompile.runtime.preflight import preflight
-from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
-from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.step import build_sharded, run_step
 
 SEQUENCES = {"sequence_parallel": True}
 PAIRS = {"global_batch_size": 8, "micro_batch_size": 2}

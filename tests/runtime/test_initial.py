@@ -18,9 +18,8 @@ from parcompile.runtime import join
 from parcompile.runtime.engine import initialization
 from parcompile.runtime.inject import inject
 from parcompile.runtime.inject.injection import draws_all, initial_model
-from parcompile.runtime.model import initial
-from parcompile.runtime.model.initial import InitialWeights, UndrawnError
-from parcompile.runtime.model.pretrained import build_model, instantiate, without_memory
+from parcompile.runtime.model import pretrained
+from parcompile.runtime.model.pretrained import InitialWeights, UndrawnError, build_model, instantiate, without_memory
 
 LEFT_OUT = {"apertus": "mlp.act_fn.alpha_p", "openai-gpt": "attn.c_attn.weight"}
 """Types whose rules in transformers leave a parameter to its module, and the first such parameter."""
@@ -51,7 +50,7 @@ def test_parts_are_drawn_as_transformers_draws_the_whole(family: str) -> None:
 
 @pytest.mark.parametrize("small", [0, 10**9], ids=["part by part", "whole"])
 def test_a_model_has_weights_of_its_seed_and_leaves_the_random_state(small: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(initial, "SMALL_NUMEL", small)
+    monkeypatch.setattr(pretrained, "SMALL_NUMEL", small)
     plan = make_plan(1, {})
     state = torch.random.get_rng_state()
     one, same, other = build_model(plan), build_model(plan), build_model(plan, seed=7)
@@ -64,7 +63,7 @@ def test_a_model_has_weights_of_its_seed_and_leaves_the_random_state(small: int,
 
 
 def test_a_type_that_leaves_a_parameter_out_is_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(pretrained, "SMALL_NUMEL", 0)
     model = build_model(family_plan("openai-gpt", 1, {}))
     assert not any(one.isnan().any() or one.is_meta for one in model.parameters())
     assert not draws_all(family_plan("apertus", 1, {}))
@@ -79,7 +78,7 @@ def compare_slices(rank: int, plan: Plan) -> tuple[list[str], int]:
         drawn.append(part)
         return draw(self, part)
 
-    initial.SMALL_NUMEL = 0
+    pretrained.SMALL_NUMEL = 0
     whole = inject(build_model(plan), mesh)
     InitialWeights.draw = noted  # type: ignore[method-assign]
     model = initial_model(plan, mesh)
@@ -117,7 +116,7 @@ def train_in_slices(rank: int, plan: Plan) -> dict[str, Any]:
     def refuse(_: Plan) -> nn.Module:
         raise AssertionError("the model was built whole")
 
-    initial.SMALL_NUMEL, initialization.build_model = 0, refuse  # type: ignore[assignment]
+    pretrained.SMALL_NUMEL, initialization.build_model = 0, refuse  # type: ignore[assignment]
     return train_with_engine(rank, plan, built=not_built)
 
 
@@ -127,5 +126,5 @@ def test_a_large_model_without_weights_trains_as_one_process(
     parallelism: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, ranks = make_plan(4, parallelism), run_ranks(4, train_in_slices, make_plan(4, parallelism))
-    monkeypatch.setattr(initial, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(pretrained, "SMALL_NUMEL", 0)
     judge(compared(plan, ranks, lambda seed: train_in_one_process(plan, built=build_model, seed=seed)))

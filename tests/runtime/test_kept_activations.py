@@ -16,9 +16,8 @@ from parcompile.cost.kept import GROUPS
 from parcompile.layout.pipeline import Schedule
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES
 from parcompile.plan import Plan
-from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
-from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.step import build_sharded, run_step
 from parcompile.spec.values import workload_of
 
 NEAR = 0.04

@@ -34,8 +34,7 @@ from parcompile.runtime.preflight.live.agreement import (
     compare_shared_memory,
 )
 from parcompile.runtime.preflight.live.facts import Facts
-from parcompile.runtime.preflight.live.links import slow_pairs
-from parcompile.runtime.preflight.live.trial import Trial, compare_trials
+from parcompile.runtime.preflight.live.trial import Trial, compare_trials, slow_pairs
 from parcompile.runtime.profiling.links import PairRate, rounds
 
 LIMITS = Limits(wait_seconds=60, measure_seconds=0.5, whole_seconds=120)
@@ -280,9 +279,9 @@ def check_with(folder: Path, plant: str, *options: str) -> None:
     """The command on two ranks, of which the second dies or hangs while links are measured."""
     from parcompile.cli import main
     from parcompile.runtime.preflight import live
-    from parcompile.runtime.preflight.live import watch
+    from parcompile.runtime.preflight.live import session
 
-    watch.SILENT_SECONDS = 6
+    session.SILENT_SECONDS = 6
     if os.environ["RANK"] == "1":
         plants = {"die": lambda *_: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda *_: time.sleep(600)}
         live.measure = plants[plant]

@@ -22,9 +22,8 @@ from parcompile.layout.sequence import CpLayout
 from parcompile.plan import Plan
 from parcompile.runtime.groups import create_lanes
 from parcompile.runtime.pipeline import Batch, Outputs, PipelinedLoop, Step, Work
-from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in
-from parcompile.runtime.preflight.step import _batch, _engine
+from parcompile.runtime.preflight.step import _batch, _engine, build_sharded
 from parcompile.runtime.recurrent.pieces import Chain
 from parcompile.runtime.transport import Lanes
 

@@ -131,7 +131,7 @@ def agree_everywhere(store: Any, size: int, rounds: int, work: Callable[[int, in
         agreement, found = StoreMessages(StoreChannel(store, rank, size, "agreement"), seconds), []
         for number in range(rounds):
             try:
-                found.append((agreement.gathered(partial(work, rank, number)), agreement.of_rank_0(lambda: rank)))
+                found.append((agreement.on_all_ranks(partial(work, rank, number)), agreement.on_rank_0(lambda: rank)))
             except RunError as error:
                 found.append(str(error))
         return found

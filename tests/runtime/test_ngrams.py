@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.plan import Plan
 from parcompile.runtime import RunError
-from parcompile.runtime.inject.mechanisms.block_choice import _choose
+from parcompile.runtime.inject.mechanisms.indexers import choose_blocks
 from parcompile.runtime.inject.mechanisms.ngrams import _with_tokens, hashed
 from parcompile.runtime.inject.ring_place import RingPlace
 from parcompile.runtime.micro_batch import ALONE, begin, end
@@ -69,7 +69,7 @@ def test_blocks_are_chosen_as_transformers_chooses_them(budget: int) -> None:
     turned = model.get_submodule("model.rotary_emb")(hidden, positions)
     causal = torch.ones(16, 16, dtype=torch.bool).tril().expand(2, 1, -1, -1)
     expected = indexer(hidden, turned, causal, None) & causal
-    found = _choose(indexer, WHOLE, hidden, turned)
+    found = choose_blocks(indexer, WHOLE, hidden, turned)
     assert torch.equal(found, expected)
     assert bool((found.sum(-1) < causal.sum(-1)).any()) == (budget < 16)
 

@@ -33,13 +33,20 @@ from parcompile.cost.collectives import stage_exchanges
 from parcompile.model.presets import find_preset, presets
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, plan_tree
-from parcompile.runtime.preflight import MessageCounter, Report, Tally, chosen_ranks, distinct_ranks, preflight
-from parcompile.runtime.preflight.compare import compare_static, peak_bytes
+from parcompile.runtime.preflight import (
+    MessageCounter,
+    Report,
+    Tally,
+    chosen_ranks,
+    compare_static,
+    distinct_ranks,
+    peak_bytes,
+    preflight,
+)
 from parcompile.runtime.preflight.counting import Counts, by_group
 from parcompile.runtime.preflight.findings import Verdict
-from parcompile.runtime.preflight.sharded import build_sharded
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
-from parcompile.runtime.preflight.step import run_step
+from parcompile.runtime.preflight.step import build_sharded, run_step
 from parcompile.spec.values import workload_of
 from parcompile.user_files import shipped
 
@@ -413,7 +420,7 @@ def test_a_recomputed_layer_and_the_head_agree_with_the_estimate(config: dict[st
 def test_what_the_function_of_an_mlp_keeps_agrees_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.05)
+    monkeypatch.setattr("parcompile.runtime.preflight.ACTIVATION_TOLERANCE", 0.05)
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if "n_embd" in config else {}
     training = {"sequence_length": 1024, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
     model = {**config, **dropouts, "vocab_size": 4000}
@@ -425,7 +432,7 @@ def test_what_the_function_of_an_mlp_keeps_agrees_with_the_estimate(
 def test_what_kimi_delta_attention_makes_in_backward_agrees_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:
-    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.06)
+    monkeypatch.setattr("parcompile.runtime.preflight.ACTIVATION_TOLERANCE", 0.06)
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4000, "moe_intermediate_size": 128}
     heads = {"linear_num_heads": 4, "linear_head_dim": 64, "max_position_embeddings": 1024}
     config = tiny_config("kimi_linear", **sizes, **heads)
@@ -459,7 +466,7 @@ GEMMA4 = {
 def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch, recompute: str
 ) -> None:
-    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.05)
+    monkeypatch.setattr("parcompile.runtime.preflight.ACTIVATION_TOLERANCE", 0.05)
     size = {"sequence_length": 2048, "global_batch_size": 2, "micro_batch_size": 1, "precision": "bf16"}
     training = {**size, "activation_checkpointing": recompute}
     report = preflight(make_plan(1, {}, model=GEMMA4, training=training, whole_model=True), [0])
@@ -470,7 +477,7 @@ def test_what_a_second_embedding_and_its_layers_keep_agrees_with_the_estimate(
 def test_norms_without_weights_and_scores_that_scale_what_experts_take_agree_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch, parallelism: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("parcompile.runtime.preflight.compare.ACTIVATION_TOLERANCE", 0.02)
+    monkeypatch.setattr("parcompile.runtime.preflight.ACTIVATION_TOLERANCE", 0.02)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "intermediate_size_mlp": 1024, "vocab_size": 4000}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 4096}
     layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "interleave_moe_layer_step": 1}

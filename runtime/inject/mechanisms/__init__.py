@@ -5,21 +5,27 @@ What is injected names none of them: it asks for the changes of a phase, and for
 
 from collections.abc import Mapping
 
-from .block_choice import use_block_choice
 from .compressed import is_grouped, keep_groups, use_compressed_keys
 from .experts import cut_all_experts, loop_in_type, place_experts
 from .indexers import use_indexers
 from .layer_inputs import cut_layer_inputs
 from .mechanism import Change, Phase, Placed
 from .ngrams import look_ngrams_up
-from .recurrent import localise_states, recurrent_modules, use_pieces
+from .recurrent import (
+    is_inside,
+    localise_states,
+    recurrent_modules,
+    spread_gated_norm,
+    use_pieces,
+    why_untrained,
+    why_whole,
+)
 from .shared_blocks import parts_with_adapters, share_blocks_here
 from .sparsity import share_cutoffs
-from .state_space import is_inside, spread_gated_norm
 
 CHANGES: Mapping[Phase, tuple[Change, ...]] = {
     Phase.WHOLE: (share_blocks_here,),
-    Phase.STAGE: (use_pieces, use_indexers, use_block_choice, use_compressed_keys, place_experts),
+    Phase.STAGE: (use_pieces, use_indexers, use_compressed_keys, place_experts),
     Phase.REGION: (look_ngrams_up, cut_all_experts),
     Phase.CUT: (localise_states, share_cutoffs, loop_in_type, cut_layer_inputs),
 }

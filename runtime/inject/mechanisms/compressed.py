@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from parcompile.cost.recurrent import SCORES_AT_ONCE
 from parcompile.runtime.collectives import gather_from_sequence
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.expert_parallel.routing import exchange
 from parcompile.runtime.inject.attention import BESIDE
 from parcompile.runtime.inject.interface import function_of
@@ -175,10 +175,9 @@ def keep_groups(attention: Any, linear: Any, tp: int) -> None:
 def _with_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compressed: bool) -> Call:
     """No mask of tokens, which the ring knows: [B, 1, S, 0], to which the attention adds that of compressed keys."""
     if current().alone:
-        raise RunError(
+        raise everywhere(
             "generate() of a model with compressed keys is not injected: write it with `parcompile "
-            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)",
-            everywhere=True,
+            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)"
         )
     hidden = args[0] if args else kwargs["hidden_states"]
     # Under sequence parallelism the hidden states are still a share of the sequence here.
@@ -232,9 +231,8 @@ def _compress(
 ) -> tuple[Tensor, Tensor | None]:
     """Compressed keys [B, 1, C, D] of all windows, and their mask [B, 1, S, C]: of each query those of its document."""
     if current().packing is not None:
-        raise RunError(
-            "documents that are dealt one by one are not injected with compressed keys: pack them into rows",
-            everywhere=True,
+        raise everywhere(
+            "documents that are dealt one by one are not injected with compressed keys: pack them into rows"
         )
     if place.group is None and current().documents is None:
         return own(hidden_states, q_residual, position_ids, past_key_values, layer_idx)

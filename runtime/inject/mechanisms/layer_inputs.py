@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.inject.heads import keep_what_follows
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
@@ -48,10 +48,9 @@ def cut_layer_inputs(placed: Placed) -> None:
     def look_up(input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:  # noqa: ARG001 -- as the original
         """[B, S] to [B, s, L, P]. Tokens outside of the table take its first row, where a model allows them."""
         if input_ids is None:
-            raise RunError(
+            raise everywhere(
                 f"{type(base).__name__} looks tokens up in {TABLE}: call the model with input_ids, not with "
-                "inputs_embeds",
-                everywhere=True,
+                "inputs_embeds"
             )
         rows = getattr(base, TABLE)(input_ids.where((input_ids >= 0) & (input_ids < tokens), 0))
         parts: Tensor = rows.unflatten(-1, (-1, width))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcompile.model.blocks.ngrams import Ngrams
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.inject.regions import SEQUENCE_DIM, Call, Region
 from parcompile.runtime.inject.ring_place import RingPlace, StatePlace, token_order
 from parcompile.runtime.micro_batch import current
@@ -52,15 +52,13 @@ def look_ngrams_up(placed: Placed) -> None:
 def _with_tokens(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The numbers of tokens, which a stage of a pipeline that begins with hidden states does not get otherwise."""
     if current().alone:
-        raise RunError(
+        raise everywhere(
             "generate() of a model that adds embeddings of n-grams is not injected: write it with `parcompile "
-            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)",
-            everywhere=True,
+            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)"
         )
     if (tokens := current().tokens) is None:
-        raise RunError(
-            f"a {type(base).__name__} looks n-grams up by the numbers of tokens: call the model with input_ids",
-            everywhere=True,
+        raise everywhere(
+            f"a {type(base).__name__} looks n-grams up by the numbers of tokens: call the model with input_ids"
         )
     return args, {**kwargs, "ple_input_ids": tokens}
 

@@ -17,30 +17,35 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parcompile.layout.shards import part_ranges
 from parcompile.model.blocks.lightning import Lightning
-from parcompile.model.blocks.mamba1 import Mamba1
+from parcompile.model.blocks.mamba1 import SELECTING, STEPPING, Mamba1, Mamba1Traits
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import Recurrent
-from parcompile.runtime.errors import RunError
+from parcompile.model.families import FAMILIES
+from parcompile.runtime.collectives import copy_to_group, reduce_from_group
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
-from parcompile.runtime.inject.regions import MASKS_PADDING, SHARES_ENTRY, Call
+from parcompile.runtime.inject.heads import SpreadRMSNorm
+from parcompile.runtime.inject.regions import BLOCK_TAKES_INPUT, MASKS_PADDING, SHARES_ENTRY, Call
 from parcompile.runtime.inject.ring_place import StatePlace
 from parcompile.runtime.micro_batch import current, padding_mask
-from parcompile.runtime.recurrent import convolve, gated_delta_rule, lightning_attention, lightning_blocks
+from parcompile.runtime.recurrent import (
+    convolve,
+    gated_delta_rule,
+    lightning_attention,
+    lightning_blocks,
+    selective_scan,
+    state_space,
+)
+from parcompile.runtime.tensor_parallel import take_ranges
 from parcompile.runtime.transport.backend import OnDevice
 
 from .mechanism import Placed
-from .state_space import (
-    fused_layer,
-    localise_selective,
-    localise_state_space,
-    mamba_scan,
-    prepare_state_space,
-    state_space_scan,
-)
 
 
 def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:
@@ -53,7 +58,7 @@ def put_lightning(module: nn.Module, place: StatePlace, mesh: Mesh) -> None:
     """
     owner: Any = module
     if not hasattr(owner, "get_slope_rate"):
-        raise RunError(f"{type(module).__name__} says no decays of heads: it cannot be injected", everywhere=True)
+        raise everywhere(f"{type(module).__name__} says no decays of heads: it cannot be injected")
     slopes = owner.get_slope_rate(device="cpu").flatten()
     heads = len(slopes) // mesh.size("tp")
     own = slopes[mesh.index("tp") * heads :][:heads]
@@ -136,7 +141,8 @@ def use_pieces(placed: Placed) -> None:
         else:
             _put_in_front(type(module))
             setattr(module, MASKS_PADDING, True)
-        prepare_state_space(module)
+        if "ssm_in_multiplier" in vars(module):  # it multiplies its hidden states before it projects them
+            setattr(module, BLOCK_TAKES_INPUT, True)
         module.register_forward_pre_hook(functools.partial(_enter, place), with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
 
@@ -148,10 +154,9 @@ def _enter(place: StatePlace, module: nn.Module, args: tuple[Any, ...], kwargs: 
         _here.masked = mask is not None and getattr(module, SHARES_ENTRY, False)
         return args, kwargs if mask is None else {**kwargs, "attention_mask": mask}
     if kwargs.get("attention_mask") is not None:
-        raise RunError(
+        raise everywhere(
             f"{type(module).__name__} is given a mask of padding, which is not split for the ranks: prepare batches "
-            "with split_batch, which turns padding on the right into a document of its own",
-            everywhere=True,
+            "with split_batch, which turns padding on the right into a document of its own"
         )
     _here.place = place
     # What transformers keeps for generation would begin the sequence anew with the state of another one.
@@ -177,7 +182,7 @@ def _put_in_front(cls: type[nn.Module]) -> None:
         if not hasattr(original, _MARK):
             setattr(file, name, _in_front(original, seam))
     if not found:
-        raise RunError(f"{cls.__name__} calls none of {', '.join(_SEAMS)}: it cannot be injected", everywhere=True)
+        raise everywhere(f"{cls.__name__} calls none of {', '.join(_SEAMS)}: it cannot be injected")
 
 
 def _in_front(original: Callable[..., Any], seam: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,16 +246,146 @@ def _gated_delta(
     return gated_delta_rule(original, pieces, place.chain, *inputs, in_fp32=in_fp32, **known), None
 
 
+def _mamba_scan(
+    original: Callable[..., Any],
+    place: StatePlace,
+    hidden_states: Tensor,
+    *inputs: Tensor,
+    z: Tensor | None = None,
+    return_last_state: bool = False,
+    **options: Any,
+) -> Tensor:
+    """In front of the scan of Mamba-1 layers: the gate comes behind what a received state adds."""
+    assert not return_last_state, "caches are taken away"
+    pieces = place.pieces(hidden_states.shape[0], hidden_states.shape[2])
+    out = selective_scan(original, pieces, place.chain, hidden_states, *inputs, **options)
+    return out if z is None else out * F.silu(z)
+
+
+_OF_SCAN = ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
+
+
+def _state_space_scan(
+    original: Callable[..., Any],
+    place: StatePlace,
+    hidden_states: Tensor,
+    *inputs: Tensor,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """In front of the scan of Mamba-2 layers; what else kernels tell documents apart by is left out."""
+    assert initial_states is None, "caches are taken away"
+    assert not return_final_states, "caches are taken away"
+    assert z is None, "transformers applies the gate by itself"
+    pieces = place.pieces(hidden_states.shape[0], hidden_states.shape[1])
+    known = {name: given for name, given in options.items() if name in _OF_SCAN}
+    return state_space(original, pieces, place.chain, hidden_states, *inputs, **known)
+
+
+def _fused_layer(*_: Any, **__: Any) -> None:
+    """In front of the kernel that computes convolution, scan, norm and output at once: the layer goes step by step."""
+
+
 _SEAMS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta,
     "chunk_kimi_delta_attention": _gated_delta,
-    "mamba2_chunk_scan": state_space_scan,
-    "mamba_selective_scan": mamba_scan,
-    "mamba2_split_conv1d_scan_combined": fused_layer,
-    "mamba_inner_fn": fused_layer,
+    "mamba2_chunk_scan": _state_space_scan,
+    "mamba_selective_scan": _mamba_scan,
+    "mamba2_split_conv1d_scan_combined": _fused_layer,
+    "mamba_inner_fn": _fused_layer,
 }
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
+
+
+# State-space layers: their selection, multipliers and norms.
+
+
+def is_inside(name: str, modules: list[str]) -> bool:
+    """Whether a linear is a projection inside of one of these layers, by its name."""
+    parent, _, own = name.rpartition(".")
+    return own in (SELECTING, STEPPING) and parent in modules
+
+
+def why_untrained(name: str, model_type: str) -> str:
+    """Why adapters of a linear would not be trained, by its name and the model's type; empty where they are."""
+    family = FAMILIES.get(model_type)
+    if name.endswith(f".{STEPPING}") and family is not None and family.part(Mamba1Traits) is not None:
+        return (
+            "has adapters that nothing trains: transformers multiplies by the weight itself. Leave it out of "
+            "target_modules"
+        )
+    return ""
+
+
+def why_whole(name: str) -> str:
+    """Why a weight that tp splits takes no adapters, by its name; empty where it is none of these layers."""
+    return f"LoRA on {SELECTING} of a Mamba-1 layer is not injected over tp" if f".{SELECTING}." in name else ""
+
+
+def _share_selection(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Adds up over the ranks what each projects of its own channels.
+
+    Every rank then has the step sizes' features, B and C of all channels, and uses them for its own: the gradients of
+    these are parts, which are added up in backward.
+    """
+
+    def add_up(_: nn.Module, __: Any, parts: Tensor) -> Tensor:
+        return copy_to_group(reduce_from_group(parts, group), group)
+
+    module.get_submodule(SELECTING).register_forward_hook(add_up)
+
+
+def _cut_multipliers(module: nn.Module, shape: Mamba2, tp: int, rank: int) -> None:
+    """Leaves a module the multipliers of this rank's heads, where it has any."""
+    multipliers = getattr(module, "mup_vector", None)
+    if multipliers is None:
+        return
+    ranges, place = [], 0
+    for part in shape.fused():
+        start, stop = part_ranges(part, tp, rank)
+        ranges.append((place + start, place + stop))
+        place += part.size
+    module.mup_vector = take_ranges(multipliers, multipliers.dim() - 1, ranges)
+
+
+def spread_gated_norm(placed: Placed, norm: nn.Module, weight: nn.Parameter, width: int) -> nn.Module | None:
+    """The gated norm of a Mamba-2 layer with a rank's slice of its weight; None where the norm is no such."""
+    states, region = placed.shape.part(Mamba2), placed.region
+    if states is None or "RMSNormGated" not in type(norm).__name__:
+        return None
+    if states.groups == 1 and region is not None:
+        return SpreadGatedNorm(norm, weight, width, region.group)
+    norm.weight = weight
+    return norm  # over each group apart, which are whole on a rank
+
+
+class SpreadGatedNorm(SpreadRMSNorm):
+    """The gated RMSNorm of a Mamba-2 layer of one group, whose heads are spread over ranks."""
+
+    def __init__(self, norm: nn.Module, weight: nn.Parameter, width: int, group: dist.ProcessGroup) -> None:
+        super().__init__(weight, vars(norm)["variance_epsilon"], width, group, None)
+        self.norm_before_gate: bool | None = vars(norm).get("norm_before_gate")
+        """None: a norm that takes the gate first, and multiplies by its weight in the type of its input."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Computed in float32, as transformers' norms are."""
+        gates = None if gate is None else F.silu(gate.float())
+        wide = hidden_states.float()
+        if gates is not None and not self.norm_before_gate:
+            wide = wide * gates
+        wide = self.normed(wide)
+        if self.norm_before_gate is None:
+            return self.weight * wide.to(hidden_states.dtype)
+        wide = self.weight * wide
+        if gates is not None and self.norm_before_gate:
+            wide = wide * gates
+        return wide.to(hidden_states.dtype)
+
+
+# This rank's sizes.
 
 
 def localise_states(placed: Placed) -> None:
@@ -262,28 +397,31 @@ def localise_states(placed: Placed) -> None:
 
 def localise_groups(module: nn.Module, shape: Recurrent, mesh: Mesh) -> None:
     """Corrects the sizes that a cut module, and those in it, were built with: those of this rank's groups of heads."""
-    tp, rank, group = mesh.size("tp"), mesh.index("tp"), mesh.parallel_group("tp")
+    tp, group = mesh.size("tp"), mesh.parallel_group("tp")
     if isinstance(shape, Mamba1):
         assert group is not None, "a module is sharded over a group"
-        localise_selective(module, shape, tp, group)
-        return
-    if isinstance(shape, Mamba2):
-        localise_state_space(module, shape, tp, rank)
-        return
-    sizes = {
-        "num_heads": shape.heads,
-        "num_attention_heads": shape.heads,
-        "qkv_dim": shape.values,
-        "num_v_heads": shape.heads,
-        "num_k_heads": shape.groups,
-        "key_dim": shape.keys,
-        "value_dim": shape.values,
-        "conv_dim": shape.channels,
-    }
+        _share_selection(module, group)
+        sizes = {"intermediate_size": (shape.values, shape.values // tp)}
+    elif isinstance(shape, Mamba2):
+        _cut_multipliers(module, shape, tp, mesh.index("tp"))
+        groups = shape.groups_of_rank(tp)
+        sizes = {
+            "num_heads": (shape.heads, shape.heads // tp),
+            "intermediate_size": (shape.values, shape.values // tp),
+            "n_groups": (shape.groups, groups),
+            "conv_dim": (shape.channels, shape.channels_of_rank(tp)),
+            "groups_time_state_size": (shape.keys, groups * shape.key_dim),
+        }
+    else:
+        heads, values, keys = shape.heads, shape.values, shape.keys
+        wholes = {"num_heads": heads, "num_attention_heads": heads, "num_v_heads": heads, "num_k_heads": shape.groups}
+        wholes |= {"qkv_dim": values, "value_dim": values, "key_dim": keys, "conv_dim": shape.channels}
+        sizes = {name: (whole, whole // tp) for name, whole in wholes.items()}
     for part in (module, *module.children()):
-        for name, whole in sizes.items():
+        for name, (whole, local) in sizes.items():
             if vars(part).get(name) == whole:
-                setattr(part, name, whole // tp)
-    for child in module.children():
-        if isinstance(child, nn.Conv1d):
-            child.in_channels = child.out_channels = child.groups = child.weight.shape[0]
+                setattr(part, name, local)
+        if isinstance(part, nn.Conv1d):
+            part.in_channels = part.out_channels = part.groups = part.weight.shape[0]
+        elif isinstance(part, nn.Linear):
+            part.out_features, part.in_features = part.weight.shape

@@ -10,7 +10,7 @@ from torch import nn
 
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import BLOCK
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 
 from .mechanism import Placed
 
@@ -40,10 +40,9 @@ def share_blocks(model: nn.Module, path: str, shape: ModelShape) -> None:
         shared = dict(block.named_parameters())
         for name, parameter in getattr(user, BLOCK).named_parameters():
             if shared.get(name) is not parameter:
-                raise RunError(
+                raise everywhere(
                     f"{path}.{layer}.{BLOCK}.{name} is not tied to {path}.{first}.{BLOCK}.{name}: layers that share a "
-                    "block have the same parameters there. Tie them (model.tie_weights()), without adapters of peft",
-                    everywhere=True,
+                    "block have the same parameters there. Tie them (model.tie_weights()), without adapters of peft"
                 )
         setattr(user, BLOCK, block)
 

@@ -16,7 +16,7 @@ from torch import nn
 from parcompile.cost.step import timing
 from parcompile.plan import Plan, PlanError, load_plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh, join, launcher_store, start_world, store_of_world
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.liveness.watchdog import StoreChannel
@@ -24,6 +24,8 @@ from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live.agreement import (
     JOB,
     Arrived,
+    LiveReport,
+    Node,
     compare_arrival,
     compare_cpu_adam,
     compare_disk,
@@ -32,16 +34,19 @@ from parcompile.runtime.preflight.live.agreement import (
     compare_shared_memory,
 )
 from parcompile.runtime.preflight.live.facts import Facts, local_facts, marker_in
-from parcompile.runtime.preflight.live.links import (
+from parcompile.runtime.preflight.live.session import Answer, Limits, Outcome, Session
+from parcompile.runtime.preflight.live.trial import (
+    LOSSES,
+    STEPS,
     LinkMeasurements,
+    Trial,
     compare_links,
     compare_live_groups,
+    compare_trials,
     measure,
     remarks,
+    run_trial,
 )
-from parcompile.runtime.preflight.live.report import LiveReport, Node
-from parcompile.runtime.preflight.live.session import Answer, Limits, Outcome, Session
-from parcompile.runtime.preflight.live.trial import LOSSES, STEPS, Trial, compare_trials, run_trial
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
@@ -188,7 +193,7 @@ def live_check(
     found = check_job(plan, speak=_to_stderr, checkpoints=checkpoints, model=model, limits=limits)
     if found.passed:
         return found.report
-    raise RunError(found.reason if found.report is None else found.report.text(), everywhere=True)
+    raise everywhere(found.reason if found.report is None else found.report.text())
 
 
 def check_job(
@@ -222,7 +227,7 @@ def check_job(
     whole = None if loaded is None else loaded.with_whole_batch
     job = Job(environment, store, whole, unread, _folder(plan, checkpoints), model)
     session = Session(name, channel, limits, STAGES, speak)
-    with session.watch.of_termination() if owns_process else contextlib.nullcontext():
+    with session.catching_termination() if owns_process else contextlib.nullcontext():
         return session.run(lambda: go_through(job, session))
 
 
