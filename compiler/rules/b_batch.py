@@ -166,14 +166,6 @@ def _other_batches(spec: Resolution) -> list[Fix]:
     return [Fix.setting(_TOTAL, value, Safety.CHANGES_NUMERICS) for value in near]
 
 
-@rule("B007", severity=Severity.WARNING)
-def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the key without virtual stages."""
-    if spec.given(*_GROUP) and spec.virtual_stages == 1:
-        message = f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1"
-        yield removable(_GROUP, message, f"remove it, or set {_VIRTUAL[-1]}", also(spec, _VIRTUAL))
-
-
 # Batches of evaluation.
 
 _EVAL_TOTAL = ("training", "eval_global_batch_size")
@@ -202,16 +194,6 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
         ),
         related=also(spec, *given[1:], ("training", "global_batch_size"), ("parallelism", "dp")),
     )
-
-
-@rule("B009", severity=Severity.INFO, targets=("deepspeed", "runtime"))
-def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
-    """Fires when one is given."""
-    for path in (_EVAL_TOTAL, _EVAL_MICRO):
-        if spec.given(*path):
-            yield Finding(
-                f"{path[1]} is not in DeepSpeed's configuration", path, help="parcompile.runtime.evaluate reads it"
-            )
 
 
 # A batch that grows.

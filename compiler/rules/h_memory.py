@@ -21,8 +21,7 @@ from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import ESTIMATE, PEAK_RULE, Finding, also, model_path, rule, settable
-from .z_zero import the_host_can_hold_the_optimizer
+from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule, settable
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
@@ -296,7 +295,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
                 severity=Severity.INFO,
             )
         return
-    if next(the_host_can_hold_the_optimizer(spec), None) is not None:
+    if finds("Z006", spec):
         return
     work = workload(spec)
     try:
@@ -327,19 +326,6 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
             fixes=tuple(Fix.removing(one, Safety.CHANGES_COST) for one in places),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,
-        )
-
-
-@rule("H003", severity=Severity.INFO)
-def assumed_figures_are_named(spec: Resolution) -> Iterator[Finding]:
-    """Says which figures, and of which preset they are."""
-    machine = spec.cluster.preset
-    if machine is not None and machine.assumed:
-        yield Finding(
-            f"{', '.join(machine.assumed)} of {machine.name} are not given: those of {machine.like} are assumed",
-            ("cluster", "accelerator"),
-            help="measure the machine with `parcompile profile -o machine.json`, or name the nearest preset with like: "
-            "`parcompile accelerators` lists them",
         )
 
 

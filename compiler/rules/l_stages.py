@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -14,7 +14,6 @@ from . import (
     also,
     layout_change,
     listed,
-    model_path,
     nearest_divisors,
     nearest_multiples,
     removable,
@@ -79,19 +78,6 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
     edits = tuple(Edit(path, value) for path, value in wanted.items() if value or spec.given(*path))
     named = " and ".join(f"{edit.path[-1]} to {str(edit.value).lower()}" for edit in edits)
     return Fix(f"set {named}", Safety.CHANGES_COST, edits)
-
-
-@rule("L002", severity=Severity.INFO)
-def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says the size of the copy."""
-    pp, shape = spec.axis(Axis.PP), spec.shape
-    if pp > 1 and shape.tie_word_embeddings:
-        rows, width, tp = spec.padded_vocab_size, shape.hidden_size, spec.axis(Axis.TP)
-        yield Finding(
-            f"tied embeddings with pp {pp}: the last stage holds a copy of {rows} · {width} / tp {tp} = "
-            f"{rows * width // tp:,} parameters, whose gradient is summed with the first stage's",
-            model_path(spec, "tie_word_embeddings"),
-        )
 
 
 @rule("L003")
@@ -189,14 +175,6 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
         raise Unavailable("pp") from None
 
 
-@rule("L006")
-def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages at pp 1."""
-    if spec.virtual_stages > 1 and spec.axis(Axis.PP) == 1:
-        message = f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave"
-        yield removable(_VIRTUAL, message, f"remove {_VIRTUAL[-1]}, or use pp 2 or more", also(spec, _PP))
-
-
 @rule("L008")
 def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
     """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
@@ -244,18 +222,6 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
                 if pp <= spec.axis(Axis.PP)
             ),
         )
-
-
-@rule("L007", severity=Severity.WARNING)
-def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for accounts at pp 1."""
-    if spec.axis(Axis.PP) > 1:
-        return
-    split = spec.pipeline_split
-    for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)):
-        if value:
-            message = f"{path[-1]} has no effect with pp 1: one stage holds all layers"
-            yield removable(path, message, f"remove {path[-1]}", also(spec, _PP))
 
 
 # Layers that are one module stay on one stage.

@@ -124,21 +124,6 @@ def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
         yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
 
 
-@rule("W008", severity=Severity.WARNING)
-def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires when some tp group has ranks on two nodes in every order."""
-    tp, node = spec.axis(Axis.TP), spec.cluster.gpus_per_node
-    if spec.cluster.nodes > 1 and node % tp:
-        yield Finding(
-            f"tp {tp} > gpus_per_node {node}: every tensor-parallel collective crosses nodes"
-            if tp > node
-            else f"tp {tp} does not divide gpus_per_node {node}: some tensor-parallel groups lie on two nodes",
-            ("parallelism", "tp"),
-            help=f"use a tp that divides {node}, and more pp, cp or dp",
-            related=also(spec, ("cluster", "gpus_per_node")),
-        )
-
-
 # The order names each axis once, in a way that the targets know.
 
 _ORDER = ("parallelism", "order")
