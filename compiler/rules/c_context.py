@@ -20,22 +20,8 @@ _CP = ("parallelism", "cp")
 _LAYOUT = ("parallelism", "cp_layout")
 
 
-@rule("C010")
-def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the striped layout with layers that carry a state, or with keys that stand for windows of tokens."""
-    if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
-        return
-    found = [f"{len(one.layers)} {one.states}" for one in spec.shape.parts if one.states]
-    if rates := spec.shape.window_rates:
-        found.append(f"compressed KV of {listed(rates)} tokens")
-    for what in found:
-        message, hint = f"cp_layout striped with {what}", "zigzag and contiguous deal pieces of the sequence"
-        yield settable(_LAYOUT, ("zigzag", "contiguous"), message, hint, also(spec, _CP))
-
-
 @rule("C011")
 def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
-    """Fires when a piece has fewer tokens than the convolution sees of it."""
     halos = list(filter(None, (part.halo() for part in spec.shape.parts)))
     cp, length = spec.axis(Axis.CP), spec.sequence_length
     pieces = cp * spec.cp_layout.chunks_per_rank
@@ -101,7 +87,6 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
 
 @rule("C005")
 def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
-    """Fires for ulysses, and for usp with the sizes that are given."""
     kind, cp, sizes = _named(spec), spec.axis(Axis.CP), spec.given_sizes
     rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
     if (rates := spec.shape.window_rates) and kind in (CpImplementation.ULYSSES, CpImplementation.USP):
@@ -137,7 +122,6 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
 
 @rule("C007")
 def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
-    """Fires when no sizes are given and none are possible."""
     kind, cp = _named(spec), spec.axis(Axis.CP)
     if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
         return
@@ -163,7 +147,6 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
 
 @rule("C009", severity=Severity.WARNING)
 def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires for sizes that are given and reach over more ranks than a node has."""
     sizes, per_node = spec.given_sizes, spec.cluster.gpus_per_node
     if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
         return

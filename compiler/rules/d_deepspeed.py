@@ -26,7 +26,6 @@ from . import Finding, also, removable, rule
 
 @rule("D003", targets=("deepspeed",))
 def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every such key."""
     given = spec.get("deepspeed")
     for key in given:
         path: Path = ("deepspeed", key)
@@ -54,7 +53,6 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
 
 @rule("D004", targets=("deepspeed",))
 def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every "auto", at any depth, except where another rule refuses the key as such."""
 
     def search(node: object, path: Path) -> Iterator[Finding]:
         if node == "auto":
@@ -81,7 +79,6 @@ _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 
 @rule("D005", targets=("deepspeed",))
 def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
-    """Fires when gradients are predivided, and when they are not averaged."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
         message = f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large"
         hint = "remove it: the mean over dp is what the plan's loss needs"
@@ -115,7 +112,6 @@ _OVERLAP = ("zero_optimization", "overlap_comm")
 
 @rule("D006", severity=Severity.INFO, targets=("deepspeed",))
 def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says which value of the plan is replaced."""
     planned: dict[tuple[str, ...], object] = {
         ("prescale_gradients",): False,
         ("gradient_predivide_factor",): 1.0,

@@ -42,7 +42,6 @@ _SMALL = 0.02
 
 @rule(PEAK_RULE, targets=(ESTIMATE,))
 def peak_fits(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the estimated peak fits with less than 90 %, unless what is exact says so already."""
     work = workload(spec)
     if exceeds_device(work):
         return
@@ -63,7 +62,6 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H007", severity=Severity.INFO, targets=(ESTIMATE,))
 def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the peak is lower without it."""
     work = workload(spec)
     if work.linear_loss:
         yield from _costs_memory("linear_cross_entropy", work, replace(work, linear_loss=False))
@@ -71,7 +69,6 @@ def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H008", severity=Severity.INFO, targets=(ESTIMATE,))
 def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the peak is not lower with it."""
     work = workload(spec)
     if work.tiled_mlp and dense_mlps(work.shape):
         yield from _costs_memory("tiled_mlp", work, replace(work, tiled_mlp=False), useless=work.mlp_tiles == 1)
@@ -79,7 +76,6 @@ def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H009", severity=Severity.INFO, targets=(ESTIMATE,))
 def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires where gather_inputs_again has no effect."""
     work = workload(spec)
     words = [replace(work, recompute=word) for word in work.recompute_words]
     parts = shared_inputs(work.shape)
@@ -105,7 +101,6 @@ def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool =
 
 @rule("H005", severity=Severity.INFO, targets=(ESTIMATE,))
 def accelerator_is_named(spec: Resolution) -> Iterator[Finding]:
-    """Says what is not checked, and whose times are shown."""
     if spec.given(*_ACCELERATOR):
         return
     peak = _footprint(workload(spec)).peak
@@ -244,7 +239,6 @@ def _written(edit: Edit, change: Change) -> str:
 
 @rule("H001")
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the static bytes of the fullest rank exceed the device's memory."""
     work = workload(spec)
     if not exceeds_device(work):
         return
@@ -283,7 +277,6 @@ def usual_host_bytes(work: Workload) -> float | None:
 
 @rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
     moved = [part for part in ("optimizer", "param") if spec.offload_of(part) is not None]
     kept = spec.activation_offloading
     if not moved and not kept:
@@ -331,7 +324,6 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H002")
 def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
-    """Fires on files that are missing or are no presets."""
     name = spec.get("cluster", "accelerator")
     if not isinstance(name, str) or not is_preset_file(name):
         return

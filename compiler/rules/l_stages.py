@@ -16,7 +16,6 @@ from . import (
     listed,
     nearest_divisors,
     nearest_multiples,
-    removable,
     rule,
     settable,
 )
@@ -43,7 +42,6 @@ def _has_ends(split: PipelineSplit) -> bool:
 
 @rule("L001")
 def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
     split, pp = spec.pipeline_split, spec.axis(Axis.PP)
     total, terms = _counted(spec)
     if _has_ends(split) or total % pp == 0:
@@ -82,7 +80,6 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
 
 @rule("L003")
 def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
-    """Fires on each account that stands beside a given number."""
     split = spec.pipeline_split
     given = [path for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None]
     counted = [path for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)) if value]
@@ -104,7 +101,6 @@ def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
 
 @rule("L004")
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when what is left is negative, is not whole, or has no stage to go to."""
     split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
     ends = {path: value for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None}
     if not ends or split.embedding or split.loss:
@@ -145,7 +141,6 @@ def _nearest_end(path: tuple[str, str], ends: dict[tuple[str, str], int], layers
 
 @rule("L005")
 def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
     split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
     if virtual == 1 or pp == 1:
         return
@@ -175,21 +170,6 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
         raise Unavailable("pp") from None
 
 
-@rule("L008")
-def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
-    layers, kinds = spec.shape.num_hidden_layers, ""
-    if stateful := [one for one in spec.shape.parts if one.states]:
-        kinds = f"{len(stateful[0].layers)} of {layers} {stateful[0].states}"
-    elif choosing := [one for one in spec.shape.parts if one.behind]:
-        kinds = f"{len(choosing[0].layers)} of {layers} layers that have {choosing[0].has}"
-    elif spec.shape.moe is not None and spec.shape.moe.layers is not None:
-        kinds = f"{len(spec.shape.moe.layers)} of {layers} layers that have experts"
-    if spec.virtual_stages > 1 and kinds:
-        message, hint = f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}", f"remove {_VIRTUAL[-1]}"
-        yield removable(_VIRTUAL, message, hint, also(spec, _PP), Safety.CHANGES_COST)
-
-
 def stages_of(spec: Resolution) -> tuple[Stage, ...]:
     """The layers of each stage; none where they do not divide, of which another rule speaks."""
     try:
@@ -200,7 +180,6 @@ def stages_of(spec: Resolution) -> tuple[Stage, ...]:
 
 @rule("L009")
 def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stages that begin with a layer that does not choose by itself."""
     layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
     if not choosing:
         return
@@ -229,7 +208,6 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
 
 @rule("L010")
 def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stages whose number of layers is no multiple of those in a module."""
     layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
     if together == 1:
         return

@@ -9,7 +9,6 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.shards import expert_rows, shared_tokens
 from parcompile.model.catalogue import router_scores
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
 
 from . import Finding, also, model_path, nearest_divisors, removable, rule, settable
 
@@ -29,7 +28,6 @@ def near_ep(spec: Resolution) -> tuple[int, ...]:
 
 @rule("M005")
 def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires for a model without experts, and where tp or the width of an expert is not a multiple."""
     expert_tp, tp, moe = spec.expert_tp, spec.axis(Axis.TP), spec.shape.moe
     if expert_tp is None:
         return
@@ -50,7 +48,6 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
 
 @rule("M002")
 def enough_experts(spec: Resolution) -> Iterator[Finding]:
-    """Fires when top-k exceeds the number of experts."""
     moe = spec.shape.moe
     if moe is None or moe.num_experts_per_token <= moe.num_choices:
         return
@@ -63,7 +60,6 @@ def enough_experts(spec: Resolution) -> Iterator[Finding]:
 
 @rule("M006")
 def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
-    """Fires for a model without routers, two balancing losses, and a scope of none."""
     weights = {path: spec.get(*path) for path in (_AUX, _Z) if spec.given(*path) and spec.get(*path)}
     if spec.given(*_SCOPE) and not spec.get(*_AUX):
         message = f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0"
@@ -96,33 +92,8 @@ def _own_loss(spec: Resolution) -> tuple[str, ...] | None:
     return model_path(spec, "output_router_logits") if spec.model_config.get("output_router_logits") else None
 
 
-@rule("M007", severity=Severity.INFO)
-def scope_of_the_balance_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says over which tokens experts are balanced, and what that costs."""
-    aux = spec.get(*_AUX) if spec.given(*_AUX) else 0
-    if not spec.shape.has_moe or not (aux or _own_loss(spec)):
-        return
-    scope, micro, steps = spec.get(*_SCOPE), spec.micro_batch_size, spec.gradient_accumulation_steps
-    if not aux or scope.startswith(MICRO_BATCH):
-        counted = f"micro_batch_size {micro} · sequence_length {spec.sequence_length}"
-        yield Finding(
-            f"experts are balanced over {micro * spec.sequence_length} tokens, {counted}: another micro-batch is "
-            "another loss",
-            _SCOPE if aux else _own_loss(spec) or _SCOPE,
-            help="aux_loss_scope sequence or global_batch of training.router is the same in every layout",
-        )
-    elif scope == GLOBAL_BATCH and steps > 1:
-        yield Finding(
-            f"aux_loss_scope global_batch with {steps} micro-batches: a forward pass of each counts choices before the "
-            "step trains",
-            _SCOPE,
-            help="sequence needs none",
-        )
-
-
 @rule("M009", severity=Severity.INFO)
 def what_a_capacity_refuses_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says how many rows an expert takes of which tokens; at a capacity of experts / top-k, that none is refused."""
     moe = spec.shape.moe
     if moe is None or moe.num_identities or not spec.given(*_CAPACITY):
         return

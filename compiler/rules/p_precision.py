@@ -15,7 +15,6 @@ _OPTIMIZER = ("training", "optimizer")
 
 @rule("P008")
 def settings_are_the_optimizers(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each key that the type does not read, and for nesterov without momentum under sgd."""
     kind = str(spec.get(*_OPTIMIZER, "type"))
     known = OPTIMIZER_KEYS[kind]
     for key in dict.fromkeys(key for keys in OPTIMIZER_KEYS.values() for key in keys):

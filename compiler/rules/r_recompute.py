@@ -18,7 +18,6 @@ _PP = ("parallelism", "pp")
 
 @rule("R003")
 def one_word_for_each_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the words are not as many as the stages, and beside virtual stages."""
     given = spec.get(*_PATH)
     if not isinstance(given, list):
         return
@@ -49,7 +48,6 @@ def one_word_for_each_stage(spec: Resolution) -> Iterator[Finding]:
 
 @rule("R005")
 def parts_of_layers_are_told_apart(spec: Resolution) -> Iterator[Finding]:
-    """Fires for parts of layers that a model does not have as modules of their own."""
     given = spec.activation_checkpointing
     words = [given] if isinstance(given, str) else given
     parts = frozenset(part for word in words for part in parts_of(word))

@@ -30,7 +30,6 @@ _KEYS = by_type("keys")
 
 @rule("S003")
 def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
-    """Fires on unknown presets, missing files, missing or impossible dimensions."""
     try:
         spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError:
@@ -61,7 +60,6 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S004", severity=Severity.WARNING)
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
-    """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
     if spec.shape.attends and spec.shape.positions.rotary and not spec.shape.positions.alibi and length > limit:
         # transformers 5 keeps both in rope_parameters.
@@ -78,7 +76,6 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S009")
 def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
-    """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
     heads = shape.num_attention_heads
     for kv_heads in shape.kv_head_counts if shape.attention.projections is None else ():
@@ -99,7 +96,6 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S005", severity=Severity.WARNING)
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each key of a written-out model that its family does not read, and misspelt ones of a file."""
     given = spec.get("model")
     if "hf_config" in given:
         try:
@@ -127,7 +123,6 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S008")
 def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every rule and row that does not fit."""
     try:
         spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError as error:
@@ -154,7 +149,6 @@ _LEAST_WARMUP = 2
 
 @rule("S006")
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the end is missing of a rate that falls, or the warm-up is not over before it."""
     warmup = next((path for path in _WARMUPS if spec.given(*path)), _WARMUP)
     if warmup[-1] == "warmup_ratio" and spec.steps_of_schedule is None:
         yield Finding(

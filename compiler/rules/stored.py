@@ -2,14 +2,15 @@
 
 A rule has the rows `finds`, with `words` that stand for others in them. A row is found where its condition `when` is
 true, and that of the rule if there is one; of a rule that `is_once`, the first. `say` is its message, `at` the dotted
-path, `help` what to write instead, `severity` its own. Each of `fixes` removes a path, or sets one `to` a value or to
-`any` of several, which is an expression where it is a text; it may have a `title` and a condition. `related` has paths
-by what is said of them, and `also` paths to show where they are given. `severity`, `targets` and `run_by` of a rule of
-specs are those of `rule`.
+path, `help` what to write instead, `severity` its own. Each of `fixes` removes a path, or sets one as `_WAYS` say, by
+an expression where that is a text; it may have a `title` and a condition. `related` has paths by what is said of them,
+and `also` paths to show where they are given.
 
-There, an expression reads a `Resolution`: "training.seed" is a value of the spec or its default, "given.training.seed"
-whether it is written, "tp" the size of an axis, "where.head_dim.hidden_size" the path of the first of these keys that
-the model has. Another name is one of `_FACTS` or an attribute, and of None it is None.
+A rule of specs has `severity`, `targets` and `run_by` as `rule` takes them. A row of it may go `over` the values of a
+list, which have a name in its expressions. They read a `Resolution`: "training.seed" is a value of the spec or its
+default, "given.training.seed" whether it is written, "tp" the size of an axis, "config.use_cache" a key of the model's
+configuration, and "where.head_dim.hidden_size" the path of the first of these keys that the spec gives. Another name is
+one of `_FACTS` or an attribute, and of None it is None.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from parcompile.model.tables.expression import compiled
 from parcompile.spec.resolve import Resolution
 from parcompile.user_files import shipped
 
-from . import Finding, also, layout_change, listed, model_path, nearest_multiples, rule
+from . import Finding, also, layout_change, listed, model_path, nearest_divisors, nearest_multiples, rule
 from .m_experts import near_ep
 
-_SECTIONS = frozenset(("training", "parallelism", "zero", "cluster", "model", "deepspeed"))
+_SECTIONS = frozenset(("training", "parallelism", "zero", "cluster", "model", "deepspeed", "backends"))
 
 
 def _length_divisor(spec: Resolution) -> int:
@@ -81,8 +82,11 @@ _FACTS: Mapping[str, Callable[[Resolution], Any]] = {
 }
 
 
-def value_of(spec: Resolution, name: str) -> Any:
-    """What a name of an expression stands for.
+_UNBOUND: Mapping[str, Any] = {}
+
+
+def value_of(spec: Resolution, name: str, bound: Mapping[str, Any] = _UNBOUND) -> Any:
+    """What a name of an expression stands for, where those of `over` are bound to values.
 
     Raises:
         Unavailable: it is a value that is itself wrong, or follows from one.
@@ -94,7 +98,9 @@ def value_of(spec: Resolution, name: str) -> Any:
         return spec.given(*rest)
     if head == "where":
         return ".".join(model_path(spec, *rest))
-    found = _FACTS[head](spec) if head in _FACTS else getattr(spec, head)
+    if head == "config":
+        return spec.model_config.get(*rest)
+    found = bound[head] if head in bound else _FACTS[head](spec) if head in _FACTS else getattr(spec, head)
     for step in rest:
         found = None if found is None else getattr(found, step)
     return found
@@ -116,10 +122,21 @@ def _found(when: Row, rows: tuple[Row, ...], spec: Resolution, *, once: bool) ->
     """What the rows of a rule find, up to the first that needs a value which is itself wrong."""
     values = Values(spec, {}, functools.partial(value_of, spec))
     for row in rows if holds(when, values) else ():
-        if holds(row, values):
-            yield finding(row, values, lambda path: also(spec, path))
-            if once:
-                return
+        for bound in _bound(row, spec, values):
+            if holds(row, bound):
+                yield finding(row, bound, lambda path: also(spec, path))
+                if once:
+                    return
+
+
+def _bound(row: Row, spec: Resolution, values: Values) -> Iterator[Values]:
+    """The values of a row: one for each of what it goes over, which has a name in them."""
+    if "over" not in row:
+        yield values
+    for name, found in row.get("over", {}).items():
+        yield from (
+            Values(spec, {}, functools.partial(value_of, spec, bound={name: one})) for one in compiled(found)(values)
+        )
 
 
 _register()
@@ -134,6 +151,7 @@ _FORMATS: Formats = {
     "divisors": lambda total: listed(divisors(total)),
     "first divisors": lambda total: listed(divisors(total)[:12]),
     "multiples": lambda both: listed(nearest_multiples(*both)),
+    "near divisors": lambda numbers: listed(nearest_divisors(*numbers)),
     "terms": lambda factors: " · ".join(map(str, factors)),
 }
 
@@ -156,12 +174,21 @@ def _path(dotted: str) -> tuple[str, ...]:
     return tuple(dotted.split(".")) if dotted else ()
 
 
+_WAYS: Mapping[str, Callable[[Any], Iterable[Any]]] = {
+    "to": lambda value: [value],
+    "any": iter,
+    "divisors": lambda numbers: nearest_divisors(*numbers),
+}
+"""What a path may be set to, by the word that the table has for it."""
+
+
 def _fixes(stored: Row, values: Values, fill: Callable[[str], str]) -> Iterator[Fix]:
     safety = Safety(fill(stored.get("safety", "safe")))
     if "remove" in stored:
         found = [Fix.removing(_path(fill(stored["remove"])), safety)]
     else:
-        given = stored.get("to", stored.get("any"))
-        to = compiled(given)(values) if isinstance(given, str) else given
-        found = [Fix.setting(_path(stored["set"]), one, safety) for one in (to if "any" in stored else [to])]
+        way = next(one for one in _WAYS if one in stored)
+        given = stored[way]
+        to = _WAYS[way](compiled(given)(values) if isinstance(given, str) else given)
+        found = [Fix.setting(_path(stored["set"]), one, safety) for one in to]
     yield from (replace(one, title=fill(stored["title"])) if "title" in stored else one for one in found)

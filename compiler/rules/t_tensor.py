@@ -88,7 +88,6 @@ def _tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
 
 @rule("T001")
 def heads_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when num_attention_heads % tp is not 0."""
     tp = spec.axis(Axis.TP)
     heads = next((one for one in spec.shape.head_counts if one % tp), spec.shape.num_attention_heads)
     if heads % tp:
@@ -102,7 +101,6 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T002")
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
-    """Fires when neither way divides."""
     tp, paired = spec.axis(Axis.TP), spec.shape.heads.paired
     if not spec.shape.attends:
         return
@@ -128,7 +126,6 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T004")
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires when intermediate_size % tp, an expert's width % tp, or the rows of a table % tp, is not 0."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
@@ -150,7 +147,6 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T012")
 def groups_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the groups of a layer with a state do not divide."""
     tp = spec.axis(Axis.TP)
     for one in filter(None, (part.dealt() for part in spec.shape.parts)):
         if one.size % tp:
@@ -161,23 +157,8 @@ def groups_divide(spec: Resolution) -> Iterator[Finding]:
 # What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
 
 
-@rule("T003", severity=Severity.INFO)
-def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says how many ranks share a head."""
-    tp = spec.axis(Axis.TP)
-    for heads in spec.shape.kv_head_counts:
-        if tp <= heads or tp % heads:
-            continue
-        yield Finding(
-            f"num_key_value_heads {heads} < tp {tp}: each kv head is held by {tp // heads} ranks",
-            _TP,
-            related=also(spec, model_path(spec, "num_key_value_heads")),
-        )
-
-
 @rule("T013", severity=Severity.WARNING, targets=("runtime",))
 def attention_is_fused(spec: Resolution) -> Iterator[Finding]:
-    """Fires for plans on GPUs of which some layers have no fused kernel."""
     if spec.cluster.accelerator == "cpu":
         return
     # Only here: a check of a spec for CPUs needs neither.
@@ -216,7 +197,6 @@ _FUSED_WAYS = {
 
 @rule("T011")
 def module_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each rule whose parts tp does not divide."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is None:
         return

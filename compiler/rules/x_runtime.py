@@ -21,7 +21,6 @@ from .l_stages import stages_of
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the two grids give a rank different indices on tp or pp."""
     ep = spec.axis(Axis.EP)
     sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
     if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
@@ -44,7 +43,6 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X004", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
-    """Fires for families of plug-ins, axes that a family does not run over, and windows that stand in one place."""
     family = spec.shape.model_type
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         known = model_type(family)
@@ -89,7 +87,6 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X013")
 def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires for gather_inputs_again where every block needs its input whole."""
     shape = spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
@@ -100,7 +97,6 @@ def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Findi
 
 @rule("X010")
 def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
-    """Fires where fewer weights have the rule than a model has ends."""
     module, needed = spec.shape.user_module, 1 if spec.shape.tie_word_embeddings else 2
     if module is None or not spec.sequence_parallel:
         return
@@ -122,7 +118,6 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X007", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the first layer whose keys and values are on another stage."""
     pp, shape = spec.axis(Axis.PP), spec.shape
     if pp == 1 or not shape.kinds:
         return
@@ -160,7 +155,6 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
 
 @rule("X008", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def kv_heads_are_replicated_alike(spec: Resolution) -> Iterator[Finding]:
-    """Fires for two counts below tp."""
     tp = spec.axis(Axis.TP)
     fewer = [heads for heads in spec.shape.kv_head_counts if heads < tp and tp % heads == 0]
     if len(fewer) > 1:

@@ -20,7 +20,6 @@ _RATE = ("training", "router", "bias_update_rate")
 
 @rule("Z002", targets=("deepspeed",))
 def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
-    """Fires for what stages 1 and 2 assert where ep > 1, and for a bias that moves and that stage 3 shards."""
     stage, ep = spec.zero_stage, spec.axis(Axis.EP)
     if stage == 3 and spec.given(*_RATE):
         for name in router_biases(row.name for row in parameter_table(spec.shape)):
@@ -44,7 +43,6 @@ def experts_go_with_their_zero_options(spec: Resolution) -> Iterator[Finding]:
 
 @rule("Z003", severity=Severity.WARNING, targets=("deepspeed",))
 def zero_keys_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each key of zero_optimization that the stage ignores."""
     stage = spec.zero_stage
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
