@@ -145,9 +145,9 @@ def losses_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Iterator[Loss]:
             yield Loss(what, why, instead, fatal=row.get("fatal", False))
 
 
-def stored_losses(name: str) -> Callable[[Spec], Iterator[Loss]]:
+def stored_losses(name: str, facts: Facts = _FACTS) -> Callable[[Spec], Iterator[Loss]]:
     """What gives them of a spec."""
-    return functools.partial(losses_of, name)
+    return functools.partial(losses_of, name, facts=facts)
 
 
 @functools.cache

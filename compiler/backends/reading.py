@@ -20,7 +20,8 @@ from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
 from parcompile.user_files import shipped
 
-from .artefacts import Loss
+from .artefacts import Loss, option_names, stored_losses, stored_options
+from .statements import Facts
 
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
@@ -395,6 +396,14 @@ class Bundle:
 
 
 Row = Entry | Bundle
+
+
+def stored_bundle(name: str, read: Reader, *others: str, facts: Facts | None = None) -> Bundle:
+    """Options that `files.json` has by this name, with losses that `losses.json` may have; `others` are only read."""
+    known, options = facts or {}, (*option_names(name), *others)
+    if name in shipped("parcompile.backends", "losses.json"):
+        return Bundle(options, stored_options(name, known), read, stored_losses(name, known))
+    return Bundle(options, stored_options(name, known), read)
 
 
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:
