@@ -127,6 +127,12 @@ def _recomputed(spec: Spec) -> str:
     return kind if isinstance(kind, str) else ", ".join(kind)
 
 
+def end_of_schedule(spec: Spec) -> int | None:
+    """The step at whose end a rate that falls has arrived at its lowest; None where none is given."""
+    schedule, steps = spec.training.lr_scheduler, spec.training.train_steps
+    return steps if schedule is None else schedule.end(steps)
+
+
 _FACTS: Facts = {
     "follows.": _follows,
     "decayed_otherwise.": _decayed_otherwise,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,18 @@ def test_every_expression_of_a_stored_rule_can_be_read(room: str) -> None:
             if room == "rules":
                 for name in {name for text in texts for name in names(text) if name.partition(".")[0] not in over}:
                     value_of(Resolution(example_spec({"model": {"preset": "mixtral-8x7b"}})), name)
+
+
+def test_no_table_says_a_name_twice() -> None:
+    """JSON takes the last of two entries: a tree of `files.json` would stand for another of its name."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert len(dict(pairs)) == len(pairs), pairs
+        return dict(pairs)
+
+    for file in Path(rules_room.__file__).parents[1].rglob("*.json"):
+        if "tables" not in file.parts:
+            json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
 
 
 def _texts(node: object) -> Iterator[str]:

@@ -17,12 +17,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends.artefacts import tree_of
+from parcompile.backends.artefacts import end_of_schedule, tree_of
 from parcompile.backends.statements import Facts
 from parcompile.cost.memory import bucket_numel
 from parcompile.cost.partitions import LARGEST_BUCKET
 from parcompile.plan import Plan
-from parcompile.spec import OPTIMIZER_KEYS, LrScheduler, Spec
+from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.spec.values import workload_of
 
 _LEAST_WARMUP = 2
@@ -32,7 +32,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon", "sgd": "SGD", "
 
 def ds_config(plan: Plan) -> dict[str, Any]:
     """The DeepSpeed configuration of a plan."""
-    spec, schedule = plan.spec, plan.spec.training.lr_scheduler or LrScheduler("constant", 0, 0.0, 0.0)
+    spec, schedule = plan.spec, plan.spec.training.lr_scheduler
     work, kind = workload_of(spec), spec.training.optimizer.type
     # DeepSpeed knows the settings of stage 3 by two names.
     given = {key.removeprefix("stage3_") for key in spec.deepspeed.get("zero_optimization", {})}
@@ -40,8 +40,8 @@ def ds_config(plan: Plan) -> dict[str, Any]:
         "optimizer_class": lambda _spec: _OPTIMIZERS[kind],
         "optimizer_reads.": lambda _spec, key: key in OPTIMIZER_KEYS[kind],
         "is_fused": _is_fused,
-        "warmup_steps": lambda _spec: max(_LEAST_WARMUP, schedule.warmup_steps),
-        "end_of_schedule": lambda _spec: schedule.end(spec.training.train_steps),
+        "warmup_steps": lambda _spec: max(_LEAST_WARMUP, schedule.warmup_steps if schedule else 0),
+        "end_of_schedule": end_of_schedule,
         "work.": lambda _spec, key: getattr(work, key),
         "reduce_bucket": lambda _spec: bucket_numel(work),
         "gathered": lambda _spec: min(LARGEST_BUCKET, max(work.stage_numels)[0]),
