@@ -496,6 +496,6 @@ class Importer:
     tree: Callable[[Document], Mapping[str, Any]] = lambda document: document.tree  # type: ignore[assignment, return-value]
     model_options: Callable[[Source], list[str]] = lambda _source: []
     meaning: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
-    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stands_for: Mapping[str, Sequence[str]] = field(default_factory=dict)
     changes: Callable[[str], bool] = lambda _name: True
     recognises: Callable[[Mapping[str, Any]], bool] = lambda _tree: False
