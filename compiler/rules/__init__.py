@@ -139,7 +139,7 @@ def all_rules() -> tuple[Rule, ...]:
 
     Modules of rules have names that begin with the letter of their codes, as that of `t_tensor` does.
     """
-    importlib.import_module(f"{__package__}.stored")
+    importlib.import_module(f"{__package__}.table")
     for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
         if module.name[1:2] == "_":
             importlib.import_module(f"{__package__}.{module.name}")

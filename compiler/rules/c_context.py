@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from parcompile.cost.context_exchanges import Heads, heads_of_rank
 from parcompile.cost.context_time import context_fault, exchange_fault
-from parcompile.diagnostics import Fix, Safety, Severity
-from parcompile.layout.groups import DENSE_AXES, Axis, divisors
+from parcompile.diagnostics import Fix, Safety
+from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, level_sizes
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
@@ -143,21 +143,3 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
         fixes=(_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
         related=also(spec, _CP, ("parallelism", "tp")),
     )
-
-
-@rule("C009", severity=Severity.WARNING)
-def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
-    sizes, per_node = spec.given_sizes, spec.cluster.gpus_per_node
-    if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
-        return
-    order = spec.order
-    inside = [axis for axis in DENSE_AXES if order.index(axis) < order.index(Axis.CP)]
-    stride = math.prod(map(spec.axis, inside))
-    if stride * sizes[0] > per_node:
-        yield Finding(
-            f"inner level {sizes[0]} · {stride} ranks from one to the next = {stride * sizes[0]} ranks > gpus_per_node "
-            f"{per_node}",
-            _SIZES,
-            help=f"write an inner level of at most {max(1, per_node // stride)} keeps each inner group on one node",
-            related=also(spec, _CP, ("cluster", "gpus_per_node")),
-        )

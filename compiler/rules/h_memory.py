@@ -45,7 +45,7 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
     work = workload(spec)
     if exceeds_device(work):
         return
-    memory = _footprint(work)
+    memory = estimated(work)
     if is_safe(memory):
         return
     found = changes(spec, work)
@@ -92,24 +92,11 @@ def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
 
 def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool = False) -> Iterator[Finding]:
     """Fires where a switch of `training` makes the peak of a rank higher than it is without, or is `useless`."""
-    taken, without = (_footprint(one).peak.total_bytes for one in (work, other))
+    taken, without = (estimated(one).peak.total_bytes for one in (work, other))
     if without < taken or useless:
         message = f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of {format_bytes(taken)} "
         message += f"with it and of {format_bytes(without)} without"
         yield settable(place_of(name), [False], message, "leave it out: it saves memory for longer sequences")
-
-
-@rule("H005", severity=Severity.INFO, targets=(ESTIMATE,))
-def accelerator_is_named(spec: Resolution) -> Iterator[Finding]:
-    if spec.given(*_ACCELERATOR):
-        return
-    peak = _footprint(workload(spec)).peak
-    yield Finding(
-        f"cluster.accelerator is not given: whether the peak of {format_bytes(peak.total_bytes)} on rank {peak.rank} "
-        f"fits is not checked, and times are those of {spec.cluster.accelerator}",
-        _ACCELERATOR,
-        help='name one of `parcompile accelerators`, or describe yours by its memory, as {"memory_gib": 24}',
-    )
 
 
 def workload(spec: Resolution) -> Workload:
@@ -169,7 +156,12 @@ def exceeds_device(work: Workload) -> bool:
         raise Unavailable("memory") from None
 
 
-def _footprint(work: Workload) -> Footprint:
+def estimated(work: Workload) -> Footprint:
+    """The estimate of a step.
+
+    Raises:
+        Unavailable: another rule says why there is none.
+    """
     try:
         return footprint(work)
     except (SplitError, ValueError):
