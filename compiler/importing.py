@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,7 @@ class _Comparison:
     names: frozenset[str]
     """Options that the exporter has written."""
 
-    def spellings(self, name: str) -> tuple[str, ...]:
+    def spellings(self, name: str) -> Sequence[str]:
         """The options that decide what this one stands for."""
         return self.importer.stands_for.get(name, (name,))
 

@@ -127,6 +127,12 @@ def _recomputed(spec: Spec) -> str:
     return kind if isinstance(kind, str) else ", ".join(kind)
 
 
+def end_of_schedule(spec: Spec) -> int | None:
+    """The step at whose end a rate that falls has arrived at its lowest; None where none is given."""
+    schedule, steps = spec.training.lr_scheduler, spec.training.train_steps
+    return steps if schedule is None else schedule.end(steps)
+
+
 _FACTS: Facts = {
     "follows.": _follows,
     "decayed_otherwise.": _decayed_otherwise,
@@ -145,9 +151,9 @@ def losses_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Iterator[Loss]:
             yield Loss(what, why, instead, fatal=row.get("fatal", False))
 
 
-def stored_losses(name: str) -> Callable[[Spec], Iterator[Loss]]:
+def stored_losses(name: str, facts: Facts = _FACTS) -> Callable[[Spec], Iterator[Loss]]:
     """What gives them of a spec."""
-    return functools.partial(losses_of, name)
+    return functools.partial(losses_of, name, facts=facts)
 
 
 @functools.cache
@@ -174,8 +180,31 @@ def file_tree(name: str, plan: Plan, facts: Facts = _FACTS) -> Any:
         "tree.": lambda _spec, part: file_tree(part, plan, facts),
         "slug": lambda spec: slug(spec.name),
     }
-    values = Values(plan.spec, {**of_plan, **facts}, functools.partial(_value, plan.spec))
+    return tree_of(name, plan.spec, {**of_plan, **facts})
+
+
+def tree_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Any:
+    """The same of a spec."""
+    values = Values(spec, {**_FACTS, **facts}, functools.partial(_value, spec))
     return made(shipped("parcompile.backends", "files.json")[name], values)
+
+
+def stored_options(name: str, facts: Facts = _FACTS) -> Callable[[Spec], dict[str, Any]]:
+    """What gives the options by this name of a spec."""
+    return functools.partial(tree_of, name, facts=facts)
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """All options that `files.json` has by this name."""
+    return tuple(_keys(shipped("parcompile.backends", "files.json")[name]))
+
+
+def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in tree.items():
+        if key.startswith("..."):
+            yield from _keys(value["is"])
+        else:
+            yield key
 
 
 def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper) -> str:

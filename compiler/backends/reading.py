@@ -20,7 +20,8 @@ from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
 from parcompile.user_files import shipped
 
-from .artefacts import Loss
+from .artefacts import Loss, option_names, stored_losses, stored_options
+from .statements import Facts
 
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
@@ -397,6 +398,14 @@ class Bundle:
 Row = Entry | Bundle
 
 
+def stored_bundle(name: str, read: Reader, *others: str, facts: Facts | None = None) -> Bundle:
+    """Options that `files.json` has by this name, with losses that `losses.json` may have; `others` are only read."""
+    known, options = facts or {}, (*option_names(name), *others)
+    if name in shipped("parcompile.backends", "losses.json"):
+        return Bundle(options, stored_options(name, known), read, stored_losses(name, known))
+    return Bundle(options, stored_options(name, known), read)
+
+
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:
     """What a spec is in the tool's options."""
     found: Arguments = {}
@@ -487,6 +496,6 @@ class Importer:
     tree: Callable[[Document], Mapping[str, Any]] = lambda document: document.tree  # type: ignore[assignment, return-value]
     model_options: Callable[[Source], list[str]] = lambda _source: []
     meaning: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given
-    stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stands_for: Mapping[str, Sequence[str]] = field(default_factory=dict)
     changes: Callable[[str], bool] = lambda _name: True
     recognises: Callable[[Mapping[str, Any]], bool] = lambda _tree: False

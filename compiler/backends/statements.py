@@ -99,7 +99,8 @@ def filled(text: str, values: Values, formats: Formats = _FORMATS) -> str:
 def made(node: Any, values: Values) -> Any:
     """A tree with the values that it names: a text that is one expression becomes its value.
 
-    An entry {"when": condition, "is": …} is left out where its condition is false; "..." adds the entries of a mapping.
+    An entry {"when": condition, "is": …} is left out where its condition is false; a key that begins with "..." adds
+    the entries of a mapping.
     """
     if isinstance(node, str):
         match = EXPRESSION.fullmatch(node)
@@ -114,5 +115,5 @@ def made(node: Any, values: Values) -> Any:
         if is_choice and not holds(value, values):
             continue
         one = made(value["is"] if is_choice else value, values)
-        found |= one if key == "..." else {key: one}
+        found |= one if key.startswith("...") else {key: one}
     return found

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from parcompile.plan import Plan
-from parcompile.spec import Precision, Spec
+from parcompile.spec import Spec
 from parcompile.text.python import Made
 from parcompile.text.typed import WrongValueError, integer, list_of, number, word
+from parcompile.user_files import shipped
 
 from . import reading
-from .artefacts import Loss, header, losses_of
+from .artefacts import Loss, end_of_schedule, header, losses_of
 from .reading import (
     Arguments,
-    Bundle,
     Draft,
     Entry,
     Importer,
@@ -32,22 +32,16 @@ from .reading import (
     fate_of,
     leaving_open,
     refuse_optimizer,
+    stored_bundle,
 )
 from .recipes import built, flattened
+from .statements import Facts
 
 VERSION = "0.3.0"
 """Version of torchtitan whose configuration classes were read and ran with what is written here."""
 
-FLAVORS: dict[str, str] = {
-    "llama-3.1-8b": "llama3.llama3_8b",
-    "llama-3.1-70b": "llama3.llama3_70b",
-    "qwen3-0.6b": "qwen3.qwen3_0_6b",
-    "qwen3-1.7b": "qwen3.qwen3_1_7b",
-    "qwen3-14b": "qwen3.qwen3_14b",
-    "qwen3-30b-a3b": "qwen3.qwen3_30b_a3b",
-    "qwen3-32b": "qwen3.qwen3_32b",
-    "deepseek-v3": "deepseek_v3.deepseek_v3_671b",
-}
+_STORED = shipped("parcompile.backends", "torchtitan.json")
+FLAVORS: Mapping[str, str] = _STORED["flavors"]
 """Presets that torchtitan has a configuration for, as MODEL.FUNCTION, of that model's `config_registry`: those whose
 parameters are as many there as here."""
 
@@ -124,10 +118,6 @@ _STAGE: SpecPath = ("zero", "stage")
 _DP: SpecPath = ("parallelism", "dp")
 
 
-def _write_sharding(spec: Spec) -> Arguments:
-    return {_REPLICAS: 1, _DEGREE: spec.parallelism.dp, _RESHARD: "always" if spec.zero_stage == 3 else "never"}
-
-
 @leaving_open(_STAGE)
 def _read_sharding(source: Source, draft: Draft) -> None:
     """FSDP is ZeRO stage 3, or 2 where weights stay gathered after the forward; DDP, which shards nothing, is 0."""
@@ -179,18 +169,6 @@ _SCHEDULE_OF_STAGES, _MICRO = "parallelism.pipeline_parallel_schedule", "paralle
 _LOCAL, _GLOBAL = "training.local_batch_size", "training.global_batch_size"
 
 
-def _write_batch(spec: Spec) -> Arguments:
-    """A pipeline cuts the batch of a rank into its micro-batches; without one torchtitan accumulates gradients."""
-    training, found = spec.training, Arguments()
-    passes = 1
-    if spec.parallelism.pp > 1:
-        interleaved = spec.parallelism.num_virtual_stages_per_pipeline_rank > 1
-        found[_SCHEDULE_OF_STAGES] = "Interleaved1F1B" if interleaved else "1F1B"
-        found[_MICRO] = training.micro_batch_size
-        passes = training.gradient_accumulation_steps
-    return found | {_LOCAL: training.micro_batch_size * passes, _GLOBAL: training.global_batch_size}
-
-
 @leaving_open(("training", "micro_batch_size"))
 def _read_batch(source: Source, draft: Draft) -> None:
     stages = draft.values.get(("parallelism", "pp"), 1)
@@ -218,12 +196,6 @@ _DTYPE, _WORK = "training.dtype", "training.mixed_precision_param"
 _PRECISION: SpecPath = ("training", "precision")
 
 
-def _write_precision(spec: Spec) -> Arguments:
-    """Weights, sums and optimizer states are fp32 here as in the plan; the precision is that of a layer's work."""
-    work = "float32" if spec.training.precision is Precision.FP32 else "bfloat16"
-    return {_DTYPE: "float32", _WORK: work}
-
-
 def _read_precision(source: Source, draft: Draft) -> None:
     draft.carry(
         source, _WORK, _PRECISION, lambda value, _name: {"float32": "fp32", "bfloat16": "bf16"}.get(value, value)
@@ -235,9 +207,6 @@ def _read_precision(source: Source, draft: Draft) -> None:
 
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
-
-
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
@@ -256,23 +225,6 @@ _RATES: SpecPath = ("training", "lr_scheduler")
 _RATE_OPTIONS = tuple(
     f"lr_scheduler.{name}" for name in ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor", "total_steps")
 )
-
-
-def _write_schedule(spec: Spec) -> Arguments:
-    schedule = spec.training.lr_scheduler
-    warmup, ratio, kind, floor, total = _RATE_OPTIONS
-    if schedule is None or schedule.type in ("constant", "inverse_sqrt"):
-        return {warmup: 0 if schedule is None else schedule.warmup_steps, ratio: 0.0}
-    found: Arguments = {warmup: schedule.warmup_steps}
-    shape, end = str(schedule.type), schedule.end(spec.training.train_steps)
-    if schedule.total_steps is not None:
-        found[total] = schedule.total_steps
-    if schedule.decay_steps is not None and end is not None:
-        shape, found[ratio] = str(schedule.decay_type), schedule.decay_steps / end
-    return found | {
-        kind: "linear" if shape == "exponential" else shape,
-        floor: schedule.min_lr / spec.training.optimizer.lr,
-    }
 
 
 _FALLS_ON = "torchtitan's rate falls on below its lowest after total_steps"
@@ -325,65 +277,47 @@ def _recompute(value: Any, name: str) -> str:
     return str(value)
 
 
-def _read_optional(option: str, path: SpecPath) -> Row:
-    """A value that a spec may leave out: what a function sets that is not found is not asked for."""
-
-    def write_one(spec: Spec) -> Arguments:
-        value = reading.value_at(spec, path)
-        return {} if value is None else {option: value}
+def _optional(option: str, path: SpecPath) -> Callable[[Source, Draft], None]:
+    """Reads a value that a spec may leave out: what a function sets that is not found is not asked for."""
 
     def read_one(source: Source, draft: Draft) -> None:
         if not isinstance(source.given.get(option), Undecided):
             draft.carry(source, option, path, integer)
 
-    return Bundle((option,), write_one, read_one)
+    return read_one
 
+
+def _falls(spec: Spec) -> bool:
+    schedule = spec.training.lr_scheduler
+    return schedule is not None and schedule.type not in ("constant", "inverse_sqrt")
+
+
+def _shape_of_fall(spec: Spec) -> str | None:
+    schedule = spec.training.lr_scheduler
+    shape = None if schedule is None else schedule.decay_type or schedule.type
+    return "linear" if shape == "exponential" else shape
+
+
+_FACTS: Facts = {"falls": _falls, "end_of_schedule": end_of_schedule, "shape_of_fall": _shape_of_fall}
 
 ROWS: tuple[Row, ...] = (
     *(Entry(name, ("parallelism", axis), read=integer) for axis, name in _AXES.items()),
-    Bundle((_REPLICAS, _DEGREE, _RESHARD), _write_sharding, _read_sharding),
-    Bundle((_SP,), lambda spec: {_SP: spec.parallelism.sequence_parallel}, _read_sequence),
-    Bundle((_BALANCER,), lambda spec: {_BALANCER: "headtail"} if spec.parallelism.cp > 1 else {}, _read_context),
-    Bundle((_SCHEDULE_OF_STAGES, _MICRO, _LOCAL, _GLOBAL), _write_batch, _read_batch),
+    stored_bundle("torchtitan.sharding", _read_sharding),
+    stored_bundle("torchtitan.sequence", _read_sequence),
+    stored_bundle("torchtitan.context", _read_context),
+    # A pipeline cuts the batch of a rank into its micro-batches; without one torchtitan accumulates gradients.
+    stored_bundle("torchtitan.batch", _read_batch),
     Entry("training.seq_len", ("training", "sequence_length"), read=integer),
     Entry("training.max_norm", ("training", "gradient_clipping"), lambda value: value or math.inf, _limit),
-    Bundle((_DTYPE, _WORK), _write_precision, _read_precision),
-    Bundle(
-        tuple(f"optimizer.{name}" for name in _SETTINGS),
-        lambda spec: {f"optimizer.{name}": getattr(spec.training.optimizer, name) for name in _SETTINGS},
-        _read_optimizer,
-    ),
-    _read_optional("training.steps", ("training", "train_steps")),
-    Bundle(_RATE_OPTIONS, _write_schedule, _read_schedule),
+    # Weights, sums and optimizer states are fp32 here as in the plan; the precision is that of a layer's work.
+    stored_bundle("torchtitan.precision", _read_precision),
+    stored_bundle("torchtitan.optimizer", _read_optimizer),
+    stored_bundle("torchtitan.steps", _optional("training.steps", ("training", "train_steps"))),
+    stored_bundle("torchtitan.schedule", _read_schedule, facts=_FACTS),
     Entry("activation_checkpoint", ("training", "activation_checkpointing"), read=_recompute),
-    _read_optional("debug.seed", ("training", "seed")),
+    stored_bundle("torchtitan.seed", _optional("debug.seed", ("training", "seed"))),
 )
-DEFAULTS: Mapping[str, Any] = {
-    **dict.fromkeys(_AXES.values(), 1),
-    _REPLICAS: 1,
-    _RESHARD: "default",
-    _SP: True,
-    _BALANCER: "headtail",
-    _SCHEDULE_OF_STAGES: "1F1B",
-    _MICRO: 1,
-    _LOCAL: 8,
-    "training.seq_len": 2048,
-    "training.max_norm": 1.0,
-    "training.steps": 10000,
-    _DTYPE: "float32",
-    _WORK: "bfloat16",
-    "optimizer.lr": 8e-4,
-    "optimizer.betas": [0.9, 0.95],
-    "optimizer.eps": 1e-8,
-    "optimizer.weight_decay": 0.1,
-    "lr_scheduler.warmup_steps": 200,
-    "lr_scheduler.decay_ratio": None,
-    "lr_scheduler.decay_type": "linear",
-    "lr_scheduler.min_lr_factor": 0.0,
-    "lr_scheduler.total_steps": None,
-    "activation_checkpoint": "selective",
-    "debug.seed": None,
-}
+DEFAULTS: Mapping[str, Any] = _STORED["defaults"]
 """torchtitan's own values of the options that the table speaks of, of its classes and of its earlier TOML."""
 
 
@@ -392,12 +326,7 @@ def options(spec: Spec) -> Arguments:
     return reading.write(ROWS, spec)
 
 
-_RENAMED = {
-    "training.seed": "debug.seed",
-    "training.batch_size": _LOCAL,
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "activation_checkpoint.mode": "activation_checkpoint",
-}
+_RENAMED: Mapping[str, str] = _STORED["renamed"]
 """Options of its TOML that have another name in its classes."""
 _MODEL_OPTION = "model"
 

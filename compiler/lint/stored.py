@@ -1,11 +1,7 @@
-"""Rules for files that stand in tables: `rules.json` of a tool's room has them by code (`backends/statements.py`).
-
-A rule has the rows `finds`, with `words` that stand for others in them. A row is found where its condition `when` is
-true, and that of the rule if there is one; of a rule that `is_once`, the first. `say` is its message, `at` the dotted
-path, `help` what to write instead, `severity` its own. Each of `fixes` removes a path or sets one to a value, which is
-an expression where it is a text. `related` has paths by what is said of them, and `also` names what to show if given.
+"""Rules for files that stand in tables: `rules.json` of a tool's room has them by code (`rules/stored.py`).
 
 Expressions read values by their paths. "number.a.b" is that of a.b where it is a number, else None; see `_READERS`.
+A row that needs a value which the file does not decide is quiet.
 """
 
 from __future__ import annotations
@@ -13,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.statements import Facts, Row, Values, filled, holds, rows_of
-from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
-from parcompile.layout.groups import divisors
-from parcompile.model.tables.expression import compiled
-from parcompile.rules import Finding, listed, nearest_multiples
+from parcompile.backends.statements import Facts, Row, Values, holds, rows_of
+from parcompile.diagnostics import Related, Severity
+from parcompile.rules import Finding
+from parcompile.rules.stored import finding
 from parcompile.user_files import shipped
 
 from .deepspeed import UsageOptions
@@ -63,14 +57,6 @@ def _value(settings: Settings, values: Values, name: str) -> Any:
     return settings.get(*name.split("."))
 
 
-_FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "divisors": lambda total: listed(divisors(total)),
-    "first divisors": lambda total: listed(divisors(total)[:12]),
-    "multiples": lambda both: listed(nearest_multiples(*both)),
-    "terms": lambda factors: " · ".join(map(str, factors)),
-}
-
-
 def register(package: str, kind: str, facts: Facts, further: Mapping[str, Check]) -> None:
     """Registers every rule of a room's table; `further` has by code what functions find beside the rows."""
     for code, stored in shipped(package, "rules.json").items():
@@ -101,33 +87,14 @@ def _found(
     for row in rows if applies else ():
         with contextlib.suppress(NotSaidError):
             if holds(row, values):
-                yield _finding(row, values, settings.tree)
+                yield finding(row, values, functools.partial(_shown, settings.tree))
                 if once:
                     break
     yield from more(settings)
 
 
-def _finding(row: Row, values: Values, tree: Mapping[str, Any]) -> Finding:
-    fill = functools.partial(filled, values=values, formats=_FORMATS)
-    also = (Related(f"{name} {tree[name]} is set here", (name,)) for name in row.get("also", ()) if tree.get(name))
-    return Finding(
-        fill(row["say"]),
-        _path(fill(row["at"])),
-        help=fill(row["help"]) if "help" in row else None,
-        fixes=tuple(_fix(one, values) for one in row.get("fixes", ())),
-        related=(*(Related(fill(said), _path(path)) for said, path in row.get("related", {}).items()), *also),
-        severity=Severity(row["severity"]) if "severity" in row else None,
-    )
-
-
-def _path(dotted: str) -> Path:
-    return tuple(dotted.split(".")) if dotted else ()
-
-
-def _fix(stored: Mapping[str, Any], values: Values) -> Fix:
-    safety = Safety(stored.get("safety", "safe"))
-    if "remove" in stored:
-        return Fix.removing(_path(stored["remove"]), safety)
-    to = compiled(stored["to"])(values) if isinstance(stored["to"], str) else stored["to"]
-    fix = Fix.setting(_path(stored["set"]), to, safety)
-    return replace(fix, title=stored["title"]) if "title" in stored else fix
+def _shown(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Related]:
+    """What stands at a key of the file, unless it is nothing."""
+    (name,) = path
+    if tree.get(name):
+        yield Related(f"{name} {tree[name]} is set here", path)

@@ -1,4 +1,4 @@
-"""The semantic rules: what a layout must satisfy. One small function per rule, registered with its page."""
+"""The semantic rules: what a layout must satisfy. Each has a page, and is an entry of `rules.json` or a function."""
 
 from __future__ import annotations
 
@@ -139,10 +139,20 @@ def all_rules() -> tuple[Rule, ...]:
 
     Modules of rules have names that begin with the letter of their codes, as that of `t_tensor` does.
     """
+    importlib.import_module(f"{__package__}.table")
     for module in pkgutil.iter_modules([str(FilePath(__file__).parent)]):
         if module.name[1:2] == "_":
             importlib.import_module(f"{__package__}.{module.name}")
     return (*(_RULES[code] for code in sorted(_RULES)), *_added().rules)
+
+
+def finds(code: str, spec: Resolution) -> bool:
+    """Whether the rule of this code finds something.
+
+    Raises:
+        Unavailable: it needs a value that is itself wrong.
+    """
+    return any(True for _ in _RULES[code].check(spec))
 
 
 INEXPRESSIBLE = "G003"

@@ -22,7 +22,6 @@ _PP = ("parallelism", "pp")
 
 @rule("B001")
 def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the step count (or the micro-batch) that follows is not whole."""
     if not spec.given(*_TOTAL) or (spec.given(*_MICRO) and spec.given(*_STEPS)):
         return
     total, dp = int(spec.get(*_TOTAL)), spec.axis(Axis.DP)
@@ -49,64 +48,8 @@ def global_batch_divides(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule("B002")
-def batch_triangle_agrees(spec: Resolution) -> Iterator[Finding]:
-    """Fires when global, micro and steps are given and do not multiply up."""
-    if not all(spec.given(*path) for path in (_TOTAL, _MICRO, _STEPS)):
-        return
-    total, micro, steps = (int(spec.get(*path)) for path in (_TOTAL, _MICRO, _STEPS))
-    dp = spec.axis(Axis.DP)
-    product = micro * steps * dp
-    if total == product:
-        return
-    fixes = [
-        Fix.setting(path, total // factor, Safety.CHANGES_COST)
-        for path, factor in ((_STEPS, micro * dp), (_MICRO, steps * dp))
-        if total % factor == 0
-    ]
-    fixes.append(Fix.setting(_TOTAL, product, Safety.CHANGES_NUMERICS))
-    yield Finding(
-        f"global_batch_size {total} ≠ micro {micro} × steps {steps} × dp {dp} = {product}",
-        _TOTAL,
-        help=f"write global_batch_size {product}, or leave out gradient_accumulation_steps",
-        fixes=tuple(fixes),
-        related=also(spec, _MICRO, _STEPS, ("parallelism", "dp")),
-    )
-
-
-@rule("B003", severity=Severity.WARNING)
-def pipeline_is_filled(spec: Resolution) -> Iterator[Finding]:
-    """Fires when gradient_accumulation_steps < pp."""
-    pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
-    if steps < pp and pp > 1:
-        bubble, equation = _bubble(spec)
-        yield Finding(
-            f"{steps} micro-batches < pp {pp}: the bubble {equation} is {bubble:.0%} of the ideal",
-            _PP,
-            help=f"use {pp} micro-batches or more: a larger global batch, a smaller micro-batch, or less pp",
-            related=also(spec, _TOTAL, _MICRO, _STEPS),
-        )
-
-
-@rule("B004", severity=Severity.INFO)
-def bubble_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says the bubble of a pipeline that can be filled."""
-    pp, steps = spec.axis(Axis.PP), spec.gradient_accumulation_steps
-    if 1 < pp <= steps:
-        bubble, equation = _bubble(spec)
-        yield Finding(f"pipeline bubble {equation} micro-batches = {bubble:.1%} of the ideal time", _PP)
-
-
-def _bubble(spec: Resolution) -> tuple[float, str]:
-    """The idle share of a pipeline relative to its ideal time, and the equation."""
-    pp, steps, virtual = spec.axis(Axis.PP), spec.gradient_accumulation_steps, spec.virtual_stages
-    divisor = f"({virtual} virtual · {steps})" if virtual > 1 else f"{steps}"
-    return (pp - 1) / (virtual * steps), f"({pp} − 1) / {divisor}"
-
-
 @rule("B005", severity=Severity.INFO)
 def inferred_batch_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says each size that was not given."""
     sizes = (
         (_TOTAL, spec.global_batch_size),
         (_MICRO, spec.micro_batch_size),
@@ -127,7 +70,6 @@ _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 
 @rule("B006")
 def groups_of_micro_batches_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when N is outside [pp, micro-batches], or the last group is too small."""
     group, pp, steps = spec.microbatch_group_size, spec.axis(Axis.PP), spec.gradient_accumulation_steps
     if group is None or pp == 1:
         return
@@ -166,14 +108,6 @@ def _other_batches(spec: Resolution) -> list[Fix]:
     return [Fix.setting(_TOTAL, value, Safety.CHANGES_NUMERICS) for value in near]
 
 
-@rule("B007", severity=Severity.WARNING)
-def group_has_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the key without virtual stages."""
-    if spec.given(*_GROUP) and spec.virtual_stages == 1:
-        message = f"{_GROUP[-1]} has no effect with {_VIRTUAL[-1]} 1"
-        yield removable(_GROUP, message, f"remove it, or set {_VIRTUAL[-1]}", also(spec, _VIRTUAL))
-
-
 # Batches of evaluation.
 
 _EVAL_TOTAL = ("training", "eval_global_batch_size")
@@ -182,7 +116,6 @@ _EVAL_MICRO = ("training", "eval_micro_batch_size")
 
 @rule("B008")
 def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires when one of both is given and they do not divide."""
     given = [path for path in (_EVAL_TOTAL, _EVAL_MICRO) if spec.given(*path)]
     if not given:
         return
@@ -204,16 +137,6 @@ def evaluation_batch_divides(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule("B009", severity=Severity.INFO, targets=("deepspeed", "runtime"))
-def evaluation_batch_is_megatrons(spec: Resolution) -> Iterator[Finding]:
-    """Fires when one is given."""
-    for path in (_EVAL_TOTAL, _EVAL_MICRO):
-        if spec.given(*path):
-            yield Finding(
-                f"{path[1]} is not in DeepSpeed's configuration", path, help="parcompile.runtime.evaluate reads it"
-            )
-
-
 # A batch that grows.
 
 _RAMP = ("training", "rampup_batch_size")
@@ -221,7 +144,6 @@ _RAMP = ("training", "rampup_batch_size")
 
 @rule("B010")
 def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the ramp does not lead to the global batch, or one of its batches is no whole number of passes."""
     if (ramp := spec.rampup_batch_size) is None:
         return
     full, near = spec.global_batch_size, also(spec, _TOTAL, _MICRO, ("parallelism", "dp"))
@@ -259,7 +181,6 @@ def batch_grows_in_whole_steps(spec: Resolution) -> Iterator[Finding]:
 
 @rule("B011", severity=Severity.INFO)
 def ramp_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says when the batch has grown, and what is estimated."""
     ramp, full = spec.rampup_batch_size, spec.global_batch_size
     if ramp is None or not ramp.fits(full):
         return

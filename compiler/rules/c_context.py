@@ -7,73 +7,21 @@ from collections.abc import Iterator
 
 from parcompile.cost.context_exchanges import Heads, heads_of_rank
 from parcompile.cost.context_time import context_fault, exchange_fault
-from parcompile.diagnostics import Fix, Related, Safety, Severity
-from parcompile.layout.groups import DENSE_AXES, Axis, divisors
+from parcompile.diagnostics import Fix, Safety
+from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, level_sizes
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
 
-from . import Finding, also, listed, nearest_multiples, removable, rule, settable
+from . import Finding, also, listed, rule, settable
 
 _LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")
 _LAYOUT = ("parallelism", "cp_layout")
 
 
-def _divisor(spec: Resolution) -> int:
-    """What the sequence length has to be a multiple of, for cp and sequence parallelism together."""
-    cp, tp = spec.axis(Axis.CP), spec.axis(Axis.TP)
-    chunks = spec.cp_layout.chunks_per_rank if cp > 1 else 1
-    local = math.lcm(chunks, tp) if spec.sequence_parallel else chunks
-    return cp * local
-
-
-def length_finding(spec: Resolution, message: str, related: tuple[Related, ...]) -> Finding:
-    """A length that does not divide, with the lengths next to it that do."""
-    divisor = _divisor(spec)
-    near = nearest_multiples(spec.sequence_length, divisor)
-    message = f"{message}; nearest: {listed(near)}"
-    return settable(_LENGTH, near, message, f"write a multiple of {divisor}", related, Safety.CHANGES_NUMERICS)
-
-
-@rule("C001")
-def sequence_divides_over_cp(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the chunks are not whole."""
-    length, cp, layout = spec.sequence_length, spec.axis(Axis.CP), spec.cp_layout
-    chunks = cp * layout.chunks_per_rank
-    if cp > 1 and length % chunks:
-        factor = f"{layout.chunks_per_rank} · cp {cp}" if layout.chunks_per_rank > 1 else f"cp {cp}"
-        yield length_finding(
-            spec,
-            f"sequence_length {length} % ({factor}) = {length % chunks}: the {layout.value} layout splits it into "
-            f"{chunks} chunks",
-            also(spec, _CP, _LAYOUT),
-        )
-
-
-@rule("C003", severity=Severity.INFO)
-def cp_layout_needs_cp(spec: Resolution) -> Iterator[Finding]:
-    """Fires when cp_layout is given at cp 1."""
-    if spec.given(*_LAYOUT) and spec.axis(Axis.CP) == 1:
-        yield removable(_LAYOUT, f"cp_layout {spec.cp_layout.value} has no effect with cp 1")
-
-
-@rule("C010")
-def layers_need_stretches(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the striped layout with layers that carry a state, or with keys that stand for windows of tokens."""
-    if spec.axis(Axis.CP) == 1 or spec.cp_layout is not CpLayout.STRIPED:
-        return
-    found = [f"{len(one.layers)} {one.states}" for one in spec.shape.parts if one.states]
-    if rates := spec.shape.window_rates:
-        found.append(f"compressed KV of {listed(rates)} tokens")
-    for what in found:
-        message, hint = f"cp_layout striped with {what}", "zigzag and contiguous deal pieces of the sequence"
-        yield settable(_LAYOUT, ("zigzag", "contiguous"), message, hint, also(spec, _CP))
-
-
 @rule("C011")
 def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
-    """Fires when a piece has fewer tokens than the convolution sees of it."""
     halos = list(filter(None, (part.halo() for part in spec.shape.parts)))
     cp, length = spec.axis(Axis.CP), spec.sequence_length
     pieces = cp * spec.cp_layout.chunks_per_rank
@@ -92,20 +40,6 @@ def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
         also(spec, _CP, _LAYOUT),
         Safety.CHANGES_NUMERICS,
     )
-
-
-@rule("C004", severity=Severity.WARNING)
-def chunks_are_balanced(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the contiguous layout where more than one rank has chunks of its own."""
-    cp = spec.axis(Axis.CP)
-    if not spec.shape.attends:
-        return  # every token of a state costs the same
-    if cp > 1 and spec.cp_layout is CpLayout.CONTIGUOUS and spec.context_parallel.ring_ranks > 1:
-        share = float(spec.context_parallel.balance(CpLayout.CONTIGUOUS))
-        message = (
-            f"cp_layout contiguous with cp {cp}: on average a rank does {share:.0%} of the busiest rank's attention"
-        )
-        yield settable(_LAYOUT, ["zigzag"], message, "zigzag gives all ranks equal work", also(spec, _CP))
 
 
 _NAME = ("parallelism", "cp_implementation")
@@ -153,7 +87,6 @@ def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, 
 
 @rule("C005")
 def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
-    """Fires for ulysses, and for usp with the sizes that are given."""
     kind, cp, sizes = _named(spec), spec.axis(Axis.CP), spec.given_sizes
     rings = (_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER))
     if (rates := spec.shape.window_rates) and kind in (CpImplementation.ULYSSES, CpImplementation.USP):
@@ -187,22 +120,8 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule("C006")
-def usp_has_no_stripes(spec: Resolution) -> Iterator[Finding]:
-    """Fires for usp with the striped layout."""
-    if _named(spec) is CpImplementation.USP and spec.cp_layout is CpLayout.STRIPED:
-        yield Finding(
-            "cp_implementation usp with cp_layout striped: usp cannot run striped chunks",
-            _NAME,
-            help="write cp_layout zigzag, or another implementation",
-            fixes=(Fix.setting(_LAYOUT, "zigzag", Safety.CHANGES_COST), _use(CpImplementation.RING)),
-            related=also(spec, _LAYOUT),
-        )
-
-
 @rule("C007")
 def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
-    """Fires when no sizes are given and none are possible."""
     kind, cp = _named(spec), spec.axis(Axis.CP)
     if not kind.has_levels or spec.given_sizes is not None or spec.is_invalid(_SIZES):
         return
@@ -224,38 +143,3 @@ def cp_has_two_levels(spec: Resolution) -> Iterator[Finding]:
         fixes=(_use(CpImplementation.RING), _use(CpImplementation.ALL_GATHER)),
         related=also(spec, _CP, ("parallelism", "tp")),
     )
-
-
-@rule("C008", severity=Severity.INFO)
-def settings_have_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for either key where nothing reads it."""
-    cp = spec.axis(Axis.CP)
-    if cp == 1 and spec.given(*_NAME):
-        yield removable(_NAME, f"cp_implementation {spec.named_implementation} has no effect with cp 1")
-    elif spec.given(*_NAME) and not spec.shape.attends:
-        yield removable(_NAME, f"cp_implementation {spec.named_implementation} has no effect: no layer attends")
-    sizes = spec.given_sizes
-    if sizes is None or (cp > 1 and spec.named_implementation == AUTO and sizes[0] * sizes[1] != cp):
-        return  # W012 speaks of another product
-    if cp == 1 or not spec.context_parallel.implementation.has_levels:
-        name = f"cp_implementation {spec.context_parallel.implementation.value}" if cp > 1 else "cp 1"
-        yield removable(_SIZES, f"hierarchical_cp_sizes have no effect with {name}")
-
-
-@rule("C009", severity=Severity.WARNING)
-def inner_level_stays_on_its_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires for sizes that are given and reach over more ranks than a node has."""
-    sizes, per_node = spec.given_sizes, spec.cluster.gpus_per_node
-    if sizes is None or spec.cluster.nodes == 1 or spec.context_parallel.sizes != sizes:
-        return
-    order = spec.order
-    inside = [axis for axis in DENSE_AXES if order.index(axis) < order.index(Axis.CP)]
-    stride = math.prod(map(spec.axis, inside))
-    if stride * sizes[0] > per_node:
-        yield Finding(
-            f"inner level {sizes[0]} · {stride} ranks from one to the next = {stride * sizes[0]} ranks > gpus_per_node "
-            f"{per_node}",
-            _SIZES,
-            help=f"write an inner level of at most {max(1, per_node // stride)} keeps each inner group on one node",
-            related=also(spec, _CP, ("cluster", "gpus_per_node")),
-        )

@@ -14,7 +14,7 @@ from parcompile.backends.deepspeed import (
     refused_scaling,
     wrong_scale,
 )
-from parcompile.diagnostics import Fix, Path, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Safety
 from parcompile.layout.groups import Axis
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
@@ -26,7 +26,6 @@ from . import Finding, also, removable, rule
 
 @rule("D003", targets=("deepspeed",))
 def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every such key."""
     given = spec.get("deepspeed")
     for key in given:
         path: Path = ("deepspeed", key)
@@ -54,7 +53,6 @@ def deepspeed_keys_do_not_fight(spec: Resolution) -> Iterator[Finding]:
 
 @rule("D004", targets=("deepspeed",))
 def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every "auto", at any depth, except where another rule refuses the key as such."""
 
     def search(node: object, path: Path) -> Iterator[Finding]:
         if node == "auto":
@@ -81,7 +79,6 @@ _REDUCTION = ("deepspeed", "gradient_allreduce_op")
 
 @rule("D005", targets=("deepspeed",))
 def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
-    """Fires when gradients are predivided, and when they are not averaged."""
     if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
         message = f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large"
         hint = "remove it: the mean over dp is what the plan's loss needs"
@@ -110,36 +107,10 @@ def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-_OVERLAP = ("zero_optimization", "overlap_comm")
-
-
-@rule("D006", severity=Severity.INFO, targets=("deepspeed",))
-def replaced_values_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says which value of the plan is replaced."""
-    planned: dict[tuple[str, ...], object] = {
-        ("prescale_gradients",): False,
-        ("gradient_predivide_factor",): 1.0,
-        ("communication_data_type",): spec.gradient_accumulation_dtype.value,
-        ("seq_parallel_communication_data_type",): "fp32",
-        ("zero_allow_untested_optimizer",): spec.optimizer.type in ("muon", "sgd"),
-        ("zero_optimization", "reduce_scatter"): True,
-        ("zero_optimization", "contiguous_gradients"): True,
-        _OVERLAP: spec.zero_stage == 3 or _overlaps(spec),
-        ("zero_optimization", "allgather_partitions"): True,
-    }
-    for path, value in planned.items():
-        place = ("deepspeed", *path)
-        if not spec.given(*place) or spec.get(*place) == value:
-            continue
-        if path == _OVERLAP and spec.axis(Axis.PP) > 1:
-            why = "gradients are reduced when its last backward pass is over"
-            yield Finding(f"overlap_comm {spec.get(*place)} does nothing in a pipeline: {why}", place)
-        else:
-            yield Finding(f"{path[-1]} {spec.get(*place)} replaces the plan's {value}", place)
-
-
-def _overlaps(spec: Resolution) -> bool:
+def plan_overlaps(spec: Resolution) -> bool:
     """Whether the plan itself reduces gradients under backward."""
+    if spec.zero_stage == 3:
+        return True
     try:
         return replace(workload_of(spec.spec()), overlap_comm=None).overlaps_gradients
     except ValueError:

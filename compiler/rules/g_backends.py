@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Safety, Severity
+from parcompile.diagnostics import Safety
 from parcompile.spec.resolve import Resolution
 
 from . import Finding, removable, rule
@@ -14,7 +14,6 @@ _MEGATRON = ("backends", "megatron")
 
 @rule("G001")
 def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
-    """Names each option that is refused, and why."""
     if not spec.given(*_MEGATRON):
         return
     # Only here: the parser's options are a large table.
@@ -26,12 +25,3 @@ def verbatim_options_can_be_written(spec: Resolution) -> Iterator[Finding]:
         if why is not None:
             hint = "remove it, or write it as the message says"
             yield removable((*_MEGATRON, name), why, hint, (), Safety.CHANGES_NUMERICS)
-
-
-@rule("G002", severity=Severity.INFO)
-def verbatim_options_are_named(spec: Resolution) -> Iterator[Finding]:
-    """Says how many there are, and who reads them."""
-    found = spec.get(*_MEGATRON) if spec.given(*_MEGATRON) else {}
-    if found:
-        options = f"{len(found)} option{'s' * (len(found) > 1)}"
-        yield Finding(f"backends.megatron: only the target megatron reads its {options}: {', '.join(found)}", _MEGATRON)

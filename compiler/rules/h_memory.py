@@ -21,8 +21,7 @@ from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import ESTIMATE, PEAK_RULE, Finding, also, model_path, rule, settable
-from .z_zero import the_host_can_hold_the_optimizer
+from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule, settable
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
@@ -43,11 +42,10 @@ _SMALL = 0.02
 
 @rule(PEAK_RULE, targets=(ESTIMATE,))
 def peak_fits(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the estimated peak fits with less than 90 %, unless what is exact says so already."""
     work = workload(spec)
     if exceeds_device(work):
         return
-    memory = _footprint(work)
+    memory = estimated(work)
     if is_safe(memory):
         return
     found = changes(spec, work)
@@ -64,7 +62,6 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H007", severity=Severity.INFO, targets=(ESTIMATE,))
 def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the peak is lower without it."""
     work = workload(spec)
     if work.linear_loss:
         yield from _costs_memory("linear_cross_entropy", work, replace(work, linear_loss=False))
@@ -72,7 +69,6 @@ def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H008", severity=Severity.INFO, targets=(ESTIMATE,))
 def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the peak is not lower with it."""
     work = workload(spec)
     if work.tiled_mlp and dense_mlps(work.shape):
         yield from _costs_memory("tiled_mlp", work, replace(work, tiled_mlp=False), useless=work.mlp_tiles == 1)
@@ -80,7 +76,6 @@ def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
 
 @rule("H009", severity=Severity.INFO, targets=(ESTIMATE,))
 def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires where gather_inputs_again has no effect."""
     work = workload(spec)
     words = [replace(work, recompute=word) for word in work.recompute_words]
     parts = shared_inputs(work.shape)
@@ -97,25 +92,11 @@ def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
 
 def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool = False) -> Iterator[Finding]:
     """Fires where a switch of `training` makes the peak of a rank higher than it is without, or is `useless`."""
-    taken, without = (_footprint(one).peak.total_bytes for one in (work, other))
+    taken, without = (estimated(one).peak.total_bytes for one in (work, other))
     if without < taken or useless:
         message = f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of {format_bytes(taken)} "
         message += f"with it and of {format_bytes(without)} without"
         yield settable(place_of(name), [False], message, "leave it out: it saves memory for longer sequences")
-
-
-@rule("H005", severity=Severity.INFO, targets=(ESTIMATE,))
-def accelerator_is_named(spec: Resolution) -> Iterator[Finding]:
-    """Says what is not checked, and whose times are shown."""
-    if spec.given(*_ACCELERATOR):
-        return
-    peak = _footprint(workload(spec)).peak
-    yield Finding(
-        f"cluster.accelerator is not given: whether the peak of {format_bytes(peak.total_bytes)} on rank {peak.rank} "
-        f"fits is not checked, and times are those of {spec.cluster.accelerator}",
-        _ACCELERATOR,
-        help='name one of `parcompile accelerators`, or describe yours by its memory, as {"memory_gib": 24}',
-    )
 
 
 def workload(spec: Resolution) -> Workload:
@@ -175,7 +156,12 @@ def exceeds_device(work: Workload) -> bool:
         raise Unavailable("memory") from None
 
 
-def _footprint(work: Workload) -> Footprint:
+def estimated(work: Workload) -> Footprint:
+    """The estimate of a step.
+
+    Raises:
+        Unavailable: another rule says why there is none.
+    """
     try:
         return footprint(work)
     except (SplitError, ValueError):
@@ -245,7 +231,6 @@ def _written(edit: Edit, change: Change) -> str:
 
 @rule("H001")
 def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the static bytes of the fullest rank exceed the device's memory."""
     work = workload(spec)
     if not exceeds_device(work):
         return
@@ -284,7 +269,6 @@ def usual_host_bytes(work: Workload) -> float | None:
 
 @rule("H006")
 def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
-    """Fires beyond the memory of a host, warns where it is tight, and says what is needed where it is not known."""
     moved = [part for part in ("optimizer", "param") if spec.offload_of(part) is not None]
     kept = spec.activation_offloading
     if not moved and not kept:
@@ -296,7 +280,7 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
                 severity=Severity.INFO,
             )
         return
-    if next(the_host_can_hold_the_optimizer(spec), None) is not None:
+    if finds("Z006", spec):
         return
     work = workload(spec)
     try:
@@ -330,22 +314,8 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule("H003", severity=Severity.INFO)
-def assumed_figures_are_named(spec: Resolution) -> Iterator[Finding]:
-    """Says which figures, and of which preset they are."""
-    machine = spec.cluster.preset
-    if machine is not None and machine.assumed:
-        yield Finding(
-            f"{', '.join(machine.assumed)} of {machine.name} are not given: those of {machine.like} are assumed",
-            ("cluster", "accelerator"),
-            help="measure the machine with `parcompile profile -o machine.json`, or name the nearest preset with like: "
-            "`parcompile accelerators` lists them",
-        )
-
-
 @rule("H002")
 def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
-    """Fires on files that are missing or are no presets."""
     name = spec.get("cluster", "accelerator")
     if not isinstance(name, str) or not is_preset_file(name):
         return

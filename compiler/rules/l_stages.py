@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
@@ -14,10 +14,8 @@ from . import (
     also,
     layout_change,
     listed,
-    model_path,
     nearest_divisors,
     nearest_multiples,
-    removable,
     rule,
     settable,
 )
@@ -44,7 +42,6 @@ def _has_ends(split: PipelineSplit) -> bool:
 
 @rule("L001")
 def layers_divide_into_stages(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the counted layers % pp is not 0, unless a stage's number is given."""
     split, pp = spec.pipeline_split, spec.axis(Axis.PP)
     total, terms = _counted(spec)
     if _has_ends(split) or total % pp == 0:
@@ -81,22 +78,8 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
     return Fix(f"set {named}", Safety.CHANGES_COST, edits)
 
 
-@rule("L002", severity=Severity.INFO)
-def tied_embeddings_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says the size of the copy."""
-    pp, shape = spec.axis(Axis.PP), spec.shape
-    if pp > 1 and shape.tie_word_embeddings:
-        rows, width, tp = spec.padded_vocab_size, shape.hidden_size, spec.axis(Axis.TP)
-        yield Finding(
-            f"tied embeddings with pp {pp}: the last stage holds a copy of {rows} · {width} / tp {tp} = "
-            f"{rows * width // tp:,} parameters, whose gradient is summed with the first stage's",
-            model_path(spec, "tie_word_embeddings"),
-        )
-
-
 @rule("L003")
 def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
-    """Fires on each account that stands beside a given number."""
     split = spec.pipeline_split
     given = [path for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None]
     counted = [path for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)) if value]
@@ -118,7 +101,6 @@ def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
 
 @rule("L004")
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when what is left is negative, is not whole, or has no stage to go to."""
     split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
     ends = {path: value for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None}
     if not ends or split.embedding or split.loss:
@@ -159,7 +141,6 @@ def _nearest_end(path: tuple[str, str], ends: dict[tuple[str, str], int], layers
 
 @rule("L005")
 def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the layers of some rank do not divide; says which virtual sizes all of them allow."""
     split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
     if virtual == 1 or pp == 1:
         return
@@ -189,29 +170,6 @@ def _per_rank(spec: Resolution) -> tuple[int, ...]:
         raise Unavailable("pp") from None
 
 
-@rule("L006")
-def virtual_stages_need_a_pipeline(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages at pp 1."""
-    if spec.virtual_stages > 1 and spec.axis(Axis.PP) == 1:
-        message = f"{_VIRTUAL[-1]} {spec.virtual_stages} with pp 1: there is no pipeline to interleave"
-        yield removable(_VIRTUAL, message, f"remove {_VIRTUAL[-1]}, or use pp 2 or more", also(spec, _PP))
-
-
-@rule("L008")
-def virtual_stages_are_of_one_kind(spec: Resolution) -> Iterator[Finding]:
-    """Fires for virtual stages with layers that carry a state, or that take the choice of another."""
-    layers, kinds = spec.shape.num_hidden_layers, ""
-    if stateful := [one for one in spec.shape.parts if one.states]:
-        kinds = f"{len(stateful[0].layers)} of {layers} {stateful[0].states}"
-    elif choosing := [one for one in spec.shape.parts if one.behind]:
-        kinds = f"{len(choosing[0].layers)} of {layers} layers that have {choosing[0].has}"
-    elif spec.shape.moe is not None and spec.shape.moe.layers is not None:
-        kinds = f"{len(spec.shape.moe.layers)} of {layers} layers that have experts"
-    if spec.virtual_stages > 1 and kinds:
-        message, hint = f"{_VIRTUAL[-1]} {spec.virtual_stages} with {kinds}", f"remove {_VIRTUAL[-1]}"
-        yield removable(_VIRTUAL, message, hint, also(spec, _PP), Safety.CHANGES_COST)
-
-
 def stages_of(spec: Resolution) -> tuple[Stage, ...]:
     """The layers of each stage; none where they do not divide, of which another rule speaks."""
     try:
@@ -222,7 +180,6 @@ def stages_of(spec: Resolution) -> tuple[Stage, ...]:
 
 @rule("L009")
 def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stages that begin with a layer that does not choose by itself."""
     layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
     if not choosing:
         return
@@ -246,24 +203,11 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule("L007", severity=Severity.WARNING)
-def accounts_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for accounts at pp 1."""
-    if spec.axis(Axis.PP) > 1:
-        return
-    split = spec.pipeline_split
-    for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)):
-        if value:
-            message = f"{path[-1]} has no effect with pp 1: one stage holds all layers"
-            yield removable(path, message, f"remove {path[-1]}", also(spec, _PP))
-
-
 # Layers that are one module stay on one stage.
 
 
 @rule("L010")
 def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
-    """Fires for stages whose number of layers is no multiple of those in a module."""
     layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
     if together == 1:
         return

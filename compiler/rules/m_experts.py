@@ -7,39 +7,27 @@ from collections.abc import Iterator
 from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import expert_rows, shared_tokens
-from parcompile.model.catalogue import CORRECTED, router_scores
+from parcompile.model.catalogue import router_scores
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.values import GLOBAL_BATCH, MICRO_BATCH
 
-from . import Finding, also, layout_change, listed, model_path, nearest_divisors, removable, rule, settable
+from . import Finding, also, model_path, nearest_divisors, removable, rule, settable
 
-_EP = ("parallelism", "ep")
 _ROUTER = ("training", "router")
-_RATE, _CAPACITY = ((*_ROUTER, name) for name in ("bias_update_rate", "expert_capacity"))
+_CAPACITY = (*_ROUTER, "expert_capacity")
 _AUX, _SCOPE, _Z = ((*_ROUTER, name) for name in ("aux_loss", "aux_loss_scope", "z_loss"))
 _EXPERT_TP = ("parallelism", "expert_tp")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-@rule("M001")
-def experts_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires for ep > 1 without experts, or when they do not divide."""
-    ep, moe = spec.axis(Axis.EP), spec.shape.moe
-    related = also(spec, model_path(spec, *_EXPERTS, "model_type"))
-    if ep > 1 and moe is None:
-        message = f"ep {ep}, but {spec.shape.model_type} has no experts"
-        yield removable(_EP, message, "remove ep", related, Safety.CHANGES_COST)
-    elif moe is not None and (moe.num_experts % ep or moe.num_identities % ep):
-        # What the experts that give back what they take have in memory is dealt too.
-        count, kind = (moe.num_experts, "experts") if moe.num_experts % ep else (moe.num_identities, "zero experts")
-        near = nearest_divisors(ep, moe.num_experts, *filter(None, [moe.num_identities]), count=4)
-        message = f"{count} {kind} on ep {ep}: {count} / {ep} is not whole; nearest: {listed(near[:2])}"
-        yield settable(_EP, near, message, "choose an ep that divides the experts", related, layout_change(spec))
+def near_ep(spec: Resolution) -> tuple[int, ...]:
+    """Other sizes of ep. The experts that give back what they take are dealt too."""
+    moe = spec.shape.moe
+    counts = () if moe is None else filter(None, (moe.num_experts, moe.num_identities))
+    return nearest_divisors(spec.axis(Axis.EP), *counts, count=4)
 
 
 @rule("M005")
 def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires for a model without experts, and where tp or the width of an expert is not a multiple."""
     expert_tp, tp, moe = spec.expert_tp, spec.axis(Axis.TP), spec.shape.moe
     if expert_tp is None:
         return
@@ -60,7 +48,6 @@ def experts_divide_over_their_tp(spec: Resolution) -> Iterator[Finding]:
 
 @rule("M002")
 def enough_experts(spec: Resolution) -> Iterator[Finding]:
-    """Fires when top-k exceeds the number of experts."""
     moe = spec.shape.moe
     if moe is None or moe.num_experts_per_token <= moe.num_choices:
         return
@@ -71,22 +58,8 @@ def enough_experts(spec: Resolution) -> Iterator[Finding]:
     yield settable(path, values, message, f"write {moe.num_choices} or less", related, Safety.CHANGES_NUMERICS)
 
 
-@rule("M004")
-def a_moved_bias_is_there(spec: Resolution) -> Iterator[Finding]:
-    """Fires where a rate is given and the model has no such bias."""
-    if not spec.given(*_RATE) or spec.shape.model_type in CORRECTED:
-        return
-    why, hint = f"{spec.shape.model_type} has no experts", "remove it"
-    if spec.shape.has_moe:
-        why = f"the routers of {spec.shape.model_type} have no correction bias"
-        hint += ", or set aux_loss beside it"
-    message = f"bias_update_rate {spec.get(*_RATE)}, but {why}"
-    yield removable(_RATE, message, hint, also(spec, model_path(spec, "model_type")))
-
-
 @rule("M006")
 def losses_of_routers_fit(spec: Resolution) -> Iterator[Finding]:
-    """Fires for a model without routers, two balancing losses, and a scope of none."""
     weights = {path: spec.get(*path) for path in (_AUX, _Z) if spec.given(*path) and spec.get(*path)}
     if spec.given(*_SCOPE) and not spec.get(*_AUX):
         message = f"aux_loss_scope {spec.get(*_SCOPE)} has no effect: aux_loss is 0"
@@ -119,50 +92,8 @@ def _own_loss(spec: Resolution) -> tuple[str, ...] | None:
     return model_path(spec, "output_router_logits") if spec.model_config.get("output_router_logits") else None
 
 
-@rule("M007", severity=Severity.INFO)
-def scope_of_the_balance_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says over which tokens experts are balanced, and what that costs."""
-    aux = spec.get(*_AUX) if spec.given(*_AUX) else 0
-    if not spec.shape.has_moe or not (aux or _own_loss(spec)):
-        return
-    scope, micro, steps = spec.get(*_SCOPE), spec.micro_batch_size, spec.gradient_accumulation_steps
-    if not aux or scope.startswith(MICRO_BATCH):
-        counted = f"micro_batch_size {micro} · sequence_length {spec.sequence_length}"
-        yield Finding(
-            f"experts are balanced over {micro * spec.sequence_length} tokens, {counted}: another micro-batch is "
-            "another loss",
-            _SCOPE if aux else _own_loss(spec) or _SCOPE,
-            help="aux_loss_scope sequence or global_batch of training.router is the same in every layout",
-        )
-    elif scope == GLOBAL_BATCH and steps > 1:
-        yield Finding(
-            f"aux_loss_scope global_batch with {steps} micro-batches: a forward pass of each counts choices before the "
-            "step trains",
-            _SCOPE,
-            help="sequence needs none",
-        )
-
-
-@rule("M008")
-def experts_can_have_a_capacity(spec: Resolution) -> Iterator[Finding]:
-    """Fires for a model without experts, and for zero experts."""
-    if not spec.given(*_CAPACITY):
-        return
-    kind, moe = spec.shape.model_type, spec.shape.moe
-    if moe is None:
-        why = f"{kind} has no experts"
-    elif moe.num_identities:
-        why = f"the {moe.num_identities} zero experts of {kind} compute nothing: what they take needs no limit"
-    else:
-        return
-    message, related = f"expert_capacity {spec.get(*_CAPACITY)}, but {why}", also(spec, model_path(spec, "model_type"))
-    safety = Safety.SAFE if moe is None else Safety.CHANGES_NUMERICS
-    yield removable(_CAPACITY, message, "remove expert_capacity", related, safety)
-
-
 @rule("M009", severity=Severity.INFO)
 def what_a_capacity_refuses_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says how many rows an expert takes of which tokens; at a capacity of experts / top-k, that none is refused."""
     moe = spec.shape.moe
     if moe is None or moe.num_identities or not spec.given(*_CAPACITY):
         return
@@ -181,21 +112,4 @@ def what_a_capacity_refuses_is_shown(spec: Resolution) -> Iterator[Finding]:
         f"{spec.sequence_length} / cp {cp} / tp {tp}): {means}",
         _CAPACITY,
         help=instead,
-    )
-
-
-@rule("M003")
-def latent_attention_is_not_grouped(spec: Resolution) -> Iterator[Finding]:
-    """Fires when a deepseek_v3 model has fewer kv heads than heads."""
-    shape = spec.shape
-    if shape.attention.projections is None or shape.num_key_value_heads == shape.num_attention_heads:
-        return
-    heads, path = shape.num_attention_heads, model_path(spec, "num_key_value_heads")
-    fixes = (Fix.removing(path, Safety.SAFE),) if path[-1] == "num_key_value_heads" else ()
-    yield Finding(
-        f"num_key_value_heads {shape.num_key_value_heads} ≠ num_attention_heads {heads} with latent attention",
-        path,
-        help="leave num_key_value_heads out",
-        fixes=fixes,
-        related=also(spec, ("model", "num_attention_heads")),
     )

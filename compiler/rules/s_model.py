@@ -30,7 +30,6 @@ _KEYS = by_type("keys")
 
 @rule("S003")
 def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
-    """Fires on unknown presets, missing files, missing or impossible dimensions."""
     try:
         spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError:
@@ -59,20 +58,8 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
         yield Finding(str(error), path, help=hint, fixes=fixes)
 
 
-@rule("S001")
-def learned_positions_reach(spec: Resolution) -> Iterator[Finding]:
-    """Fires for learned positions; S004 warns for rotary ones."""
-    length, limit = spec.sequence_length, spec.shape.max_position_embeddings
-    if not spec.shape.positions.rotary and length > limit:
-        message = (
-            f"sequence_length {length} > max_position_embeddings {limit}: the positions are a table of {limit} rows"
-        )
-        yield settable(_LENGTH, [limit], message, f"write {limit} or less", (), Safety.CHANGES_NUMERICS)
-
-
 @rule("S004", severity=Severity.WARNING)
 def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
-    """Fires for rotary positions."""
     length, limit = spec.sequence_length, spec.shape.max_position_embeddings
     if spec.shape.attends and spec.shape.positions.rotary and not spec.shape.positions.alibi and length > limit:
         # transformers 5 keeps both in rope_parameters.
@@ -89,7 +76,6 @@ def rotary_positions_reach(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S009")
 def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
-    """Fires for query heads that cannot be shared out, and for odd heads of families that turn whole heads."""
     shape = spec.shape
     heads = shape.num_attention_heads
     for kv_heads in shape.kv_head_counts if shape.attention.projections is None else ():
@@ -110,7 +96,6 @@ def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S005", severity=Severity.WARNING)
 def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each key of a written-out model that its family does not read, and misspelt ones of a file."""
     given = spec.get("model")
     if "hf_config" in given:
         try:
@@ -138,7 +123,6 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
 
 @rule("S008")
 def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every rule and row that does not fit."""
     try:
         spec.described_shape  # noqa: B018 -- it says what is wrong
     except InjectionError as error:
@@ -155,40 +139,16 @@ def rules_fit_the_module(spec: Resolution) -> Iterator[Finding]:
 # The learning-rate schedule.
 
 _SCHEDULE = ("training", "lr_scheduler")
-_MIN, _START, _WARMUP, _TYPE, _DECAY, _SHAPE, _TOTAL = (
-    (*_SCHEDULE, name)
-    for name in ("min_lr", "warmup_start_lr", "warmup_steps", "type", "decay_steps", "decay_type", "total_steps")
+_WARMUP, _TYPE, _DECAY, _SHAPE, _TOTAL = (
+    (*_SCHEDULE, name) for name in ("warmup_steps", "type", "decay_steps", "decay_type", "total_steps")
 )
 _WARMUPS = (_WARMUP, *((*_SCHEDULE, f"warmup_{unit}") for unit in ("ratio", "samples", "tokens")))
-_LR = ("training", "optimizer", "lr")
 _STEPS = ("training", "train_steps")
-_FURTHER = ("deepspeed", "scheduler")
 _LEAST_WARMUP = 2
-
-
-@rule("S002")
-def lowest_rate_is_below(spec: Resolution) -> Iterator[Finding]:
-    """Fires when min_lr > lr, or warmup_start_lr > lr."""
-    schedule, lr = spec.lr_scheduler, spec.lr
-    if schedule is None:
-        return
-    for path, rate in ((_MIN, schedule.min_lr), (_START, schedule.warmup_start_lr)):
-        if rate <= lr or not spec.given(*path):
-            continue
-        name = path[-1]
-        lowered = Fix(f"set {name} to {lr:g}", Safety.CHANGES_NUMERICS, (Edit(path, lr),))
-        yield Finding(
-            f"{name} {rate:g} > optimizer.lr {lr:g}",
-            path,
-            help=f"write a {name} of {lr:g} or less, for example {lr / 10:g}",
-            fixes=(Fix.removing(path, Safety.CHANGES_NUMERICS), lowered),
-            related=also(spec, _LR),
-        )
 
 
 @rule("S006")
 def schedule_ends_with_training(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the end is missing of a rate that falls, or the warm-up is not over before it."""
     warmup = next((path for path in _WARMUPS if spec.given(*path)), _WARMUP)
     if warmup[-1] == "warmup_ratio" and spec.steps_of_schedule is None:
         yield Finding(
@@ -251,19 +211,3 @@ def _decay(
         message = f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} > {said}"
         hint = f"use a decay_steps of {most} or less"
         yield settable(_DECAY, [most], message, hint, also(spec, end), Safety.CHANGES_NUMERICS)
-
-
-@rule("S007", targets=("deepspeed", "runtime"))
-def one_schedule(spec: Resolution) -> Iterator[Finding]:
-    """Fires when both are given."""
-    if spec.lr_scheduler is not None and spec.given(*_FURTHER):
-        yield Finding(
-            "deepspeed.scheduler and training.lr_scheduler are both given: a run has one schedule",
-            _FURTHER,
-            help="keep one of them; training.lr_scheduler is known to every target",
-            fixes=(
-                Fix("remove deepspeed.scheduler", Safety.CHANGES_NUMERICS, (Edit(_FURTHER, remove=True),)),
-                Fix.removing(_SCHEDULE, Safety.CHANGES_NUMERICS),
-            ),
-            related=also(spec, _SCHEDULE),
-        )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity
+from parcompile.diagnostics import Edit, Fix, Severity
 from parcompile.layout.groups import Axis
-from parcompile.machines import accelerators
 from parcompile.model.blocks import Divided
 from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
 from parcompile.model.derived_rows import parameter_table
@@ -15,8 +14,7 @@ from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 
-from . import Finding, also, layout_change, listed, model_path, nearest_divisors, removable, rule
-from .c_context import length_finding
+from . import Finding, also, layout_change, listed, model_path, nearest_divisors, rule
 
 _TP = ("parallelism", "tp")
 
@@ -90,7 +88,6 @@ def _tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
 
 @rule("T001")
 def heads_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when num_attention_heads % tp is not 0."""
     tp = spec.axis(Axis.TP)
     heads = next((one for one in spec.shape.head_counts if one % tp), spec.shape.num_attention_heads)
     if heads % tp:
@@ -104,7 +101,6 @@ def heads_divide(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T002")
 def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
-    """Fires when neither way divides."""
     tp, paired = spec.axis(Axis.TP), spec.shape.heads.paired
     if not spec.shape.attends:
         return
@@ -130,7 +126,6 @@ def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T004")
 def mlp_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires when intermediate_size % tp, an expert's width % tp, or the rows of a table % tp, is not 0."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is not None:
         return  # rule T011 looks at the module's own weights
@@ -152,7 +147,6 @@ def mlp_divides(spec: Resolution) -> Iterator[Finding]:
 
 @rule("T012")
 def groups_divide(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the groups of a layer with a state do not divide."""
     tp = spec.axis(Axis.TP)
     for one in filter(None, (part.dealt() for part in spec.shape.parts)):
         if one.size % tp:
@@ -160,84 +154,11 @@ def groups_divide(spec: Resolution) -> Iterator[Finding]:
             yield _indivisible(spec, message, f"choose a tp that divides the {one.size} {one.each}", one.key)
 
 
-@rule("T009", targets=("megatron",))
-def megatron_experts_need_sequence_parallelism(spec: Resolution) -> Iterator[Finding]:
-    """Fires for experts with tp > 1 and no sequence parallelism."""
-    path, tp = ("parallelism", "sequence_parallel"), spec.axis(Axis.TP)
-    if spec.shape.has_moe and tp > 1 and not spec.sequence_parallel:
-        fix = Fix.setting(path, True, Safety.CHANGES_COST)
-        message = f"a mixture of experts with tp {tp} and sequence_parallel false"
-        place = path if spec.given(*path) else _TP
-        yield Finding(message, place, 'set "sequence_parallel": true', (fix,), also(spec, _TP))
-
-
 # What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
-
-
-@rule("T003", severity=Severity.INFO)
-def replicated_kv_heads_are_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says how many ranks share a head."""
-    tp = spec.axis(Axis.TP)
-    for heads in spec.shape.kv_head_counts:
-        if tp <= heads or tp % heads:
-            continue
-        yield Finding(
-            f"num_key_value_heads {heads} < tp {tp}: each kv head is held by {tp // heads} ranks",
-            _TP,
-            related=also(spec, model_path(spec, "num_key_value_heads")),
-        )
-
-
-@rule("T005", severity=Severity.INFO)
-def padded_vocabulary_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says the padded size."""
-    vocab, padded, tp = spec.shape.vocab_size, spec.padded_vocab_size, spec.axis(Axis.TP)
-    if padded != vocab:
-        yield Finding(
-            f"vocab_size {vocab} is padded to {padded}, a multiple of {spec.make_vocab_size_divisible_by} · tp {tp}",
-            ("parallelism", "make_vocab_size_divisible_by"),
-            help=f"another tp pads to another size; {padded - vocab} rows are never used",
-        )
-
-
-@rule("T006", severity=Severity.WARNING)
-def sequence_parallel_needs_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires when sequence_parallel is on at tp 1."""
-    path = ("parallelism", "sequence_parallel")
-    if spec.sequence_parallel and spec.axis(Axis.TP) == 1:
-        message = "sequence_parallel has no effect with tp 1: the plan switches it off"
-        yield removable(path, message, "remove it, or set tp to 2 or more", also(spec, _TP))
-
-
-@rule("T010", severity=Severity.INFO, targets=("megatron",))
-def megatron_needs_one_connection(spec: Resolution) -> Iterator[Finding]:
-    """Says what has to be exported before Megatron-LM starts."""
-    tp, cp, accelerator = spec.axis(Axis.TP), spec.axis(Axis.CP), spec.cluster.accelerator
-    machine = accelerators().get(accelerator)  # none, where a file that cannot be used is named
-    if (tp > 1 or cp > 1) and machine is not None and machine.starts_kernels_in_turn:
-        yield Finding(
-            f"tp {tp}, cp {cp} on {accelerator}: export CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-LM",
-            _TP if tp > 1 else ("parallelism", "cp"),
-        )
-
-
-@rule("T007", severity=Severity.WARNING)
-def sequence_divides_over_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the local sequence cannot be split over tp."""
-    length, cp, tp = spec.sequence_length, spec.axis(Axis.CP), spec.axis(Axis.TP)
-    if spec.sequence_parallel and length % cp == 0 and (length // cp) % tp:
-        local = length // cp
-        yield length_finding(
-            spec,
-            f"(sequence_length {length} / cp {cp}) % tp {tp} = {local % tp}: with sequence_parallel the ranks hold "
-            f"{-(-local // tp)} tokens each, {-local % tp} of them padding",
-            also(spec, ("parallelism", "tp"), ("parallelism", "sequence_parallel")),
-        )
 
 
 @rule("T013", severity=Severity.WARNING, targets=("runtime",))
 def attention_is_fused(spec: Resolution) -> Iterator[Finding]:
-    """Fires for plans on GPUs of which some layers have no fused kernel."""
     if spec.cluster.accelerator == "cpu":
         return
     # Only here: a check of a spec for CPUs needs neither.
@@ -276,7 +197,6 @@ _FUSED_WAYS = {
 
 @rule("T011")
 def module_divides(spec: Resolution) -> Iterator[Finding]:
-    """Fires for each rule whose parts tp does not divide."""
     shape, tp = spec.shape, spec.axis(Axis.TP)
     if shape.user_module is None:
         return

@@ -30,7 +30,6 @@ _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
 @rule("W001")
 def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the product differs, or does not leave a whole number for the "auto" axis."""
     if len(spec.auto_axes) > 1:
         return
     world, cluster = spec.world_size, spec.cluster
@@ -81,7 +80,6 @@ def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
 
 @rule("W002")
 def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
-    """Fires when two axes or more are "auto"."""
     if len(spec.auto_axes) > 1:
         named = " and ".join(f'{axis} "auto"' for axis in spec.auto_axes)
         first, second = spec.auto_axes[:2]
@@ -97,46 +95,12 @@ def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule("W003")
-def expert_grid_covers_the_world(spec: Resolution) -> Iterator[Finding]:
-    """Fires when ep does not fit into the ranks that experts are laid over."""
-    ep, dp, cp = spec.axis(Axis.EP), spec.axis(Axis.DP), spec.axis(Axis.CP)
-    tp, expert_tp = spec.axis(Axis.TP), spec.expert_tp
-    if expert_tp is not None and tp % expert_tp:
-        return  # rule M005
-    folds = 1 if expert_tp is None else tp // expert_tp
-    room = folds * dp * cp
-    if room % ep:
-        near = nearest_divisors(ep, room)
-        equation = f"dp {dp} · cp {cp}" if expert_tp is None else f"tp {tp} / expert_tp {expert_tp} · dp {dp} · cp {cp}"
-        message = f"ep {ep} does not divide {equation} = {room}: {room} / {ep} is not whole; nearest: {listed(near)}"
-        hint = "choose an ep that divides dp · cp" + ("" if expert_tp is None else " · tp / expert_tp")
-        related = also(spec, axis_path(Axis.DP), axis_path(Axis.CP))
-        yield settable(axis_path(Axis.EP), near, message, hint, related, layout_change(spec))
-
-
 @rule("W005", severity=Severity.INFO)
 def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says what was inferred."""
     for axis in spec.auto_axes[:1]:
         size = spec.axis(axis)
         how = spec.provenance[f"parallelism.{axis}"].detail
         yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
-
-
-@rule("W008", severity=Severity.WARNING)
-def tp_stays_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires when some tp group has ranks on two nodes in every order."""
-    tp, node = spec.axis(Axis.TP), spec.cluster.gpus_per_node
-    if spec.cluster.nodes > 1 and node % tp:
-        yield Finding(
-            f"tp {tp} > gpus_per_node {node}: every tensor-parallel collective crosses nodes"
-            if tp > node
-            else f"tp {tp} does not divide gpus_per_node {node}: some tensor-parallel groups lie on two nodes",
-            ("parallelism", "tp"),
-            help=f"use a tp that divides {node}, and more pp, cp or dp",
-            related=also(spec, ("cluster", "gpus_per_node")),
-        )
 
 
 # The order names each axis once, in a way that the targets know.
@@ -147,7 +111,6 @@ _MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
 
 @rule("W004")
 def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
-    """Fires on repeated axes and on axes larger than 1 that are missing."""
     if not spec.given(*_ORDER):
         return
     named = str(spec.get(*_ORDER)).split("-")
@@ -167,7 +130,6 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
 
 @rule("W006", targets=("megatron",))
 def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
-    """Fires when an axis larger than 1 stands outside pp and the two grids differ."""
     pp, cp, ep, order = spec.axis(Axis.PP), spec.axis(Axis.CP), spec.axis(Axis.EP), spec.order
     outside = [axis for axis in order[order.index(Axis.PP) + 1 :] if spec.axis(axis) > 1]
     if pp > 1 and outside and cp != ep:
@@ -179,7 +141,6 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
 
 @rule("W007", targets=("megatron",))
 def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
-    """Fires for every other order of the axes that are larger than 1."""
     larger = tuple(axis for axis in spec.order if spec.axis(axis) > 1)
     known = [tuple(axis for axis in order if axis in larger) for order in _MEGATRON_ORDERS]
     if larger not in known:
@@ -196,7 +157,6 @@ _SIZES = ("parallelism", "hierarchical_cp_sizes")
 
 @rule("W012")
 def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
-    """Fires for another product."""
     sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation
     if sizes is None or cp == 1 or sizes[0] * sizes[1] == cp:
         return
@@ -263,7 +223,6 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
 
 @rule("W010", severity=Severity.WARNING)
 def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires when the order that a search gives this layout keeps groups of tp or cp on a node and is faster."""
     for axis, here, better in _leaving(spec):
         if better is None:
             continue
@@ -282,7 +241,6 @@ def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
 
 @rule("W011", severity=Severity.INFO)
 def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
-    """Says how far the ring reaches and what it sends."""
     for axis, here, better in _leaving(spec):
         if axis is Axis.CP and better is None:
             found, size = here.reaches[Axis.CP], _traffic(spec).cp
@@ -296,7 +254,6 @@ def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
 
 @rule(EXPERTS_RULE, severity=Severity.WARNING)
 def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    """Fires when groups of ep lie on several nodes; says what they send and the share of a step that it takes."""
     if spec.axis(Axis.EP) == 1 or spec.cluster.nodes == 1:
         return
     traffic = _traffic(spec)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Fix, Safety, Severity
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
-from parcompile.model.derived_rows import dense_mlps, shared_inputs
+from parcompile.model.derived_rows import shared_inputs
 from parcompile.model.families import added_families, family_of
 from parcompile.model.layer_parts import ATTENTION, why_whole
 from parcompile.model.layers import KeysAndValues
@@ -22,7 +21,6 @@ from .l_stages import stages_of
 
 @rule("X002", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires where the two grids give a rank different indices on tp or pp."""
     ep = spec.axis(Axis.EP)
     sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
     if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
@@ -43,50 +41,8 @@ def runtime_keeps_experts_in_their_stage(spec: Resolution) -> Iterator[Finding]:
         )
 
 
-@rule("X006", severity=Severity.WARNING, targets=("runtime",), run_by=("megatron",))
-def runtime_holds_experts_whole_or_cut_over_tp(spec: Resolution) -> Iterator[Finding]:
-    """Fires for an expert_tp between 1 and tp, and where several tp ranks hold the same experts."""
-    expert_tp, ep, tp = spec.expert_tp, spec.axis(Axis.EP), spec.axis(Axis.TP)
-    sizes = {axis: spec.axis(axis) for axis in DENSE_AXES}
-    if expert_tp is None or not spec.shape.has_moe or tp % expert_tp:
-        return  # rule M005
-    if math.prod(sizes.values()) % (expert_tp * ep * sizes[Axis.PP]):
-        return  # rule W003
-    where = ("parallelism", "expert_tp")
-    if expert_tp > 1:
-        yield Finding(
-            f"expert_tp {expert_tp} beside tp {tp}: parcompile.runtime executes 1 and {tp}",
-            where,
-            help=f"write 1, or leave it out for {tp}",
-            related=also(spec, ("parallelism", "tp")),
-        )
-    elif not spec.zero_stage:
-        yield Finding(
-            "expert_tp 1 at zero.stage 0: the files of that stage have the states of all experts with each tp rank",
-            where,
-            help="use zero.stage 1, 2 or 3, or leave expert_tp out",
-            related=also(spec, ("zero", "stage")),
-        )
-    elif ep % tp:
-        yield Finding(
-            f"expert_tp 1 with ep {ep}: {ep} % tp {tp} = {ep % tp}, so that several tp ranks hold the same experts",
-            where,
-            help=f"choose an ep that is a multiple of tp {tp}, or leave expert_tp out",
-            related=also(spec, ("parallelism", "ep"), ("parallelism", "tp")),
-        )
-    elif not keeps_places(dense := Grid.of(spec.order, sizes), expert_grid(dense, ep, expert_tp)):
-        yield Finding(
-            f"the order {'-'.join(spec.order)} with expert_tp 1: ranks of several stages, or several tp ranks, "
-            "hold the same experts",
-            ("parallelism", "order"),
-            help="write the order tp-cp-ep-dp-pp",
-            related=also(spec, where),
-        )
-
-
 @rule("X004", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def runtime_knows_the_family(spec: Resolution) -> Iterator[Finding]:
-    """Fires for families of plug-ins, axes that a family does not run over, and windows that stand in one place."""
     family = spec.shape.model_type
     if spec.shape.user_module is None and family not in RUNTIME_FAMILIES:
         known = model_type(family)
@@ -129,47 +85,8 @@ def _window_on_one_side(spec: Resolution) -> Iterator[Finding]:
     )
 
 
-@rule("X005", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
-def runtime_cuts_hugging_face_models_into_stages(spec: Resolution) -> Iterator[Finding]:
-    """Fires for pp > 1 with a user module or a classifier."""
-    pp, labels = spec.axis(Axis.PP), spec.shape.head.labels
-    if pp > 1 and (labels or spec.shape.user_module is not None):
-        whose = f"a classifier (num_labels {labels})" if labels else "a user module"
-        yield Finding(
-            f"pp {pp} with {whose}: parcompile.runtime splits Hugging Face's language models into stages only",
-            ("parallelism", "pp"),
-            help="use tp, cp and dp",
-        )
-
-
-@rule("X011")
-def runtime_knows_the_head(spec: Resolution) -> Iterator[Finding]:
-    """Fires for linear_cross_entropy with a user module or a classifier."""
-    labels = spec.shape.head.labels
-    if spec.linear_cross_entropy and (labels or spec.shape.user_module is not None):
-        whose = f"a classifier (num_labels {labels})" if labels else "a user module"
-        message = f"linear_cross_entropy with {whose}: parcompile.runtime leaves out the logits of language models only"
-        yield settable(("training", "linear_cross_entropy"), [False], message, "set it to false")
-
-
-@rule("X012")
-def runtime_tiles_dense_mlps(spec: Resolution) -> Iterator[Finding]:
-    """Fires for tiled_mlp where no layer has a dense MLP in a module of its own."""
-    shape = spec.shape
-    if not spec.tiled_mlp or dense_mlps(shape):
-        return
-    if shape.user_module is not None:
-        why = "a user module: parcompile.runtime tiles the MLPs of Hugging Face models only"
-    elif shape.moe is not None and not shape.dense(range(shape.num_hidden_layers)):
-        why = f"{shape.model_type}: each of its {shape.num_hidden_layers} layers has experts, which are not tiled"
-    else:
-        why = f"{shape.model_type}: its layers have no dense MLP in a module of its own"
-    yield settable(("training", "tiled_mlp"), [False], f"tiled_mlp with {why}", "set it to false")
-
-
 @rule("X013")
 def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Finding]:
-    """Fires for gather_inputs_again where every block needs its input whole."""
     shape = spec.shape
     if spec.gather_inputs_again and not shared_inputs(shape):
         why = why_whole(shape, frozenset({ATTENTION}))
@@ -180,7 +97,6 @@ def runtime_gathers_inputs_of_matrices_again(spec: Resolution) -> Iterator[Findi
 
 @rule("X010")
 def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
-    """Fires where fewer weights have the rule than a model has ends."""
     module, needed = spec.shape.user_module, 1 if spec.shape.tie_word_embeddings else 2
     if module is None or not spec.sequence_parallel:
         return
@@ -202,7 +118,6 @@ def sequence_parallelism_has_both_ends(spec: Resolution) -> Iterator[Finding]:
 
 @rule("X007", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def layers_share_keys_within_a_stage(spec: Resolution) -> Iterator[Finding]:
-    """Fires for the first layer whose keys and values are on another stage."""
     pp, shape = spec.axis(Axis.PP), spec.shape
     if pp == 1 or not shape.kinds:
         return
@@ -240,7 +155,6 @@ def _sources(shape: ModelShape) -> list[tuple[int, int]]:
 
 @rule("X008", severity=Severity.WARNING, targets=("runtime",), run_by=(OTHER_TOOL,))
 def kv_heads_are_replicated_alike(spec: Resolution) -> Iterator[Finding]:
-    """Fires for two counts below tp."""
     tp = spec.axis(Axis.TP)
     fewer = [heads for heads in spec.shape.kv_head_counts if heads < tp and tp % heads == 0]
     if len(fewer) > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +19,7 @@ from parcompile.diagnostics import Severity
 from parcompile.layout.groups import divisors
 from parcompile.lint.advisories import advisories
 from parcompile.lint.registry import file_rules
-from parcompile.model.tables.expression import compiled
+from parcompile.model.tables.expression import compiled, names
 from parcompile.rules import (
     BASE,
     BROKEN_PLUGIN,
@@ -31,7 +33,8 @@ from parcompile.rules import (
     nearest_divisors,
     nearest_multiples,
 )
-from parcompile.spec.resolve import Resolution
+from parcompile.rules.table import value_of
+from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.user_files import shipped
 
 RULES = all_rules()
@@ -114,6 +117,7 @@ def test_missing_dimensions_are_reported_once() -> None:
 def test_every_rule_module_is_registered() -> None:
     """The first letter of a module is that of its codes, so that its name tells where a rule stands."""
     found = {rule.check.__module__.rpartition(".")[2]: rule.code for rule in all_rules()}
+    assert found.pop("table")
     modules = {file.stem for file in Path(rules_room.__file__).parent.glob("[a-z]_*.py")}
     assert modules == set(found)
     assert all(module[0].upper() == code[0] for module, code in found.items())
@@ -124,15 +128,33 @@ def test_rules_of_files_stand_in_the_room_of_their_tool() -> None:
     assert rooms == {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "gpt_neox": GPT_NEOX}
 
 
-@pytest.mark.parametrize("room", ["deepspeed", "megatron", "gpt_neox"])
+@pytest.mark.parametrize("room", ["rules", "lint.deepspeed", "lint.megatron", "lint.gpt_neox"])
 def test_every_expression_of_a_stored_rule_can_be_read(room: str) -> None:
     """Of each row, also of those that no example breaks; no word that stands for another is left."""
-    for code, stored in shipped(f"parcompile.lint.{room}", "rules.json").items():
+    for code, stored in shipped(f"parcompile.{room}", "rules.json").items():
         rows = rows_of([*stored["finds"], {"when": stored.get("when", "True")}], stored.get("words", {}))
         for row in rows:
             assert "$" not in str(row), code
-            texts = [row["when"], *(text for said in _texts(row) for text, _ in EXPRESSION.findall(said))]
+            over = row.get("over", {})
+            texts = [row["when"], *over.values()]
+            texts += [text for said in _texts(row) for text, _ in EXPRESSION.findall(said)]
             assert all(compiled(text) for text in texts), code
+            if room == "rules":
+                for name in {name for text in texts for name in names(text) if name.partition(".")[0] not in over}:
+                    with suppress(Unavailable):  # a key of DeepSpeed has no default
+                        value_of(Resolution(example_spec({"model": {"preset": "mixtral-8x7b"}})), name)
+
+
+def test_no_table_says_a_name_twice() -> None:
+    """JSON takes the last of two entries: a tree of `files.json` would stand for another of its name."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        assert len(dict(pairs)) == len(pairs), pairs
+        return dict(pairs)
+
+    for file in Path(rules_room.__file__).parents[1].rglob("*.json"):
+        if "tables" not in file.parts:
+            json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
 
 
 def _texts(node: object) -> Iterator[str]:

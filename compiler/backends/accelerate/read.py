@@ -7,7 +7,6 @@ transformers 5.23 (`distributed/configuration_utils.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
@@ -16,45 +15,11 @@ from parcompile.backends.reading import Draft, Importer, RefusedError, Source, S
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
+from parcompile.user_files import shipped
 
 _STAGES = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0, "3": 0, "HYBRID_SHARD": 3, "4": 3}
 _PARALLELISM = "parallelism_config."
 _OF_ACCELERATE = "parallelism_config_"
-_STARTED = "the launch files of the plan start the ranks"
-_SETTLED: Mapping[str, Sequence[str]] = {
-    _STARTED: (
-        *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
-        *("main_training_function", "enable_cpu_affinity", "compute_environment", "debug", "mpirun_config"),
-        *("mpirun_config.*", "commands", "command_file"),
-    ),
-    "the runtime has no FP8": ("fp8_config*",),
-}
-_SETTLED_IF_ON: Mapping[str, Sequence[str]] = {
-    "a spec has no TPUs": ("tpu_*", "downcast_bf16*"),
-    "the runtime compiles no whole model; numbers are the same": ("dynamo_config*",),
-}
-"""Options that no section reads, by the reason; the second are without effect where they are off."""
-_OF_DEEPSPEED = {
-    _STARTED: tuple(
-        f"deepspeed_{name}" for name in ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
-    )
-}
-_OF_DEEPSPEED_IF_ON = {
-    "the model is built and saved by the plan's slices": ("zero3_*",),
-    "the runtime keeps no states on NVMe": ("offload_*nvme_path",),
-}
-_OF_FSDP = {
-    "checkpoints of the runtime hold shards, and `parcompile checkpoint export` joins them": ("*state_dict*",),
-    "FSDP's own: ZeRO has no such setting": ("*",),
-}
-_OF_FSDP_IF_ON = {"it moves weights, which the runtime keeps on the accelerator": ("*offload*",)}
-_OF_DISTRIBUTED = {
-    "the plan shards the weights of a family by its own table": (
-        *("tp_plan", "ep_plan", "fsdp_plan", "tp_plan.*", "ep_plan.*", "fsdp_plan.*"),
-    ),
-    "the runtime exchanges tokens by all-to-all": ("ep_implementation",),
-    "the runtime has no FSDP: see zero and training.precision": ("fsdp_cpu_offload", "fsdp_mixed_precision"),
-}
 _WITHOUT_EFFECT = {
     "enable_sequence_parallel": "transformers 5.23 does nothing with it",
     "enable_expert_parallel": "ep_size says it",
@@ -96,10 +61,16 @@ def read(source: Source, draft: Draft) -> None:
     for path, why in _OF_THE_SCRIPT.items():
         if not any(known[: len(path)] == path for known in draft.values):
             draft.ask(path, why)
-    source.settle(_SETTLED, _SETTLED_IF_ON)
+    _settle(source, "file")
     for name in list(source.unread()):
         if source.given[name] in (None, {}):
             source.ignore(name, "empty")
+
+
+def _settle(source: Source, section: str, prefix: str = "") -> None:
+    """Says why options that nothing reads are lost; some are without effect where they are off."""
+    reasons = shipped(__package__, "reasons.json")[section]
+    source.settle(reasons["lost"], reasons["if_on"], prefix)
 
 
 def _machines(source: Source, draft: Draft) -> None:
@@ -173,7 +144,7 @@ def _deepspeed(source: Source, draft: Draft) -> None:
             draft.ask(path, f"{source.given[file]} says it: import that file too")
     for part in ("optimizer", "param"):
         read_offload(source, draft, part, f"{prefix}offload_{part}_device")
-    source.settle(_OF_DEEPSPEED, _OF_DEEPSPEED_IF_ON, prefix)
+    _settle(source, "deepspeed", prefix)
 
 
 def _fsdp(source: Source, draft: Draft) -> None:
@@ -194,7 +165,7 @@ def _fsdp(source: Source, draft: Draft) -> None:
         draft.take(source, [recompute], {path: "full"})
     else:
         source.ignore(recompute, "off")
-    source.settle(_OF_FSDP, _OF_FSDP_IF_ON, prefix)
+    _settle(source, "fsdp", prefix)
 
 
 def _megatron(source: Source, draft: Draft) -> None:
@@ -274,7 +245,7 @@ def _read_distributed(source: Source, draft: Draft) -> None:
             source.ignore(name, "off")
         elif name in _WITHOUT_EFFECT:
             source.ignore(name, _WITHOUT_EFFECT[name])
-    source.settle(_OF_DISTRIBUTED, {})
+    _settle(source, "distributed")
 
 
 IMPORTER = Importer(

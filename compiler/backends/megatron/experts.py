@@ -6,13 +6,14 @@ import ast
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router
+from parcompile.backends.artefacts import option_names, tree_of
 from parcompile.backends.reading import Arguments, Draft, Source, SpecPath
-from parcompile.model.shape import ModelShape, MoeShape
-from parcompile.spec import Router as RouterTraining
+from parcompile.backends.statements import Facts
+from parcompile.model.shape import MoeShape
+from parcompile.spec import Spec
 from parcompile.text.typed import decimal, number
-from parcompile.user_files import shipped
 
-OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["experts"])
+OPTIONS = option_names("megatron.experts")
 SCOPES = {"sequence": "seq_aux_loss", "micro_batch_per_layer": "aux_loss", "global_batch": "global_aux_loss"}
 """Megatron-LM's words for the tokens over which a loss balances experts; it has none for all layers as one."""
 _ROUTER: SpecPath = ("training", "router")
@@ -20,67 +21,39 @@ GROUP_TOPK = 2
 """Experts of a group whose scores are added to choose groups, in DeepSeek-V3's router of transformers."""
 
 
-def write(found: Architecture, shape: ModelShape, training: RouterTraining | None) -> Arguments:
+def write(found: Architecture, spec: Spec) -> Arguments:
     """The options of experts and of the router with its losses; none for a dense model.
+
+    Experts with a capacity are padded to fixed sizes, unless a bias moves: it would count padding, which every expert
+    has as much of as it lacks. Without a rate the bias stays as it was loaded.
 
     Raises:
         InexpressibleError: Megatron-LM has no option for something.
     """
-    moe, router = shape.moe, found.router
+    moe, router, training = spec.model.shape.moe, found.router, spec.training.router
     if moe is None or router is None:
         return {}
-    options: Arguments = {
-        "num_experts": moe.num_experts,
-        "moe_ffn_hidden_size": moe.intermediate_size,
-        "moe_router_topk": moe.num_experts_per_token,
-        **_write_losses(training),
-    }
-    if moe.shared_intermediate_size:
-        options["moe_shared_expert_intermediate_size"] = moe.shared_intermediate_size
-    if router.shared_gate:
-        options["moe_shared_expert_gate"] = True
-    if moe.layers is not None:
-        options["moe_layer_freq"] = str([int(layer in moe.layers) for layer in range(shape.num_hidden_layers)])
-    elif moe.first_moe_layer:
-        dense, others = moe.first_moe_layer, shape.num_hidden_layers - moe.first_moe_layer
-        options["moe_layer_freq"] = f"([0]*{dense}+[1]*{others})"
-    return options | _write_router(router, moe, None if training is None else training.bias_update_rate)
-
-
-def _write_losses(training: RouterTraining | None) -> Arguments:
-    kind = SCOPES.get(training.aux_loss_scope) if training is not None and training.aux_loss else None
-    found: Arguments = {
-        "moe_router_load_balancing_type": kind or "none",
-        "moe_aux_loss_coeff": training.aux_loss if training is not None and kind else 0.0,
-    }
-    if training is not None and training.expert_capacity:
-        found |= {"moe_expert_capacity_factor": training.expert_capacity, _POLICY: "probs"}
-        # Fixed sizes; the bias of a router would then count padding, which every expert has as much of as it lacks.
-        found |= {} if training.bias_update_rate else {_PAD: True}
-    return found | ({"moe_z_loss_coeff": training.z_loss} if training is not None and training.z_loss else {})
-
-
-def _write_router(router: Router, moe: MoeShape, rate: float | None) -> Arguments:
-    options: Arguments = {"moe_router_score_function": router.score}
-    if router.score == "softmax" and not router.normalized:
-        options["moe_router_pre_softmax"] = True
-    elif router.score == "sigmoid" and not router.normalized and moe.num_experts_per_token > 1:
+    if router.score == "sigmoid" and not router.normalized and moe.num_experts_per_token > 1:
         raise InexpressibleError("norm_topk_prob false", "Megatron-LM makes the weights of sigmoid scores add up to 1")
-    if router.scale != 1.0:
-        options["moe_router_topk_scaling_factor"] = router.scale
-    if router.groups > 1:
-        options["moe_router_num_groups"] = router.groups
-        options["moe_router_group_topk"] = router.groups_per_token
-        counted = moe.num_experts_per_token // router.groups_per_token
-        if counted != GROUP_TOPK:
-            raise InexpressibleError(
-                f"topk_group {router.groups_per_token} of {router.groups}",
-                f"Megatron-LM chooses groups by {moe.num_experts_per_token} / {router.groups_per_token} = {counted} "
-                f"experts of each, transformers by {GROUP_TOPK}",
-            )
-    if router.correction_bias:
-        # Without a rate the bias stays as it was loaded.
-        options |= {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": rate or 0.0}
+    if router.groups > 1 and (counted := moe.num_experts_per_token // router.groups_per_token) != GROUP_TOPK:
+        raise InexpressibleError(
+            f"topk_group {router.groups_per_token} of {router.groups}",
+            f"Megatron-LM chooses groups by {moe.num_experts_per_token} / {router.groups_per_token} = {counted} "
+            f"experts of each, transformers by {GROUP_TOPK}",
+        )
+    layers, kind, frequency = spec.model.shape.num_hidden_layers, None, None
+    if training is not None and training.aux_loss:
+        kind = SCOPES.get(training.aux_loss_scope)
+    if moe.layers is not None:
+        frequency = str([int(layer in moe.layers) for layer in range(layers)])
+    elif moe.first_moe_layer:
+        frequency = f"([0]*{moe.first_moe_layer}+[1]*{layers - moe.first_moe_layer})"
+    facts: Facts = {
+        "router.": lambda _spec, key: getattr(router, key),
+        "balancing": lambda _spec: kind or "none",
+        "layer_frequency": lambda _spec: frequency,
+    }
+    options: Arguments = tree_of("megatron.experts", spec, facts)
     return options
 
 

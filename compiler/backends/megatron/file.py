@@ -17,7 +17,7 @@ from parcompile.text import Document, Place, SourceError, SourceText
 from parcompile.text.shell import Invocation, ShellLimitError, Value, invocations
 from parcompile.text.shell.words import fields, known, missing, shown, span, unquoted
 from parcompile.text.typed import decimal
-from parcompile.user_files import read_bytes
+from parcompile.user_files import read_bytes, shipped
 
 from .arguments import Arguments, Unknown, Word, line, parsed, spelling
 
@@ -26,31 +26,12 @@ MEGATRON_FORMAT = "megatron"
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][A-Za-z0-9_-]*)")
 _SOURCES = re.compile(r"^\s*(?:source|\.)\s", re.MULTILINE)
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_][\w.:-]*)")
-_MARKS = frozenset(
-    {
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "num_attention_heads",
-        "ffn_hidden_size",
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "max_position_embeddings",
-        "num_layers",
-        "hidden_size",
-        "use_distributed_optimizer",
-    }
-)
+_NAMES = shipped("parcompile.backends.megatron", "groups.json")
+_MARKS = frozenset(_NAMES["marks"])
 """Arguments of which every file of this kind has several."""
 _INFERENCE = frozenset({"gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens"})
 """Settings of vLLM and SGLang, which have Megatron-LM's names for the sizes of their layout too."""
-_BRIDGE = frozenset(
-    {
-        *("model", "train", "validation", "optimizer", "scheduler", "ddp", "dist", "dataset", "logger", "tokenizer"),
-        *("checkpoint", "rng", "ft", "rerun_state_machine", "straggler", "nvrx_straggler", "inprocess_restart"),
-        *("profiling", "peft", "comm_overlap", "mixed_precision", "tensor_inspect"),
-    }
-)
+_BRIDGE = frozenset(_NAMES["sections of Megatron-Bridge"])
 """The sections of Megatron-Bridge's `ConfigContainer`."""
 _YAML_CFG = frozenset({"language_model", "model_parallel"})
 """Sections of a file for `--yaml-cfg` of Megatron-LM, which reads them and the values beside them as one run."""

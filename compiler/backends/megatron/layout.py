@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from parcompile.backends.artefacts import Loss, effective_order, losses_of, stored_losses
-from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open
+from parcompile.backends.artefacts import effective_order, stored_losses
+from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open, stored_bundle
+from parcompile.backends.statements import Facts
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
 from parcompile.spec import Spec
@@ -42,16 +41,6 @@ def _read_experts(source: Source, draft: Draft) -> None:
         source.ignore("expert_tensor_parallel_size", "the model has no experts")
 
 
-def _write_context(spec: Spec) -> Arguments:
-    parallelism = spec.parallelism
-    if parallelism.cp == 1:
-        return {}
-    found: Arguments = {"cp_comm_type": [COMM_TYPES[parallelism.cp_implementation]]}
-    if parallelism.cp_implementation is CpImplementation.USP and parallelism.hierarchical_cp_sizes is not None:
-        found["hierarchical_context_parallel_sizes"] = list(parallelism.hierarchical_cp_sizes)
-    return found
-
-
 @leaving_open(_IMPLEMENTATION)
 def _read_context(source: Source, draft: Draft) -> None:
     """The implementation, when it is one for all layers and there is a context axis."""
@@ -85,25 +74,6 @@ def _write_order(spec: Spec) -> Arguments:
 def _read_order(source: Source, draft: Draft) -> None:
     inverted = source.value("use_tp_pp_dp_mapping", _ORDER) is True
     draft.set(_ORDER, "-".join(ORDERS[inverted]), said=source.has("use_tp_pp_dp_mapping"))
-
-
-def _write_stages(spec: Spec) -> Arguments:
-    parallelism = spec.parallelism
-    found: Arguments = {}
-    if parallelism.pp == 1:
-        return found
-    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-        if getattr(parallelism, name):
-            found[name] = True
-    for end in ("first", "last"):
-        layers = getattr(parallelism, f"num_layers_in_{end}_pipeline_stage")
-        if layers is not None:
-            found[f"decoder_{end}_pipeline_num_layers"] = layers
-    if parallelism.num_virtual_stages_per_pipeline_rank > 1:
-        # Megatron-LM takes this one also where the first or last stage has a number of its own.
-        found[_VIRTUAL[1]] = parallelism.num_virtual_stages_per_pipeline_rank
-        found[_GROUP[1]] = parallelism.microbatch_group_size_per_virtual_pipeline_stage
-    return found
 
 
 @leaving_open(_VIRTUAL)
@@ -157,11 +127,10 @@ def _read_sharding(source: Source, draft: Draft) -> None:
     draft.set(_STAGE, stage, said=True)
 
 
-def _context_losses(spec: Spec) -> Iterator[Loss]:
-    """Where TransformerEngine's context parallelism does less than the plan's implementation."""
-    kv_heads = max(1, spec.model.shape.num_key_value_heads // spec.parallelism.tp)
-    return losses_of("megatron.context", spec, {"kv_heads_of_rank": lambda _spec: kv_heads})
-
+_FACTS: Facts = {
+    "comm_type": lambda spec: COMM_TYPES[spec.parallelism.cp_implementation],
+    "kv_heads_of_rank": lambda spec: max(1, spec.model.shape.num_key_value_heads // spec.parallelism.tp),
+}
 
 ROWS: tuple[Row, ...] = (
     Entry("tensor_model_parallel_size", ("parallelism", "tp")),
@@ -174,33 +143,16 @@ ROWS: tuple[Row, ...] = (
         _read_experts,
     ),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
-    Bundle(("cp_comm_type", "hierarchical_context_parallel_sizes"), _write_context, _read_context, _context_losses),
+    stored_bundle("megatron.context", _read_context, facts=_FACTS),
     Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, stored_losses("megatron.order")),
-    Bundle(
-        (
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "num_virtual_stages_per_pipeline_rank",
-            "num_layers_per_virtual_pipeline_stage",
-            "microbatch_group_size_per_virtual_pipeline_stage",
-            "pipeline_model_parallel_layout",
-        ),
-        _write_stages,
-        _read_stages,
+    # Megatron-LM takes a number of virtual stages also where the first or last stage has a number of its own.
+    stored_bundle(
+        "megatron.stages", _read_stages, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
     ),
-    Bundle(
-        (
-            "use_distributed_optimizer",
-            "use_megatron_fsdp",
-            "use_custom_fsdp",
-            "use_torch_fsdp2",
-            "data_parallel_sharding_strategy",
-        ),
-        lambda spec: {"use_distributed_optimizer": True} if spec.zero_stage >= 1 else {},
+    stored_bundle(
+        "megatron.sharding",
         _read_sharding,
-        stored_losses("megatron.sharding"),
+        *("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2", "data_parallel_sharding_strategy"),
     ),
 )
 """The layout, in the order in which it is written."""

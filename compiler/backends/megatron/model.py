@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
-from parcompile.backends.artefacts import Loss, losses_of
+from parcompile.backends.artefacts import Loss, losses_of, tree_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -165,8 +165,8 @@ def _write(spec: Spec) -> Arguments:
         "vocab_size": shape.vocab_size,
         **write(found),
         **positions.write(found),
-        **experts.write(found, shape, spec.training.router),
-        **_write_heads(spec),
+        **experts.write(found, spec),
+        **tree_of("megatron.heads", spec, {"is_latent": _is_latent}),
         "init_method_std": found.initializer_range,
         "attention_dropout": found.attention_dropout,
         "hidden_dropout": found.hidden_dropout,
@@ -176,21 +176,8 @@ def _write(spec: Spec) -> Arguments:
     return options
 
 
-def _write_heads(spec: Spec) -> Arguments:
-    shape, mla = spec.model.shape, spec.model.shape.attention.projections
-    if isinstance(mla, MlaShape):
-        return {
-            "multi_latent_attention": True,
-            **({} if mla.q_lora_rank is None else {"q_lora_rank": mla.q_lora_rank}),
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_head_dim": mla.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-        }
-    heads: Arguments = {"kv_channels": shape.head_dim}
-    if shape.num_key_value_heads != shape.num_attention_heads:
-        heads |= {"group_query_attention": True, "num_query_groups": shape.num_key_value_heads}
-    return heads
+def _is_latent(spec: Spec) -> bool:
+    return isinstance(spec.model.shape.attention.projections, MlaShape)
 
 
 def _losses(spec: Spec) -> Iterator[Loss]:

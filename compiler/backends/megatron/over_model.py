@@ -16,6 +16,7 @@ from parcompile.backends.trainers import ADAPTER
 from parcompile.backends.trainers.read import read_model
 from parcompile.text.python import Made
 from parcompile.text.typed import integer, number
+from parcompile.user_files import shipped
 
 from . import layout, training
 from .arguments import line
@@ -66,19 +67,7 @@ _SECTIONS = {
     "ddp": layout.ROWS,
     "rng": training.ROWS,
 }
-_RENAMED = {
-    "model.seq_length": "seq_length",
-    "model.recompute_granularity": "recompute_granularity",
-    "model.recompute_method": "recompute_method",
-    "model.recompute_modules": "recompute_modules",
-    "model.recompute_num_layers": "recompute_num_layers",
-    "model.virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-    "model.num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "model.num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "model.microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
-    "optimizer.use_distributed_optimizer": "use_distributed_optimizer",
-    "ddp.grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-}
+_RENAMED: dict[str, str] = shipped(__package__, "groups.json")["renamed"]
 """Keys that are not in the section, or not called, as Megatron-LM's option."""
 _OPTIONS = {f"{section}.{name}": name for section, rows in _SECTIONS.items() for name in table.names(rows)} | _RENAMED
 _KNOWN = tuple(

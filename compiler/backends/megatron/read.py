@@ -6,7 +6,7 @@ written to `backends.megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parcompile.backends import reading as table
@@ -23,6 +23,7 @@ from parcompile.backends.reading import (
 )
 from parcompile.diagnostics import closest
 from parcompile.text.typed import WrongValueError, integer, number, shown
+from parcompile.user_files import shipped
 
 from .arguments import NVIDIA, Unknown, line
 from .file import imported
@@ -30,21 +31,7 @@ from .model import default_ffn, described
 from .training import SCHEDULE_OPTIONS
 from .write import CARRIED, ROWS, arguments, changes, effect, fate
 
-STANDS_FOR: Mapping[str, tuple[str, ...]] = {
-    "recompute_activations": ("recompute_granularity",),
-    "use_rotary_position_embeddings": ("position_embedding_type",),
-    "group_query_attention": ("num_query_groups",),
-    "num_layers_per_virtual_pipeline_stage": ("num_virtual_stages_per_pipeline_rank",),
-    "train_samples": ("train_iters",),
-    "lr_decay_iters": ("lr_decay_iters", "lr_decay_style"),
-    "lr_decay_samples": ("lr_decay_iters", "lr_decay_style"),
-    "lr_warmup_samples": ("lr_warmup_iters",),
-    "lr_warmup_fraction": ("lr_warmup_iters",),
-    "encoder_num_layers": ("num_layers",),
-    "encoder_seq_length": ("seq_length",),
-    "use_megatron_fsdp": ("use_distributed_optimizer",),
-    "use_custom_fsdp": ("use_distributed_optimizer",),
-}
+STANDS_FOR: Mapping[str, Sequence[str]] = shipped(__package__, "groups.json")["stands_for"]
 """Options that are another spelling, and those that they set."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parcompile.backends.artefacts import Loss, losses_of, stored_losses
+from parcompile.backends.artefacts import Loss, losses_of, option_names
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -18,12 +18,13 @@ from parcompile.backends.reading import (
     UndecidedError,
     leaving_open,
     refuse_optimizer,
+    stored_bundle,
 )
+from parcompile.backends.statements import Facts
 from parcompile.layout.shards import VECTORS
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, PARTS, parts_of
-from parcompile.spec import Precision, RampupBatchSize, Spec
+from parcompile.spec import RampupBatchSize, Spec
 from parcompile.text.typed import WrongValueError, integer, number
-from parcompile.user_files import shipped
 
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _DECAY: SpecPath = ("training", "optimizer", "weight_decay")
@@ -34,13 +35,7 @@ _GRADIENTS: SpecPath = ("training", "gradient_accumulation_dtype")
 _RAMP: SpecPath = ("training", "rampup_batch_size")
 _PARTS_OF_RAMP = ("start", "increment", "samples")
 _RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
-_SCALES = {"initial_loss_scale": 65536.0, "loss_scale_window": 1000.0, "hysteresis": 2, "min_loss_scale": 1.0}
-"""What DeepSpeed's dynamic loss scaling does in a plan."""
-
-
-def _write_ramp(spec: Spec) -> Arguments:
-    ramp = spec.training.rampup_batch_size
-    return {} if ramp is None else {"rampup_batch_size": [ramp.start, ramp.increment, ramp.samples]}
+_DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
 @leaving_open(_RAMP)
@@ -65,15 +60,6 @@ def _ramp(source: Source) -> RampupBatchSize | None:
         return None
     found = RampupBatchSize(*given)
     return found if isinstance(full, int) and found.fits(full) else None
-
-
-def _write_length(spec: Spec) -> Arguments:
-    training = spec.training
-    if training.train_steps is None:
-        return {}
-    if training.rampup_batch_size is not None:  # validate_args refuses --train-iters beside it
-        return {"train_samples": training.samples_after(training.train_steps)}
-    return {"train_iters": training.train_steps}
 
 
 @leaving_open(_STEPS)
@@ -107,47 +93,11 @@ def _read_length(source: Source, draft: Draft) -> None:
         draft.set(_STEPS, samples // batch, said=True)
 
 
-def _write_optimizer(spec: Spec) -> Arguments:
-    optimizer = spec.training.optimizer
-    found: Arguments = {"lr": optimizer.lr}
-    if optimizer.start_weight_decay is None:
-        found["weight_decay"] = optimizer.weight_decay
-    else:
-        decays = optimizer.start_weight_decay, optimizer.weight_decay, optimizer.weight_decay_style
-        found |= dict(zip(_DECAYS, decays, strict=True))
-    if optimizer.type == "sgd":
-        return {"optimizer": "sgd", **found, "sgd_momentum": optimizer.momentum}
-    adam = {"adam_beta1": optimizer.betas[0], "adam_beta2": optimizer.betas[1], "adam_eps": optimizer.eps}
-    if not optimizer.is_muon:
-        return {"optimizer": "adam", **found, **adam}
-    mode, factor = _SCALES_OF_MUON[str(optimizer.adjust_lr)]
-    return {
-        "optimizer": "muon",
-        **found,
-        **adam,
-        "muon_momentum": optimizer.momentum,
-        **({"muon_nesterov": True} if optimizer.nesterov else {}),
-        "muon_num_ns_steps": optimizer.ns_steps,
-        "muon_fp32_matmul_prec": _PRECISIONS_OF_MUON[str(optimizer.ns_dtype)],
-        "muon_coefficient_type": "simple",
-        "muon_scale_mode": mode,
-        "muon_extra_scale_factor": factor,
-        "muon_tp_mode": "duplicated",
-    }
-
-
 _DECAYS = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
 """Of a weight decay that changes."""
 _SCALES_OF_MUON = {"match_rms_adamw": ("spectral", 0.2), "original": ("shape_scaling", 1.0)}
 """--muon-scale-mode and --muon-extra-scale-factor (emerging_optimizers, `get_muon_scale_factor`)."""
 _PRECISIONS_OF_MUON = {"bf16": "medium", "fp32": "high"}
-_MUON = tuple(
-    f"muon_{name}"
-    for name in (
-        *("momentum", "nesterov", "num_ns_steps", "fp32_matmul_prec", "coefficient_type", "scale_mode"),
-        *("extra_scale_factor", "tp_mode"),
-    )
-)
 _FUSED = "Megatron-LM's Muon takes gate and up of an MLP as one matrix, and routers as matrices"
 
 
@@ -228,26 +178,6 @@ def _read_muon(source: Source, draft: Draft) -> None:
     draft.set((*_OPTIMIZER, "ns_dtype"), types.get(str(precision), "bf16"), said=True)
 
 
-def _write_schedule(spec: Spec) -> Arguments:
-    schedule, lr = spec.training.lr_scheduler, spec.training.optimizer.lr
-    if schedule is None:
-        return {"lr_decay_style": "constant", "min_lr": lr}
-    grows = spec.training.rampup_batch_size is not None
-    unit, each = ("samples", spec.training.global_batch_size) if grows else ("iters", 1)
-    found: Arguments = {
-        "lr_decay_style": _STYLES.get(schedule.type, schedule.type),
-        f"lr_warmup_{unit}": schedule.warmup_steps * each,
-        "lr_warmup_init": schedule.warmup_start_lr,
-        "min_lr": schedule.min_lr,
-    }
-    if schedule.total_steps is not None:
-        found[f"lr_decay_{unit}"] = schedule.total_steps * each
-    if schedule.decay_steps is not None and schedule.decay_type is not None:
-        found[f"lr_wsd_decay_{unit}"] = schedule.decay_steps * each
-        found["lr_wsd_decay_style"] = _FALLS.get(schedule.decay_type, schedule.decay_type)
-    return found
-
-
 _STYLES, _FALLS = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}, {"sqrt": "minus_sqrt"}
 """Megatron-LM's words for schedules and for falls, where they differ from a spec's."""
 
@@ -269,7 +199,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         draft.set((*_SCHEDULE, key), value, said=True)
 
 
-SCHEDULE_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["schedules"])
+SCHEDULE_OPTIONS = (*option_names("megatron.schedule"), "lr_warmup_fraction")
 
 
 def with_further(found: Arguments, further: Mapping[str, Any]) -> Arguments:
@@ -352,21 +282,6 @@ def steps(source: Source, what: str) -> float | None:
     return 0 if what == "warmup" and not samples else None
 
 
-def _write_precision(spec: Spec) -> Arguments:
-    training = spec.training
-    found: Arguments = {}
-    if training.precision is Precision.FP32:
-        return found
-    found[training.precision.value] = True
-    if training.gradient_accumulation_dtype is Precision.FP32:
-        found["accumulate_allreduce_grads_in_fp32"] = True
-    elif training.precision is Precision.BF16:
-        found["grad_reduce_in_bf16"] = True
-    if training.precision is Precision.FP16:
-        found |= {"loss_scale": training.loss_scale} if training.loss_scale else _SCALES
-    return found
-
-
 def _read_precision(source: Source, draft: Draft) -> None:
     try:
         on = [name for name in ("fp16", "bf16") if source.value(name, _PRECISION) is True]
@@ -382,10 +297,10 @@ def _read_precision(source: Source, draft: Draft) -> None:
     draft.set(_GRADIENTS, sums, said=True)
     if precision == "fp16":
         draft.carry(source, "loss_scale", ("training", "loss_scale"), number)
-        for name in _SCALES:
+        for name in _DYNAMIC:
             source.value(name, ("training", "loss_scale"))
     else:
-        for name in ("loss_scale", *_SCALES):
+        for name in ("loss_scale", *_DYNAMIC):
             source.ignore(name, "fp16 is off")
 
 
@@ -450,19 +365,36 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
             source.lose(name, "a plan recomputes every layer on its own: memory differs, numbers do not")
 
 
-def _length_losses(spec: Spec) -> Iterator[Loss]:
-    training = spec.training
-    said = "train-iters" if training.rampup_batch_size is None else "train-samples"
-    samples = None if training.train_steps is None else training.samples_after(training.train_steps)
-    facts = {"samples_or_iters": lambda _spec: said, "samples_of_run": lambda _spec: samples}
-    return losses_of("megatron.length", spec, facts)
-
-
 def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
     kind = spec.training.activation_checkpointing
     recomputes = isinstance(kind, str) and ATTENTION in parts_of(kind)
     return losses_of("megatron.recomputation", spec, {"recomputes_attention": lambda _spec: recomputes})
 
+
+def _samples(spec: Spec) -> int | None:
+    """The samples of the run: validate_args refuses --train-iters beside a ramp."""
+    steps = spec.training.train_steps
+    return None if steps is None else spec.training.samples_after(steps)
+
+
+def _style(spec: Spec) -> str:
+    kind = "constant" if spec.training.lr_scheduler is None else spec.training.lr_scheduler.type
+    return _STYLES.get(kind, kind)
+
+
+def _fall(spec: Spec) -> str | None:
+    kind = None if spec.training.lr_scheduler is None else spec.training.lr_scheduler.decay_type
+    return None if kind is None else _FALLS.get(kind, kind)
+
+
+_FACTS: Facts = {
+    "samples_or_iters": lambda spec: "train-iters" if spec.training.rampup_batch_size is None else "train-samples",
+    "samples_of_run": _samples,
+    "scales_of_muon": lambda _spec: _SCALES_OF_MUON,
+    "precisions_of_muon": lambda _spec: _PRECISIONS_OF_MUON,
+    "style": _style,
+    "fall": _fall,
+}
 
 ROWS: tuple[Row, ...] = (
     Entry("seq_length", ("training", "sequence_length")),
@@ -470,23 +402,13 @@ ROWS: tuple[Row, ...] = (
     Entry("global_batch_size", ("training", "global_batch_size")),
     Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
     Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
-    Bundle(("rampup_batch_size",), _write_ramp, _read_ramp),
-    Bundle(("train_iters", "train_samples"), _write_length, _read_length, _length_losses),
-    Bundle(
-        ("optimizer", "lr", "weight_decay", *_DECAYS, "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", *_MUON),
-        _write_optimizer,
-        _read_optimizer,
-        stored_losses("megatron.optimizer"),
-    ),
-    Bundle(SCHEDULE_OPTIONS, _write_schedule, _read_schedule),
+    stored_bundle("megatron.ramp", _read_ramp),
+    stored_bundle("megatron.length", _read_length, facts=_FACTS),
+    stored_bundle("megatron.optimizer", _read_optimizer, facts=_FACTS),
+    stored_bundle("megatron.schedule", _read_schedule, "lr_warmup_fraction", facts=_FACTS),
     Entry("clip_grad", ("training", "gradient_clipping"), read=number),
     Entry("seed", ("training", "seed")),
-    Bundle(
-        ("fp16", "bf16", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "loss_scale", *_SCALES),
-        _write_precision,
-        _read_precision,
-        stored_losses("megatron.precision"),
-    ),
+    stored_bundle("megatron.precision", _read_precision),
     Bundle(
         (
             *("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),

@@ -6,12 +6,12 @@ by DeepSpeed alone. A plan has neither weights nor data: names stand in their pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from parcompile.backends import launch
-from parcompile.backends.artefacts import file_tree, header, to_text, yaml_file
+from parcompile.backends.artefacts import file_tree, header, to_text, tree_of, yaml_file
 from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.statements import Facts
 from parcompile.layout.sequence import CpImplementation
 from parcompile.plan import Plan
 from parcompile.spec import Precision, Spec
@@ -26,28 +26,8 @@ _SCHEDULES = {"constant": "constant_with_warmup", **{name: name for name in ("li
 
 def decided(plan: Plan, tool: Tool) -> dict[str, Any]:
     """The options of a trainer that a plan decides, by the tool's names: those of the tool's own words for it."""
-    training, optimizer = plan.spec.training, plan.spec.training.optimizer
-    found: dict[str, Any] = {
-        "per_device_train_batch_size": training.micro_batch_size,
-        "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "max_grad_norm": training.gradient_clipping,
-        "seed": training.seed,
-        "bf16": training.precision is Precision.BF16,
-        "fp16": training.precision is Precision.FP16,
-        "learning_rate": optimizer.lr,
-        "weight_decay": optimizer.weight_decay,
-    }
-    if optimizer.type in ("adamw", "adam", "muon"):
-        found |= dict(zip(("adam_beta1", "adam_beta2"), optimizer.betas, strict=True), adam_epsilon=optimizer.eps)
-    if optimizer.type in ("adamw", "adagrad", "sgd"):
-        found["optim"] = "adamw_torch" if optimizer.type == "adamw" else optimizer.type
-    if training.train_steps is not None:
-        found["max_steps"] = training.train_steps
-    if (schedule := training.lr_scheduler) is None:
-        found["lr_scheduler_type"] = "constant"
-    elif _says_schedule(plan.spec):
-        found |= {"lr_scheduler_type": _SCHEDULES[schedule.type], "warmup_steps": schedule.warmup_steps}
-    return {tool.length: training.sequence_length, **{tool.own(name): value for name, value in found.items()}}
+    found = tree_of("trainer_arguments", plan.spec, FACTS)
+    return {tool.length: plan.spec.training.sequence_length, **{tool.own(name): found[name] for name in found}}
 
 
 def _says_schedule(spec: Spec) -> bool:
@@ -58,6 +38,11 @@ def _says_schedule(spec: Spec) -> bool:
     begins = schedule.warmup_steps > 0 or schedule.type != "inverse_sqrt"
     ends = (steps is not None and schedule.end(steps) == steps) or schedule.type not in ("linear", "cosine")
     return begins and ends and schedule.type in _SCHEDULES and schedule.min_lr == schedule.warmup_start_lr == 0
+
+
+def _schedule(spec: Spec) -> str:
+    schedule = spec.training.lr_scheduler
+    return "constant" if schedule is None else _SCHEDULES[schedule.type]
 
 
 # axolotl
@@ -150,5 +135,5 @@ def trl_files(plan: Plan) -> dict[str, Any]:
     return {"trl_sft.py": "\n".join(header(plan, about)) + "\n" + text, **launch.torchrun_script(plan)}
 
 
-FACTS: Mapping[str, Callable[[Spec], Any]] = {"says_schedule": _says_schedule}
+FACTS: Facts = {"says_schedule": _says_schedule, "schedule": _schedule}
 """What losses of trainers read beside a spec."""
