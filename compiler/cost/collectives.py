@@ -79,8 +79,17 @@ LOSS_NUMBERS = 3
 """fp32 numbers of a token that the loss exchanges: the largest logit, the sum of exponentials, the label's logit."""
 
 
-_BEHIND_MLP = frozenset(("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"))
-"""Norms of what the MLP of a layer gives."""
+_BEHIND_MLP = frozenset(
+    (
+        *("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"),
+        *("post_norm2", "post_ffn_norm"),
+    )
+)
+
+
+def norms_mlp_output(shape: ModelShape) -> bool:
+    """Whether a norm takes what the MLP of a layer gives."""
+    return bool(_BEHIND_MLP.intersection(shape.norms.names))
 
 
 CONTROL_BYTES = 16
@@ -238,9 +247,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
     # Nothing behind the sum of the experts' outputs is needed again, so that recomputation stops before it. A norm is,
     # and so is what a mixture of streams multiplies it by: where these are computed again too.
     normed = experts is not None and experts.is_normed
-    behind = work.recomputes_layers and (
-        _BEHIND_MLP.intersection(work.shape.norms.names) or work.shape.residual.streams
-    )
+    behind = work.recomputes_layers and (norms_mlp_output(work.shape) or work.shape.residual.streams)
     unrepeated = routed - beside if work.recomputes(MLP) and not normed and not behind else 0
     if work.sequence_parallel:
         # Entering and leaving a region: gathered and reduced in forward, the other way round in backward.
@@ -303,7 +310,7 @@ def _tensor(work: Workload, stage: Stage, send: _Send) -> None:
 
 def needs_mlp_output(shape: ModelShape) -> bool:
     """Whether backward needs what a dense MLP gives: something behind it does more than add it."""
-    behind = _BEHIND_MLP.intersection(shape.norms.names) or shape.residual.streams or shape.layer_inputs is not None
+    behind = norms_mlp_output(shape) or shape.residual.streams or shape.layer_inputs is not None
     return bool(behind) or shape.model_type in WEIGHTED_RESIDUALS or bool(shape.norms.gate)
 
 

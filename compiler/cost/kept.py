@@ -154,7 +154,8 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
 def norm_bytes(shape: ModelShape, element_bytes: int) -> float:
     """What a norm of a layer keeps of a token beyond what goes into it: of a model whose stream passes norms alone."""
     for _, sort in sorts(shape, range(shape.num_hidden_layers)):
-        rows = _rows(sort, "stream", sizes(sort)[1], element_bytes)
+        # Where a rank has a part of the tokens, rows tell those that it has itself from others.
+        rows = _rows(sort, "stream", {**sizes(sort)[1], SEQUENCE_PARALLEL: True, SEVERAL: True}, element_bytes)
         of_feature = rows.get("own", {}).get("hidden_size", 0.0) / max(shape.norms.per_layer, 1)
         return float(max(0.0, of_feature - element_bytes) * shape.hidden_size)
     return 0.0

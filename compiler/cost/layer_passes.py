@@ -15,7 +15,7 @@ from parcompile.model.shape import mean_over_layers
 from . import kept
 from .activations import ROW_COPIES
 from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
-from .collectives import routed_layers, stream_bytes
+from .collectives import norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
 from .workload import Workload
@@ -48,8 +48,9 @@ def ends_bytes(
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
     Logits with their gradient; what the head's backward holds (the gradients of logits, weight and input; under
-    sequence parallelism the gathered input and its gradient, each twice while they are laid out anew); the gradients in
-    front of the last norm (three in fp32, and two in the type of the weights where that is another); what is in flight
+    sequence parallelism the gathered input and its gradient, one of several or padded rows laid out anew); the
+    gradients in front of the last norm (of an RMSNorm of transformers three in fp32, and two in the type of the weights
+    where that is another; of one kernel what goes in and comes out); what is in flight
     in the last MLP, or with full recomputation a layer: these do not stand in memory together, the largest counts. The
     gradient of a tied head waits for that of the embedding. Logits and layers are counted elsewhere, so what is
     returned may be negative. What is `absent` of what is held, while the loss goes backward and behind it, goes off.
@@ -62,20 +63,23 @@ def ends_bytes(
     chunk = loss_chunk_bytes(work, logits)
     counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk
     head = 0.0
-    normed = stage.has_head * hidden * (4 * (not tiles_norms(work)) + 2 * width) / share
+    copied = 4 * (norm_bytes(work) > 0)
+    normed = stage.has_head * hidden * (copied * (not tiles_norms(work)) + 2 * width) / share
     if stage.has_head and work.linear_loss:
         # The gradients of weight and input wait for backward; there the weight's is cast while the other is there.
         of_weight = 4 * weight / width
         head = hidden / share * width + of_weight + max(chunk, weight if width < 4 else 0.0)
     elif stage.has_head:
-        inputs = hidden * (4 + 1 / share) if share > 1 else hidden
+        anew = (work.micro_batch > 1) + (work.split_tokens > work.local_tokens)
+        inputs = hidden * (2 + anew + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
-        loss += width * logits * work.shape.caps.logits
+        loss += _logit_bytes(work) * logits * work.shape.caps.logits
         head = max(loss, width * (logits + inputs) + weight)
     head = normed + max(head - at_loss, weight * stage.has_head - behind)
     if work.recomputes_layers:
         return max(recomputed_layer + waiting - behind, head) - recomputed_layer - counted
-    first = hidden * ((2 * width if width < 4 else 0) + 3 * 4) / share
+    in_fp32 = (2 * width if width < 4 else 0) + 3 * 4
+    first = hidden * (in_fp32 if computes_norms(work) else 2 * copied + 2 * width) / share
     return max(head, max(normed + first, in_flight) + waiting - behind) - counted
 
 
@@ -240,16 +244,27 @@ def norm_bytes(work: Workload) -> float:
     return kept.norm_bytes(work.shape, work.element_bytes)
 
 
+FUSED_NORMS = types_with("fused_norm")
+"""Model types that norm a copy in fp32 with one kernel."""
+
+
+def computes_norms(work: Workload) -> bool:
+    """Whether a norm is computed step by step, as an RMSNorm of transformers, not by one kernel."""
+    return kept.norm_bytes(work.shape, 2) > 0 and work.shape.model_type not in FUSED_NORMS
+
+
 def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     """What is in flight while the norm in front of the MLP goes backward, when the MLP and its input are gone.
 
     An RMSNorm of transformers computes five tensors in fp32, and has let go of what its weight multiplies; gradients of
-    its output and of the sum are there, too.
+    its output and of the sum are there, too. A norm behind the MLP goes backward when all of the layer is there.
     """
-    if norm_bytes(work) == 0 or tiles_norms(work):
+    if not computes_norms(work) or tiles_norms(work):
         return 0.0
     share = work.tp if work.sequence_parallel else 1
     here = work.split_tokens / share * work.shape.hidden_size * (NORM_TENSORS * 4 + work.element_bytes)
+    if norms_mlp_output(work.shape):
+        return here + behind_mlp_bytes(work)
     return here - (layer.mlp + layer.gathered / work.shape.blocks_per_layer) * work.local_tokens
 
 

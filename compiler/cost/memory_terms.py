@@ -452,12 +452,12 @@ def _add_ends(
     """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
     work, stage = one.work, one.stage
     layer = one_layer + in_flight - behind_mlp_bytes(work) if stage.layers else 0.0
-    # While the last layer chooses keys by scores, no logits are there yet; of compressed keys, nor is what the
-    # layer keeps behind its attention, or computes again.
-    later = 0.0
-    if work.shape.heads.low_rank is not None:
+    # While the last layer chooses keys by scores, no logits are there yet, nor is what it computes again; of compressed
+    # keys, nor is what the layer keeps behind its attention.
+    later = layer * work.recomputes_layers
+    if work.shape.heads.low_rank is not None and not work.recomputes_layers:
         last = one.sparse if one.routed else one.dense
-        later = layer if work.recomputes_layers else last.mlp * one.tokens + last.stream / 2 * work.split_tokens
+        later = last.mlp * one.tokens + last.stream / 2 * work.split_tokens
     scoring = scoring_bytes(work, stage)
     scoring += (sum(kept.values()) - later - absent[0]) * (scoring > 0)
     # Of micro-batches that go backward later.

@@ -31,7 +31,7 @@ SCORES_AT_ONCE = 2**24
 def scoring_bytes(work: Workload, stage: Stage) -> float:
     """What an indexer holds while it scores: its scores in fp32, and what is left of them above zero.
 
-    Of compressed keys this is scaled, too, in a tensor of its own, and each row of a batch is scored alone.
+    Each row of a batch is scored alone. Of compressed keys this is scaled, too, in a tensor of its own.
     """
     indexer = work.shape.part(Indexer)
     if work.shape.heads.low_rank is not None:
@@ -42,7 +42,8 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         return 0.0
     if indexer.block:  # what each query sees, twice
         return 2.0 * work.local_tokens * work.sequence_length
-    return 2 * 4 * min(SCORES_AT_ONCE, work.local_tokens * indexer.heads * indexer.scored(work.sequence_length))
+    queries = work.local_tokens // work.micro_batch
+    return 2 * 4 * min(SCORES_AT_ONCE, queries * indexer.heads * indexer.scored(work.sequence_length))
 
 
 def choice_bytes(work: Workload, stage: Stage) -> float:

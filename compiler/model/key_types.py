@@ -90,8 +90,9 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:
             return key, f"{key} is {json.dumps(word)[:60]}, which transformers does not know: {_word(word, known)}"
-    stretches = "rope_parameters" in fields_of(model_type) and model_type not in _FOR_EACH_KIND
-    return _stretched_otherwise(config) if stretches else None
+    # Classes that have positions for each kind of layer do not check others.
+    by_kind = shipped("parcompile.model", "families.json").get(model_type, {}).get("positions_by_kind")
+    return _stretched_otherwise(config) if "rope_parameters" in fields_of(model_type) and not by_kind else None
 
 
 _STRETCHES: Mapping[str, tuple[str, ...]] = {
@@ -101,8 +102,6 @@ _STRETCHES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "proportional", "axial", "mrope", "su"), ()),
 }
 """Kinds of stretched positions and the keys that transformers asks for (modeling_rope_utils.py), or a class renames."""
-_FOR_EACH_KIND = frozenset({"gemma3_text", "gemma3n_text", "olmo3", "zaya"})
-"""Classes that have positions for each kind of layer, and do not check others."""
 
 
 def _stretched_otherwise(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -70,6 +70,15 @@ GEMMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "attn_logit_softcapping": None,
 }
+GPT_NEOX: dict[str, Any] = {
+    "model_type": "gpt_neox",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 1024,
@@ -111,13 +120,18 @@ def activations(plan: Plan, rank: int = 0) -> tuple[float, int]:
         # A cap on logits keeps them twice.
         (GEMMA, {}, "none"),
         ({**GEMMA, "final_logit_softcapping": None}, {}, "full"),
+        # A norm behind the MLP goes backward when all of its layer is there.
+        ({**GEMMA, "vocab_size": 512}, {}, "full"),
+        # A LayerNorm is one kernel: no gradient of it is in fp32.
+        (GPT_NEOX, {}, "none"),
+        (GPT_NEOX, {"tp": 2, "sequence_parallel": True}, "none"),
         # Slices of dealt experts, to which the rows of all tp ranks come.
         (QWEN, {"tp": 4, "dp": 2, "ep": 2}, "full"),
         (QWEN, {"dp": 2, "ep": 2}, "full"),
     ],
 )
 def test_activations_are_those_that_are_counted(
-    config: dict[str, Any], axes: dict[str, int], recompute: str, precision: str
+    config: dict[str, Any], axes: dict[str, Any], recompute: str, precision: str
 ) -> None:
     training = {
         "sequence_length": 1024,
@@ -131,6 +145,27 @@ def test_activations_are_those_that_are_counted(
     plan = make_plan(world, axes, model=config, training=training, whole_model=True, extra={"cluster": cluster})
     estimated, counted = activations(plan)
     assert estimated == pytest.approx(counted, rel=NEAR)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "axk2"])
+def test_indexers_score_several_rows_without_copies_of_keys(kind: str) -> None:
+    # torch would expand the keys of both rows to each query: 1 GiB here.
+    indexer = {"index_n_heads": 2, "index_head_dim": 128, "index_topk": 256}
+    training = {"sequence_length": 1024, "micro_batch_size": 2, "global_batch_size": 8, "precision": "bf16"}
+    cluster = {"gpus_per_node": 1, "accelerator": "h200"}
+    config = {**DEEPSEEK, **indexer, "model_type": kind, "num_attention_heads": 2, "num_key_value_heads": 2}
+    plan = make_plan(1, {}, model=config, training=training, whole_model=True, extra={"cluster": cluster})
+    estimated, counted = activations(plan)
+    assert estimated == pytest.approx(counted, rel=NEAR)
+
+
+def test_every_class_that_caps_logits_is_listed() -> None:
+    from transformers import CONFIG_MAPPING
+
+    known = [name for name in RUNTIME_FAMILIES if name in CONFIG_MAPPING]
+    capped = {name for name in known if hasattr(CONFIG_MAPPING[name]().get_text_config(), LOGIT_CAP)}
+    assert "gemma2" in capped
+    assert capped <= CAPPED_LOGITS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(CAPPED_LOGITS))

@@ -33,7 +33,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,10 +110,12 @@ def _of_runs(
 ) -> Tensor:
     width = indexer.index_topk + (indexer.index_kpool - 1 if indexer.index_kpool_always_select_tail else 0)
     found = torch.zeros(*hidden_states.shape[:2], width, dtype=torch.int32, device=hidden_states.device)
-    for run in order.runs():
+    # Row by row: of several rows at once torch copies the keys for each query.
+    rows = [(run, row) for run in order.runs() for row in range(len(every))[run.rows]]
+    for run in [replace(run, rows=slice(row, row + 1)) for run, row in rows]:
         document = every[run.rows, run.first : run.stop]
         pools = max(1, document.shape[1] // indexer.index_kpool)
-        at_once = max(1, SCORES_AT_ONCE // (document.shape[0] * indexer.n_heads * pools))
+        at_once = max(1, SCORES_AT_ONCE // (indexer.n_heads * pools))
         for start in range(run.tokens.start, run.tokens.stop, at_once):
             queries = slice(start, min(start + at_once, run.tokens.stop))
             found[run.rows, queries] = _chosen_in(own, run, document, queries, hidden_states, q_resid)
@@ -208,32 +210,38 @@ def choose_keys(
         see_first = torch.ones(1, 1, 1, dtype=torch.bool, device=hidden_states.device)
         own(hidden_states, q_resid, (cos, sin), see_first, position_ids, past_key_values=keys)
         order = token_order(place, hidden_states.shape[1], keys.every.shape[1], hidden_states.device)
-        at_once = max(1, SCORES_AT_ONCE // (hidden_states.shape[0] * indexer.n_heads * order.length))
-        found = []
-        for start in range(0, hidden_states.shape[1], at_once):
-            rows = slice(start, start + at_once)
-            turned = (cos[:, rows], sin[:, rows])
-            seen = order.seen(rows)
-            found.append(
-                own(hidden_states[:, rows], q_resid[:, rows], turned, seen, position_ids, past_key_values=keys)
-            )
-        return torch.cat(found, 1)
+        at_once = max(1, SCORES_AT_ONCE // (indexer.n_heads * order.length))
+        parts = [slice(start, start + at_once) for start in range(0, hidden_states.shape[1], at_once)]
+
+        def of_row(row: int) -> Tensor:
+            keys.row = row
+            own_row = [one[row if len(one) > 1 else 0][None] for one in (hidden_states, q_resid, cos, sin)]
+            found = []
+            for part in parts:
+                hidden, queries, *turned = (one[:, part] for one in own_row)
+                seen = order.seen(part)[row if len(order.starts) > 1 else 0][None]
+                found.append(own(hidden, queries, tuple(turned), seen, position_ids, past_key_values=keys))
+            return torch.cat(found, 1)
+
+        # Row by row: of several rows at once torch copies the keys for each query.
+        return torch.cat([of_row(row) for row in range(len(hidden_states))])
 
     return chosen_once(chosen)
 
 
 class _Keys:
-    """Stands for the cache of an indexer's keys: takes those of this rank once, and gives those of all ranks."""
+    """Stands for the cache of an indexer's keys: takes those of this rank once, and gives a row's of all ranks."""
 
     def __init__(self, of_all: Callable[[Tensor], Tensor]) -> None:
         self._of_all = of_all
         self.every: Tensor = torch.empty(0)
+        self.row = 0
         self._taken = False
 
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
         """[B, S, D] → [B, T, D]; the first time one key only, since nothing is chosen from them yet."""
         if self._taken:
-            return self.every
+            return self.every[self.row][None]
         self._taken, self.every = True, self._of_all(keys)
         return self.every[:, :1]
 
