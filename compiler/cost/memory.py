@@ -198,6 +198,8 @@ def optimizer_step_bytes(
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
     dealt = -(-dealt // work.expert_shards) if work.zero_stage else dealt
     largest = max(dealt, shard - dealt)
+    if work.shards_weights:  # whole parameters, until they are that many: up to one more is not counted
+        largest = min(largest, max(work.sub_group, 1))
     adam: float = 0.0 if work.fused else MASTER_BYTES * largest * (2 if work.machine.name == "cpu" else 1)
     if work.muon:
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
@@ -210,8 +212,9 @@ def optimizer_step_bytes(
         # Gradients stay where they are; an fp32 copy of 16-bit ones is made.
         return adam if work.gradient_bytes == MASTER_BYTES else MASTER_BYTES * shard + adam
     if work.shards_weights:
-        # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside.
-        return MASTER_BYTES * largest + adam
+        # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside. Of
+        # gathered weights the small ones stay.
+        return MASTER_BYTES * largest + adam - work.element_bytes * gathered_numels(work, stage)[2]
     if work.zero_stage == 2 and not keeps_whole_sums(work):
         return adam - bucket  # the optimizer takes the sums themselves
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes

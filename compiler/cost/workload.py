@@ -153,6 +153,8 @@ class Workload:
     """Whether DeepSpeed reduces gradients under backward, as the spec says; None: the plan decides."""
     reduce_bucket: int | None = None
     """Elements of DeepSpeed's reduce bucket, as the spec says; None: the plan decides."""
+    sub_group: int = 1_000_000_000
+    """Elements of a rank that DeepSpeed steps at a time at ZeRO stage 3 (sub_group_size)."""
     preset: Accelerator | None = field(default=None, hash=False)
     """A measured machine, which `accelerator` then only resembles."""
     names_machine: bool = True

@@ -507,7 +507,7 @@ def _of_deepspeed(spec: Spec) -> dict[str, Any]:
     overlap = section.get("overlap_comm")
     found: dict[str, Any] = {"overlap_comm": overlap if isinstance(overlap, bool) else None}
     gathering = {"small_numel": "param_persistence_threshold", "live_numel": "max_live_parameters"}
-    keys = {"reduce_bucket": "reduce_bucket_size", **gathering}
+    keys = {"reduce_bucket": "reduce_bucket_size", "sub_group": "sub_group_size", **gathering}
     for name, key in keys.items():
         value = section.get(f"stage3_{key}", section.get(key))
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:

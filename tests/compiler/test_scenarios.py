@@ -120,7 +120,7 @@ def test_four_cards_of_24_gib(run: Run) -> None:
     write("512.json", {"version": 1, "model": {"preset": "llama-3-70b"}, "cluster": cluster, "training": training})
     said = run("search 512.json", code=1)
     assert "what would fit" in said
-    assert "nodes 64" in said
+    assert "nodes 32" in said
     run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json -o spec.json")
     assert "of 21.73 GiB" in run("init --model llama-3.2-1b --gpus-per-node 4 --accelerator card.json")
     assert "wrote plan/plan.json" in run("spec.json -o plan")

@@ -761,6 +761,23 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
     assert estimated == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize("group", [10**9, 4 * 10**6])
+def test_stage_3_steps_one_group_after_the_other(group: int) -> None:
+    """What the optimizer takes for gradients in fp32 is of one group, when gathered weights are gone."""
+    drawing = script("preflight_peaks")
+    keys = {"sub_group_size": group, "reduce_bucket_size": 17 * 10**6, "stage3_max_live_parameters": 1000}
+    extra = {
+        "zero": {"stage": 3},
+        "cluster": {"gpus_per_node": 2, "accelerator": "h200"},
+        "deepspeed": {"zero_optimization": {**keys, "stage3_prefetch_bucket_size": 1000}},
+    }
+    training = {"sequence_length": 256, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16"}
+    config = {**drawing.LLAMA, "vocab_size": 8000, "num_hidden_layers": 12}
+    plan = make_plan(2, {"dp": 2}, model=config, training=training, whole_model=True, extra=extra)
+    estimated, counted, _ = drawing.measured(plan, 0)
+    assert estimated == pytest.approx(counted, rel=0.03)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_messages_of_zero_stage_3_agree_with_the_estimate(tied: bool, recompute: str) -> None:
