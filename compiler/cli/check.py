@@ -218,10 +218,13 @@ def command(
     if targets:
         run.checked = [with_inexpressible(one, chosen_targets(targets)) for one in run.checked]
     found = [one for checked in run.checked for one in chosen.of(checked.diagnostics)]
-    _print(run, found, format_, show_values=show_values, folded=not verbose, estimates=not no_estimate)
-    for line in _remarks(run, alone=not run.checked and not skip_unrecognised):
+    alone = not run.checked and not skip_unrecognised
+    unread = [_why_skipped(file, kind, run.why_unread.get(file)) for file, kind in run.skipped.items() if alone]
+    unread = [*run.unreadable, *unread]
+    _print(run, found, format_, unread, show_values=show_values, folded=not verbose, estimates=not no_estimate)
+    for line in _remarks(run, alone=alone):
         say(line, err=True)
-    if run.unreadable or (run.skipped and not run.checked and not skip_unrecognised):
+    if unread:
         raise click.exceptions.Exit(USAGE)
     if has_errors(found):
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
@@ -303,7 +306,14 @@ def _verdict(checked: Checked) -> str | None:
 
 
 def _print(
-    run: Run, found: list[Diagnostic], format_: str, *, show_values: bool, folded: bool, estimates: bool
+    run: Run,
+    found: list[Diagnostic],
+    format_: str,
+    unread: list[str],
+    *,
+    show_values: bool,
+    folded: bool,
+    estimates: bool,
 ) -> None:
     titles = {}
     if format_ == "sarif" and found:
@@ -326,6 +336,7 @@ def _print(
         fix_hint="--fix" if not run.fixed else None,
         kinds=run.kinds,
         folded=folded,
+        unreadable=unread,
     )
     if with_values is not None:
         say(json.dumps({**json.loads(with_values.getvalue()), "values": values}, indent=2, default=str))

@@ -8,6 +8,7 @@ other tp, cp and dp.
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from itertools import groupby
@@ -244,7 +245,9 @@ def shown(value: Any, unit: str = "") -> str:
         return "-"
     if unit:
         return format_bytes(value) if unit == "bytes" else format_seconds(value)
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, bool | dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,17 @@ class TestFormats:
         assert (wrong["end_line"], wrong["end_column"]) == (5, 28)
 
     @pytest.mark.parametrize("format_", FORMATS)
+    def test_formats_for_programs_say_that_a_file_could_not_be_read(self, run: Any) -> None:
+        Path("cut.json").write_text('{"version": 1, "mod', encoding="utf-8")
+        done = run("check", "good.json", "cut.json", "--format", "json")
+        assert done.code == 2
+        assert done.json["valid"] is False
+        assert [one[:24] for one in done.json["unreadable"]] == ["cut.json cannot be read:"]
+        (log,) = run("check", "good.json", "cut.json", "--format", "sarif").json["runs"]
+        assert log["invocations"][0]["executionSuccessful"] is False
+        assert 'errors="1"' in run("check", "good.json", "cut.json", "--format", "junit").out
+        assert run("check", "good.json", "--format", "json").json["valid"] is True
+
     def test_every_format_names_the_code(self, run: Any, format_: str) -> None:
         done = run("check", "bad.json", "good.json", "--format", format_)
         assert done.code == 1

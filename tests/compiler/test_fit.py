@@ -325,7 +325,7 @@ def test_that_no_layout_fits_is_said_where_every_layout_was_tried() -> None:
     (error,) = parcompile.check(spec("llama-3.1-405b", parallelism={"tp": 1}, training=training)).errors
     assert not error.fixes
     assert error.help is not None
-    assert error.help.startswith("none of the 204 layouts of these GPUs that were tried fits; tp 8")
+    assert error.help.startswith("none of the 205 layouts of these GPUs that were tried fits; tp 8")
     assert "nodes 16: peak" in error.help
 
 

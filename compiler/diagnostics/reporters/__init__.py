@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
@@ -151,6 +151,7 @@ def report(
     fix_hint: str | None = None,
     kinds: Mapping[str, str] | None = None,
     folded: bool = False,
+    unreadable: Sequence[str] = (),
 ) -> None:
     """Write `diagnostics` to `stream` in one of `FORMATS`: errors before warnings before remarks, each in file order.
 
@@ -165,6 +166,7 @@ def report(
         fix_hint: The command that applies safe fixes, for the last line of the text format.
         kinds: What each file is, for the formats that programs read.
         folded: Whether the text format gives each remark one line.
+        unreadable: What is wrong with files that could not be read, for the formats that programs read.
 
     Raises:
         ValueError: There is no such format.
@@ -178,7 +180,7 @@ def report(
     home = "text" if format in ("text", "concise") else "programs"
     write = getattr(importlib.import_module(f"{__package__}.{home}"), f"write_{format}")
     shown = style or Style.of(stream)
-    context = Context(known, checked, dict(titles or {}), shown, fix_hint, dict(kinds or {}), folded)
+    context = Context(known, checked, dict(titles or {}), shown, fix_hint, dict(kinds or {}), folded, unreadable)
     write(found, stream, context)
 
 
@@ -193,6 +195,7 @@ class Context:
     fix_hint: str | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
     folded: bool = False
+    unreadable: Sequence[str] = ()
 
     def line(self, file: str | None, number: int) -> str | None:
         """The line of a file, None when the file is not at hand."""

@@ -4,7 +4,8 @@ JSON is one object, the whole of the output:
 `{"valid", "error_count", "warning_count", "files": [{"file", "kind"}], "diagnostics": [{"code", "severity", "message",
 "file", "line", "column", "end_line", "end_column", "path", "help", "related", "fixes"}]}`; `path` is the dotted path,
 `related` hold `{"message", "path"}` with the same places, `fixes` hold `{"title", "safety", "edits"}`. Lines and
-columns count from 1; the end lies behind the last character.
+columns count from 1; the end lies behind the last character. Where files could not be read, `valid` is false and
+`"unreadable"` says why, a text for each.
 """
 
 from __future__ import annotations
@@ -55,10 +56,16 @@ def write_sarif(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Cont
                     _result(found, codes.index(found.code), f"{print_}:{number}")
                     for found, print_, number in _told_apart(diagnostics)
                 ],
+                **({"invocations": [_failed(context.unreadable)]} if context.unreadable else {}),
             }
         ],
     }
     stream.write(json.dumps(log, indent=2, ensure_ascii=True, allow_nan=False) + "\n")
+
+
+def _failed(messages: Sequence[str]) -> dict[str, Any]:
+    told = [{"level": "error", "message": {"text": message}} for message in messages]
+    return {"executionSuccessful": False, "toolExecutionNotifications": told}
 
 
 def _rule(code: str, title: str | None) -> dict[str, Any]:
@@ -152,11 +159,12 @@ def write_json(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Conte
     """The object, indented, with a line break at its end."""
     errors = sum(1 for found in diagnostics if found.severity is Severity.ERROR)
     summary = {
-        "valid": errors == 0,
+        "valid": errors == 0 and not context.unreadable,
         "error_count": errors,
         "warning_count": sum(1 for found in diagnostics if found.severity is Severity.WARNING),
         "files": [{"file": file, "kind": context.kinds.get(file)} for file in context.files],
         "diagnostics": [as_json(found) for found in diagnostics],
+        **({"unreadable": [*context.unreadable]} if context.unreadable else {}),
     }
     stream.write(json.dumps(summary, indent=2, ensure_ascii=True, allow_nan=False, default=str) + "\n")
 
@@ -206,9 +214,14 @@ def write_junit(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Cont
     loose = [found for found in diagnostics if found.file is None]
     suites += [("-", loose)] if loose else []
     failures = sum(found.severity is Severity.ERROR for found in diagnostics)
-    tests = sum(max(1, len(found)) for _, found in suites)
+    tests, unread = sum(max(1, len(found)) for _, found in suites), len(context.unreadable)
     lines = ['<?xml version="1.0" encoding="UTF-8"?>']
-    lines.append(f'<testsuites name="parcompile" tests="{tests}" failures="{failures}" errors="0">')
+    lines.append(f'<testsuites name="parcompile" tests="{tests + unread}" failures="{failures}" errors="{unread}">')
+    for message in context.unreadable:
+        lines.append('  <testsuite name="unreadable" tests="1" failures="0" errors="1" skipped="0">')
+        error = f"<error message={_attribute(message)}/>"
+        lines.append(f'    <testcase classname="unreadable" name={_attribute(message)}>{error}</testcase>')
+        lines.append("  </testsuite>")
     for file, found in suites:
         lines += _suite(file, found, context.kinds.get(file))
     lines.append("</testsuites>")
