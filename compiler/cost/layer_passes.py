@@ -48,9 +48,9 @@ def ends_bytes(
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
     Logits with their gradient; what the head's backward holds (the gradients of logits, weight and input; under
-    sequence parallelism the gathered input and its gradient, one of several or padded rows laid out anew); the
-    gradients in front of the last norm (of an RMSNorm of transformers three in fp32, and two in the type of the weights
-    where that is another; of one kernel what goes in and comes out); what is in flight
+    sequence parallelism the gathered input and its gradient, one of several or padded rows laid out anew, both in
+    pieces and between CPUs); the gradients in front of the last norm (of an RMSNorm of transformers three in fp32, and
+    two in the type of the weights where that is another; of one kernel what goes in and comes out); what is in flight
     in the last MLP, or with full recomputation a layer: these do not stand in memory together, the largest counts. The
     gradient of a tied head waits for that of the embedding. Logits and layers are counted elsewhere, so what is
     returned may be negative. What is `absent` of what is held, while the loss goes backward and behind it, goes off.
@@ -71,6 +71,7 @@ def ends_bytes(
         head = hidden / share * width + of_weight + max(chunk, weight if width < 4 else 0.0)
     elif stage.has_head:
         anew = (work.micro_batch > 1) + (work.split_tokens > work.local_tokens)
+        anew = 2 if _in_pieces(work) or not runs_on_gpu(work) else anew
         inputs = hidden * (2 + anew + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
         loss += _logit_bytes(work) * logits * work.shape.caps.logits
@@ -154,9 +155,8 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
         if work.mlp_tiles > 1:
             return tile_bytes(work)
         width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
-        pieces = MOST_PIECES if work.micro_batch == 1 else work.micro_batch
-        in_pieces = work.element_bytes * h * tokens >= pieces * PIECE_BYTES and runs_on_gpu(work)
-        if work.tp > 1 and work.sequence_parallel and in_pieces:
+        if work.tp > 1 and work.sequence_parallel and _in_pieces(work):
+            pieces = _pieces(work)
             # The gradient of a rank's own tokens, all that is gathered of it under the product, and three more pieces.
             gathered = h * (1 + min(3, pieces) / pieces + 1 / work.tp)
             return work.element_bytes * tokens * max(gathered + width, h / work.tp + 2 * width)
@@ -185,6 +185,16 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
         # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
         running, back = running + input_bytes(work), back + input_bytes(work)
     return max(of_weight + came - own, running - bucket, back)
+
+
+def _pieces(work: Workload) -> int:
+    return MOST_PIECES if work.micro_batch == 1 else work.micro_batch
+
+
+def _in_pieces(work: Workload) -> bool:
+    """Whether inputs and gradients of linears travel in pieces under sequence parallelism."""
+    size = work.element_bytes * work.shape.hidden_size * work.local_tokens
+    return size >= _pieces(work) * PIECE_BYTES and runs_on_gpu(work)
 
 
 def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
@@ -257,15 +267,21 @@ def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     """What is in flight while the norm in front of the MLP goes backward, when the MLP and its input are gone.
 
     An RMSNorm of transformers computes five tensors in fp32, and has let go of what its weight multiplies; gradients of
-    its output and of the sum are there, too. A norm behind the MLP goes backward when all of the layer is there.
+    its output and of the sum are there, too. A norm in front of attention and MLP goes backward when both are gone, one
+    behind the MLP when all of the layer is there.
     """
     if not computes_norms(work) or tiles_norms(work):
         return 0.0
     share = work.tp if work.sequence_parallel else 1
-    here = work.split_tokens / share * work.shape.hidden_size * (NORM_TENSORS * 4 + work.element_bytes)
+    centred = kept.norm_bytes(work.shape, 2) > 9 * work.shape.hidden_size
+    tensors = CENTRED_NORM_TENSORS if centred else NORM_TENSORS
+    here = work.split_tokens / share * work.shape.hidden_size * (tensors * 4 + work.element_bytes)
     if norms_mlp_output(work.shape):
         return here + behind_mlp_bytes(work)
-    return here - (layer.mlp + layer.gathered / work.shape.blocks_per_layer) * work.local_tokens
+    gone = layer.mlp + layer.gathered / work.shape.blocks_per_layer
+    if work.shape.norms.per_layer == 1 and work.shape.stack.blocks is None:
+        gone += layer.attention
+    return here - gone * work.local_tokens
 
 
 def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
@@ -284,8 +300,8 @@ def parts_in_flight(work: Workload, layer: LayerBytes, of_mlp: float) -> float:
     return found
 
 
-NORM_TENSORS = 5
-"""Hidden states in fp32 that the backward pass of a norm has."""
+NORM_TENSORS, CENTRED_NORM_TENSORS = 5, 3
+"""Hidden states in fp32 that the backward pass of a norm has, and of one that takes the mean away and keeps more."""
 
 
 def tile_bytes(work: Workload) -> float:
