@@ -110,6 +110,7 @@ def _is_folder_of_plan(args: list[str]) -> bool:
 
 
 _OF_CHECKPOINT = ("convert", "export", "inspect", "verify")
+"""Words of `parcompile checkpoint`, which are looked for without it."""
 
 
 def _refuse_misspelt(word: str) -> None:

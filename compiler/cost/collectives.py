@@ -79,12 +79,11 @@ LOSS_NUMBERS = 3
 """fp32 numbers of a token that the loss exchanges: the largest logit, the sum of exponentials, the label's logit."""
 
 
-_BEHIND_MLP = frozenset(
-    (
-        *("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"),
-        *("post_norm2", "post_ffn_norm"),
-    )
-)
+_BEHIND_MLP = {
+    *("post_feedforward_layernorm", "post_mlp_layernorm", "post_feedforward_norm", "post_moe_norm"),
+    *("post_norm2", "post_ffn_norm"),
+}
+"""Norms of what the MLP of a layer gives."""
 
 
 def norms_mlp_output(shape: ModelShape) -> bool:
