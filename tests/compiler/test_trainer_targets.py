@@ -162,3 +162,7 @@ def test_accelerate_reduces_gradients_in_the_type_of_the_weights() -> None:
         plan = plan_of({}, model={"preset": "qwen3-0.6b"}, training={"gradient_accumulation_dtype": sums})
         said = {one.what for one in losses(plan, ("accelerate",))["accelerate"]}
         assert ("gradient_accumulation_dtype fp32" in said) == (sums == "fp32")
+    utils = pytest.importorskip("accelerate.utils")
+    plugin = utils.FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    assert str(plugin.mixed_precision_policy.reduce_dtype) == "torch.bfloat16"
