@@ -3,10 +3,10 @@
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python .ci/preflight_peaks.py [--seed 1] [--count 20] [--first 0]
         [--parts | --types]
 
-Draws models (with `--types` of all types that the runtime knows, one after the other, small ones), axes, ZeRO stages,
-precisions, recomputation (with `--parts` of named parts of layers) and sizes of micro-batches; builds and runs without
-memory a rank of each stage that is like none before it, and shows the one of them that is furthest off. The exit code
-is 1 when a peak is further than 3 % from what was counted.
+Draws models (with `--types` of all types that the runtime knows, one after the other, of few layers), axes, ZeRO
+stages, precisions, recomputation (with `--parts` of named parts of layers) and sizes of micro-batches; builds and runs
+without memory a rank of each stage that is like none before it, and shows the one of them that is furthest off. The
+exit code is 1 when a peak is further than 3 % from what was counted.
 """
 
 from __future__ import annotations
@@ -75,15 +75,24 @@ MODELS: dict[str, dict[str, Any]] = {
 
 PARTS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
 GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 64, "query_pre_attn_scalar": 64}
+HEADS = re.compile("(^|_)heads$|^n_head$")
+"""Keys of a small configuration that count heads: a model that is so many times as wide has `OF_HEAD` times fewer."""
+PER_HEAD = re.compile(
+    "head_dim|d_head|qk_nope|qk_rope|v_head|rotary_dim|d_state|state_size|dt_rank|step_rank|per_layer|ple_"
+)
+"""Sizes of a head and of a state, and those of small second inputs."""
 WIDTHS = re.compile("hidden_size|embd|d_model|dim|width|rank|d_inner|ffn|intermediate|n_inner|dff|mamba_d_")
-"""Keys of a small configuration that are multiplied, but counts and ratios of them."""
+"""Other sizes, but counts and ratios of them."""
 COUNTS = re.compile("n_head|num|mult|ratio")
+MLPS = re.compile("intermediate|ffn|n_inner|dff")
+CHUNKS = re.compile("chunk_size|^block_size$")
+OF_HEAD, OF_CHUNK = 16, 32
 AS_USUAL = {
     **dict.fromkeys(("sliding_window", "window_size", "local_attention"), 512),
     "index_topk": 256,
     "attention_chunk_size": 1024,
-    "vocab_size_per_layer_input": 1000,
-    "query_pre_attn_scalar": 64,
+    "vocab_size_per_layer_input": 32000,
+    "query_pre_attn_scalar": 128,
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 8192),
 }
 
@@ -122,14 +131,22 @@ TRIES = 12
 
 
 def _of_type(name: str, dice: random.Random) -> dict[str, Any]:
-    """The small configuration of a type, 16 or 32 times as wide."""
-    config, wider = tiny_config(name), dice.choice((16, 32, 32))
+    """The small configuration of a type, 64 or 128 times as wide: with hidden sizes and heads of models of 1B to 8B."""
+    config, wider = tiny_config(name), dice.choice((64, 128))
     for key, value in config.items():
-        if type(value) is int and value > 2 and WIDTHS.search(key) and not COUNTS.search(key):
-            is_mlp = re.search("intermediate|ffn|n_inner|dff", key)
-            config[key] = wider * (32 * dice.choice((1, 2, 3)) // (1 + ("moe" in key)) if is_mlp else value)
+        if type(value) is not int or value < 2:
+            continue
+        if HEADS.search(key):
+            config[key] = value * wider // OF_HEAD
+        elif PER_HEAD.search(key):
+            config[key] = value * OF_HEAD
+        elif CHUNKS.search(key):
+            config[key] = value * OF_CHUNK
+        elif value > 2 and WIDTHS.search(key) and not COUNTS.search(key):
+            config[key] = wider * (32 * dice.choice((1, 2, 3)) // (1 + ("moe" in key)) if MLPS.search(key) else value)
     config |= {key: value for key, value in AS_USUAL.items() if config.get(key)}
-    return config | ({"vocab_size": dice.choice((4096, 32000))} if "vocab_size" in config else {})
+    vocabularies = (32000,) if "vocab_size_per_layer_input" in config else (32000, 128256)
+    return config | ({"vocab_size": dice.choice(vocabularies)} if "vocab_size" in config else {})
 
 
 def _draw(dice: random.Random, models: Mapping[str, dict[str, Any]], in_parts: bool) -> Drawn | None:
@@ -196,10 +213,10 @@ def measured(plan: Plan, rank: int) -> tuple[float, int, StepMeasurement]:
 
 
 def _one_of_each_stage(plan: Plan) -> list[int]:
-    """The first rank of each stage, and of stages that are alike the first."""
-    stages, grid = plan.spec.parallelism.pp, plan.groups.grid
-    firsts = {grid.rank({"pp": stage}) for stage in range(stages)}
-    return [rank for rank in distinct_ranks(plan) if rank in firsts]
+    """A rank of each stage that is like none before it; of those of cp the last, whose pieces all receive states."""
+    stages, grid, cp = plan.spec.parallelism.pp, plan.groups.grid, plan.spec.parallelism.cp
+    alike = {grid.rank({"pp": stage}): grid.rank({"pp": stage, "cp": cp - 1}) for stage in range(stages)}
+    return [alike[rank] for rank in distinct_ranks(plan) if rank in alike]
 
 
 def main() -> int:

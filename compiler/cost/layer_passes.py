@@ -71,7 +71,7 @@ def ends_bytes(
         head = hidden / share * width + of_weight + max(chunk, weight if width < 4 else 0.0)
     elif stage.has_head:
         anew = (work.micro_batch > 1) + (work.split_tokens > work.local_tokens)
-        anew = 2 if _in_pieces(work) or not runs_on_gpu(work) else anew
+        anew = anew if runs_on_gpu(work) else 2
         inputs = hidden * (2 + anew + 1 / share) if share > 1 else hidden
         # What a cap multiplies is kept beside the logits.
         loss += _logit_bytes(work) * logits * work.shape.caps.logits
@@ -81,7 +81,7 @@ def ends_bytes(
         return max(recomputed_layer + waiting - behind, head) - recomputed_layer - counted
     in_fp32 = (2 * width if width < 4 else 0) + 3 * 4
     first = hidden * (in_fp32 if computes_norms(work) else 2 * copied + 2 * width) / share
-    return max(head, max(normed + first, in_flight) + waiting - behind) - counted
+    return max(head, max((normed + first) * stage.has_head, in_flight) + waiting - behind) - counted
 
 
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
@@ -155,12 +155,21 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
         if work.mlp_tiles > 1:
             return tile_bytes(work)
         width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
-        if work.tp > 1 and work.sequence_parallel and _in_pieces(work):
-            pieces = _pieces(work)
-            # The gradient of a rank's own tokens, all that is gathered of it under the product, and three more pieces.
-            gathered = h * (1 + min(3, pieces) / pieces + 1 / work.tp)
-            return work.element_bytes * tokens * max(gathered + width, h / work.tp + 2 * width)
-        return work.element_bytes * (tokens * (h + 2 * width) + h * width)
+        # The gradients of what an activation or a gate takes; or under the last product, those of its input and weight.
+        mlp, out = work.shape.mlp, tokens * width + h * width
+        gates = (2 if mlp.gated else mlp.activation_gradients) * tokens * width
+        if work.tp > 1 and work.sequence_parallel:
+            # Beside the gradient of a rank's own tokens all that is gathered of it: one row in pieces, of which three
+            # more are there, or one and the gradient of the weight; several rows that travel whole, and what CPUs
+            # exchange, are laid out anew.
+            count, row = _pieces(work), tokens * h
+            if count and work.micro_batch == 1:
+                gathered = row + max(min(3, count) * row / count + tokens * width, row / count + out)
+            else:
+                anew = not count and (work.micro_batch > 1 or not runs_on_gpu(work))
+                gathered = row * (1 + anew) + out
+            return work.element_bytes * (row / work.tp + max(gathered, gates))
+        return work.element_bytes * (tokens * h + max(gates, out))
     h = work.shape.expert_features
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.mlp.gated else 1
@@ -171,8 +180,10 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
     # Rows are weighted by what a router gives in fp32 or casts.
     weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
     if work.ep == 1:
-        # With many tokens the peak is where rows are weighted.
-        return max(of_weight, IN_FLIGHT_COPIES * weighted * rows * h)
+        # With many tokens the peak is where rows are weighted, beside the gradient of the layer's output.
+        cast = work.element_bytes * (work.element_bytes < weighted and not work.recomputes_layers)
+        given = work.element_bytes * tokens * h / (work.tp if work.sequence_parallel else 1)
+        return max(of_weight, (IN_FLIGHT_COPIES * weighted + cast) * rows * h + given)
     came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
@@ -188,13 +199,14 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
 
 def _pieces(work: Workload) -> int:
-    return MOST_PIECES if work.micro_batch == 1 else work.micro_batch
-
-
-def _in_pieces(work: Workload) -> bool:
-    """Whether inputs and gradients of linears travel in pieces under sequence parallelism."""
-    size = work.element_bytes * work.shape.hidden_size * work.local_tokens
-    return size >= _pieces(work) * PIECE_BYTES and runs_on_gpu(work)
+    """In how many pieces inputs and gradients of linears travel under sequence parallelism; 0: whole."""
+    if not runs_on_gpu(work):
+        return 0
+    size = int(work.element_bytes * work.shape.hidden_size * work.local_tokens)
+    if work.micro_batch > 1:
+        return work.micro_batch if size >= work.micro_batch * PIECE_BYTES else 0
+    count = min(MOST_PIECES, size // PIECE_BYTES)
+    return count if count > 1 else 0
 
 
 def tiled_bytes(work: Workload, dense: LayerBytes) -> LayerBytes:
@@ -219,17 +231,20 @@ def gathered_again_bytes(work: Workload, layer: LayerBytes) -> LayerBytes:
 
 
 def entering_bytes(work: Workload) -> float:
-    """What goes backward through the projections that enter a dense MLP, beyond what it has let go of.
+    """What goes backward through the projections that enter a dense MLP under sequence parallelism, less what is gone.
 
-    Its input, gathered again, and its input's gradient, whole and of a rank's own tokens; the gradients of what the
-    projections give and of their weights. CPUs exchange both in buffers of their own.
+    Its input, where it is gathered again, and its input's gradient: whole, of several rows laid out anew, and of a
+    rank's own tokens; the gradient of the layer's output; the gradients of what the projections give, and of weights
+    where the input was not there. CPUs exchange both in buffers of their own.
     """
-    projections = 2 if work.shape.mlp.gated else 1
+    again, projections = work.gathers_again(MLP), 2 if work.shape.mlp.gated else 1
     gone = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
     width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
-    whole = (2 if runs_on_gpu(work) else 4) + 1 / work.tp
+    whole = (1 + again) * (1 if runs_on_gpu(work) else 2) + 1 / work.tp
+    whole += 0 if again else (work.micro_batch > 1) + 1 / work.tp
     of_token = work.shape.hidden_size * whole + (projections - gone) * width
-    return work.element_bytes * (work.split_tokens * of_token + projections * work.shape.hidden_size * width)
+    weights = projections * work.shape.hidden_size * width * again
+    return work.element_bytes * (work.split_tokens * of_token + weights)
 
 
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
@@ -275,7 +290,7 @@ def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     share = work.tp if work.sequence_parallel else 1
     centred = kept.norm_bytes(work.shape, 2) > 9 * work.shape.hidden_size
     tensors = CENTRED_NORM_TENSORS if centred else NORM_TENSORS
-    here = work.split_tokens / share * work.shape.hidden_size * (tensors * 4 + work.element_bytes)
+    here = work.split_tokens / share * work.shape.hidden_size * tensors * 4
     if norms_mlp_output(work.shape):
         return here + behind_mlp_bytes(work)
     gone = layer.mlp + layer.gathered / work.shape.blocks_per_layer

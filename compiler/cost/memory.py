@@ -10,8 +10,11 @@ from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
 
 from .parameters import trained_tensors
-from .partitions import keeps_whole_sums, kept_numel, largest_bucket, taken_at_end
+from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_numels, taken_at_end
 from .workload import RankPlace, Workload
+
+NORM_BYTES = 8
+"""Of a number while DeepSpeed takes the norm of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +195,8 @@ def optimizer_step_bytes(
 
     The optimizer's part is less gradients and bucket that were let go of. An Adam that is not fused computes its
     denominator beside the moments (on CPU in two tensors), in fp32, one group of parameters after the other. ZeRO stage
-    1 copies the gradients of its shard, in fp32 (runtime/zero/stage_1_and_2.py).
+    1 copies the gradients of its shard, in fp32. The norm takes a copy in fp64 of what a shard has of one parameter
+    (`get_grad_norm_direct`, runtime/zero/stage_1_and_2.py).
     """
     groups = work.sharded(stage, numel)
     shard, dealt = groups.shard_numel, work.dealt_parameters(stage)
@@ -215,13 +219,17 @@ def optimizer_step_bytes(
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside. Of
         # gathered weights the small ones stay.
         return MASTER_BYTES * largest + adam - work.element_bytes * gathered_numels(work, stage)[2]
+    norm = NORM_BYTES * max(map(min, largest_numels(work, stage), (shard - dealt, dealt)))
     if work.zero_stage == 2 and not keeps_whole_sums(work):
-        return adam - bucket  # the optimizer takes the sums themselves
+        return max(adam, norm) - bucket  # the optimizer takes the sums themselves
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes
     # They are joined in their type and then copied, and let go of behind that: at stage 2 those of all groups together.
     joined = work.gradient_bytes + (MASTER_BYTES if work.gradient_bytes < MASTER_BYTES else 0)
-    # What a rank does not own is let go of before.
-    own = work.gradient_bytes * shard if work.zero_stage == 1 else gradients
+    # What a rank does not own is let go of before; sums in the type of the weights are whole parameters.
+    is_whole = work.gradient_bytes == work.element_bytes and not work.on_host
+    own = work.gradient_bytes * (kept_numel(work, stage, place) if is_whole else shard)
+    own = own if work.zero_stage == 1 else gradients
     if work.zero_stage == 2 and dealt:
         gradients = own = 0
-    return max(copied, joined * largest + own - gradients - bucket, MASTER_BYTES * largest + adam - gradients - bucket)
+    taken = max(joined * largest + own, norm + own, MASTER_BYTES * largest + adam)
+    return max(copied, taken - gradients - bucket)

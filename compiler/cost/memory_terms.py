@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
-from parcompile.model.layer_parts import MLP
 from parcompile.model.shape import ModelShape
 
 from .activations import layer_bytes, score_bytes
@@ -318,7 +317,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
             left = math.ceil(each.layers) - 1
-            if math.ceil(following.layers) <= left or each.layers - left > _BEGUN:
+            if math.ceil(following.layers) <= left > 0 or each.layers - left > _BEGUN:
                 reducing = max(reducing, each.behind + of_each * left + (whole or in_flight))
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
@@ -368,7 +367,7 @@ def _in_flight(one: _Held, bucket: float) -> float:
     """What one layer has in flight beside what it keeps, in its backward pass, which makes the `bucket`."""
     work, together = one.work, one.work.shape.stack.layers_per_module
     in_flight = in_flight_bytes(work, routed=one.routed > 0, bucket=bucket)
-    if work.gathers_again(MLP) and not one.routed:
+    if work.tp > 1 and work.sequence_parallel and not one.routed and work.mlp_tiles == 1:
         in_flight = max(in_flight, entering_bytes(work))
     if one.eager:
         in_flight = max(in_flight, norm_in_flight(work, one.sparse if one.routed else one.dense))
@@ -420,7 +419,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
-        if one.attending and not one.routed and not work.moves_activations:
+        if one.attending and not work.moves_activations and not (one.routed and work.ep > 1):
             # What the layer that is computed again takes and attends to is among what all layers keep.
             attended, taken = kept_attention(work) * tokens, inputs * keeps_input(work)
             kept["attention"] -= attended

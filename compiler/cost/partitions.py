@@ -168,6 +168,13 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     return tuple((one.local_numel, one.ep > 1, kind) for one, kind in zip(layouts, kinds, strict=True))
 
 
+def largest_numels(work: Workload, stage: Stage) -> tuple[int, int]:
+    """Elements that a rank has of the largest parameter of dense layers, and of that of dealt experts."""
+    rows = _of_rows(work, stage)
+    dense, dealt = (max((numel for numel, is_dealt, _ in rows if is_dealt == which), default=0) for which in (0, 1))
+    return dense, dealt
+
+
 def _cut(work: Workload, stage: Stage) -> _Cut:
     return _Cut(work.shape, stage, _of_rows(work, stage), work.shards, work.expert_shards)
 
@@ -302,10 +309,8 @@ def _taken_at_stage_1(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tup
         size = width * sum(bucket.numels)
         let_go = large + width * bucket.before + size * (not bucket.is_large)
         taken -= let_go
-        if bucket.is_large and places is not None:
-            start, stop, _ = places[bucket.first]
-            is_own = start <= kept[bucket.numels[1] > 0].rank < stop
-            large, let_go = large + size * is_own, let_go + size * is_own
+        if bucket.is_large and _is_own(bucket, places, kept):
+            large, let_go = large + size, let_go + size
         yield taken, beside - let_go
 
 
@@ -315,12 +320,24 @@ def _taken_at_stage_2(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tup
     sums, last = width * sum(part.numel for part in kept), max(part.last for part in kept)
     if not whole:
         sums = 0 if one.is_whole else one.gradient_bytes * one.shard
+    large, places = 0, one.places
     for bucket, copied in zip(one.buckets, _copies(one, width), strict=True):
         # fp32 sums are there before the copies, those in the type of the weights behind them.
         begun = bucket.stop <= last, bucket.first <= last
         beside = [sums * (done if one.several and whole else 0 if one.several else done - 1) for done in begun]
-        apart = width * (bucket.waiting + sum(bucket.numels) * bucket.is_large)
-        yield apart + max(copied + beside[not whole], beside[1]), beside[1]
+        size = width * sum(bucket.numels)
+        apart = large + width * bucket.waiting + size * bucket.is_large
+        # What no bucket takes stays with a rank that owns it, where sums are of another type.
+        large += size * (bucket.is_large and not whole and not one.on_host and _is_own(bucket, places, kept))
+        yield apart + max(copied + beside[not whole], beside[1]), beside[1] + large
+
+
+def _is_own(bucket: _Bucket, places: Sequence[tuple[int, int, int]] | None, kept: tuple[_Kept, _Kept]) -> bool:
+    """Whether the rank owns a part of the first parameter of a bucket, where reductions tell ranks apart."""
+    if places is None:
+        return False
+    start, stop, _ = places[bucket.first]
+    return start <= kept[bucket.numels[1] > 0].rank < stop
 
 
 def _copies(one: _Reducing, width: int) -> Iterator[int]:

@@ -147,9 +147,9 @@ def backward_bytes(work: Workload) -> float:
     """What the backward pass of such a layer makes, and lets go of at its end.
 
     Of a Mamba-1 layer, whose scan in transformers goes token by token: the gradients of all discrete A and of what is
-    written to the states, in fp32, and those of one token among zeros; for one piece at a time. Of Kimi delta attention
-    the gradient of what each channel of a key has with each token of its chunk, in fp32: the sum, what is added to it
-    and what comes of it. Of other layers nothing is counted.
+    written to the states, in fp32, and of both those of one token among zeros; for one piece at a time. Of Kimi delta
+    attention the gradient of what each channel of a key has with each token of its chunk, in fp32: the sum, what is
+    added to it and what comes of it. Of other layers nothing is counted.
     """
     one = work.shape.part(Recurrent)
     if one is None or not isinstance(one, Mamba1 | KimiDelta):
@@ -160,7 +160,8 @@ def backward_bytes(work: Workload) -> float:
         padded = work.micro_batch * -(-length // one.chunk) * one.chunk
         return 3.0 * STATE_BYTES * padded * one.heads * one.key_dim * one.chunk / work.tp
     tokens = work.micro_batch * length
-    return 3.0 * STATE_BYTES * tokens * one.state_numel / work.tp
+    # The scan has let go of both tensors that a piece makes of a received state.
+    return (4.0 - 2 * (work.cp > 1)) * STATE_BYTES * tokens * one.state_numel / work.tp
 
 
 def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes) -> float:

@@ -218,29 +218,35 @@ def types_with(trait: str) -> frozenset[str]:
     return frozenset(by_type(trait))
 
 
-# What the activation of an MLP keeps in memory for its backward pass, beside its input and its result.
+# What the activation of an MLP keeps in memory for its backward pass, beside its input and its result, and makes in it.
 
-_KEYS = ("hidden_act", "activation_function", "afn")
+_KEYS = ("hidden_act", "activation_function", "afn", "mlp_hidden_act")
 """What configurations call it."""
 
 _OF_CLASS = by_type("activation")
 """Those that classes take by default, where they are not what torch computes in one piece from what it keeps."""
 
-_KEPT = {
-    **dict.fromkeys(("gelu_accurate", "gelu_new", "gelu_python_tanh"), 3),
-    "gelu_10": 1,
-    "gelu_fast": 6,
-    "gelu_python": 2,
-    "quick_gelu": 1,
-    "relu": -1,  # its result alone, not its input
+_ACTIVATIONS: Mapping[str, tuple[int, float]] = {
+    **dict.fromkeys(("gelu_accurate", "gelu_new", "gelu_python_tanh"), (3, 2)),
+    "gelu_10": (1, 2),
+    "gelu_fast": (6, 2),
+    "gelu_python": (2, 4),
+    "quick_gelu": (1, 2),
+    "relu": (-1, 2),  # its result alone, not its input
+    "relu2": (0, 3),
+    "laplace": (0, 5),
+    "mish": (0, 8),
+    "bloom_gelu": (0, 5),
+    "xielu": (0, 3.5),
 }
-"""Numbers for each feature, in the type of the weights: counted with autograd's hooks for saved tensors in
-transformers/activations.py, which writes these functions out."""
+"""Numbers for each feature, in the type of the weights: those that are kept, counted with autograd's hooks for saved
+tensors in transformers/activations.py, which writes these functions out; and those that are there at most in backward,
+the gradient that comes among them, less those that are let go of, counted operator by operator."""
 
 
-def kept_numbers(model_type: str, config: Mapping[str, Any]) -> int:
-    """How many more numbers than one for its input and one for its result, for each feature of the MLP."""
+def activation_numbers(model_type: str, config: Mapping[str, Any]) -> tuple[int, float]:
+    """Of each feature of an MLP: numbers more than its input and its result that are kept, and those of gradients."""
     name = next((config[key] for key in _KEYS if isinstance(config.get(key), str)), _OF_CLASS.get(model_type))
     if model_type in types_with("gelu_is_new") and name in (None, "gelu"):
         name = "gelu_new"  # what its class calls so
-    return _KEPT.get(str(name), 0)
+    return _ACTIVATIONS.get(str(name), (0, 1))

@@ -15,7 +15,7 @@ from .blocks.experts import MoeShape, experts_from
 from .catalogue import CAPPED_LOGITS, CAPPED_SCORES, DROPPED_SCORES, LOGIT_CAP, SCORE_CAP, SCORE_DROPOUTS, refusal
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
-from .family import Family, kept_numbers, types_with
+from .family import Family, activation_numbers, types_with
 from .key_types import LISTS_OF_KINDS, classified, fields_of, listed_otherwise, mistyped, whole_heads
 from .layers import LayerAttention, LayerBlocks, LayerPeriod, LayersError, LayerShape, Projections, kinds_of_layers
 from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
@@ -241,7 +241,7 @@ def _described(config: Config) -> ModelShape:
         max_position_embeddings=_positions(read, family, config),
         head=Head(labels=_labels(config)),
         positions=Positions(not (family.positions or family.fixed_positions), family.is_on(family.alibi, config)),
-        mlp=Mlp(activation_numbers=kept_numbers(name, config)),
+        mlp=Mlp(True, *activation_numbers(name, config)),
         heads=Heads(
             paired=family.paired_heads,
             weightless_qk_norms=weightless(config, layers) if weightless else (),

@@ -76,6 +76,8 @@ class Mlp:
     gated: bool = True
     activation_numbers: int = 0
     """Numbers that the activation keeps for each of its features beside its input and its result."""
+    activation_gradients: float = 1
+    """Numbers of each feature that its backward pass has at most, beyond those that it has let go of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,11 +115,11 @@ SIZES = {
         ({"tp": 4}, {}, 192),  # 8 layers, 2 blocks, 3/4 of 16 MiB
         ({"tp": 2, "pp": 2}, {}, 128),  # 4 layers, of two micro-batches
         ({"tp": 4}, {"tiled_mlp": True}, 96),  # of attention alone
-        ({"tp": 4}, {"activation_checkpointing": "full"}, 15),  # of a layer, less what its MLP takes backward
+        ({"tp": 4}, {"activation_checkpointing": "full"}, 23.6),  # of a layer, less what its MLP takes backward
     ],
     ids=["tp4", "tp2 pp2", "tiled", "recomputed"],
 )
-def test_memory_is_that_of_preflight(parallelism: dict[str, Any], training: dict[str, Any], saved_mib: int) -> None:
+def test_memory_is_that_of_preflight(parallelism: dict[str, Any], training: dict[str, Any], saved_mib: float) -> None:
     chosen = {"sequence_length": 8192, "micro_batch_size": 1, "precision": "bf16", "gather_inputs_again": True}
     plan = make_plan(4, {**SP, **parallelism}, model=SIZES, whole_model=True, training={**chosen, **training})
     (peak,) = [one for one in preflight(plan, ranks=[0]).findings if one.subject == "peak of the step"]

@@ -730,6 +730,7 @@ def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
 IN_BF16 = {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}
 AGAIN = {"activation_checkpointing": "full"}
 WAITING = {"precision": "fp32", "sequence_length": 2048, "micro_batch_size": 2, "global_batch_size": 32}
+ROWS = {"micro_batch_size": 2, "global_batch_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -746,6 +747,16 @@ WAITING = {"precision": "fp32", "sequence_length": 2048, "micro_batch_size": 2, 
         ("llama", {"cp": 4, "pp": 2, "dp": 4}, 0, WAITING, 0),
         # Norms that take the mean away keep their input in fp32 twice.
         ("cohere", {"tp": 4, "sequence_parallel": True}, 1, {"precision": "bf16"}, 0),
+        # DeepSpeed's norm takes a copy in fp64 of the embedding's gradient.
+        ("llama", {"pp": 2}, 1, {"precision": "bf16", "sequence_length": 1024}, 0),
+        # Stages without a head have no norm behind their layers.
+        ("llama", {"tp": 4, "pp": 2}, 0, {**ROWS, "precision": "bf16"}, 0),
+        ("gpt_neox", {"tp": 2, "pp": 2}, 0, {**ROWS, "precision": "fp32"}, 0),
+        # Gradients are gathered in as many pieces as there are rows.
+        ("llama", {"tp": 4, "sequence_parallel": True, "pp": 2}, 0, {**ROWS, "precision": "fp32"}, 0),
+        # A head that no bucket takes stays when it is reduced.
+        ("gpt_neox", {}, 2, {**AGAIN, "precision": "bf16", "sequence_length": 1024}, 0),
+        ("mixtral", {"tp": 2, "pp": 2}, 0, {**ROWS, "precision": "bf16"}, 0),
     ],
 )
 def test_the_peak_of_a_step_agrees_with_the_estimate(
