@@ -18,7 +18,7 @@ from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import host_activations, host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
-from parcompile.model.shape import architecture
+from parcompile.model.key_types import architecture
 from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
 from parcompile.units import format_bytes, format_seconds
 

@@ -16,8 +16,9 @@ from parcompile.model import ParameterTable
 from parcompile.model.catalogue import ALIKE
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.key_types import portable
 from parcompile.model.presets import find_preset, left_out, text_part
-from parcompile.model.shape import ModelShape, portable
+from parcompile.model.shape import ModelShape
 from parcompile.spec import Model, Origin
 from parcompile.user_files import read_text
 
