@@ -1,7 +1,10 @@
 """A runnable project around a spec: its training script, data, launch scripts and CI workflow."""
 
 import importlib.resources
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 # The files of a new project, from templates that the package holds.
 
@@ -41,3 +44,36 @@ def project_files(name: str, spec: str, arguments: Mapping[str, str]) -> dict[st
         "train.args": lines,
         **{path: text.replace("@NAME@", name) for path, text in texts.items()},
     }
+
+
+# The rows of a user's data.
+
+TURNS, PROMPTS, ANSWERS = (
+    ("messages", "conversations"),
+    ("prompt", "instruction"),
+    ("completion", "response", "output"),
+)
+
+
+def is_instruction(row: Mapping[str, Any]) -> bool:
+    """Whether a row has turns, or a prompt and an answer, in one of the usual forms."""
+
+    def has(names: tuple[str, ...]) -> bool:
+        return any(row.get(name) is not None for name in names)
+
+    return has(TURNS) or (has(PROMPTS) and has(ANSWERS))
+
+
+def holds_answers(data: Path) -> str | None:
+    """The first line of a user's JSON lines, where it is an instruction without `input_ids`; None of all else."""
+    files = [data] if data.is_file() else sorted(data.rglob("*.jsonl"))
+    if not files or files[0].suffix not in (".jsonl", ".json"):
+        return None
+    try:
+        with files[0].open(encoding="utf-8-sig") as stream:
+            number, line = next(((number, line) for number, line in enumerate(stream, 1) if line.strip()), (0, ""))
+        row = json.loads(line)
+    except (OSError, ValueError, RecursionError):
+        return None  # training says what is wrong with it
+    found = isinstance(row, dict) and "input_ids" not in row and is_instruction(row)
+    return f"{files[0]}:{number}" if found else None
