@@ -1,10 +1,12 @@
 """A runnable project around a spec: its training script, data, launch scripts and CI workflow."""
 
+import codecs
 import importlib.resources
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from parcompile.user_files import MAX_BYTES, parse_json, read_start
 
 # The files of a new project, from templates that the package holds.
 
@@ -70,10 +72,10 @@ def holds_answers(data: Path) -> str | None:
     if not files or files[0].suffix not in (".jsonl", ".json"):
         return None
     try:
-        with files[0].open(encoding="utf-8-sig") as stream:
-            number, line = next(((number, line) for number, line in enumerate(stream, 1) if line.strip()), (0, ""))
-        row = json.loads(line)
-    except (OSError, ValueError, RecursionError):
+        lines = read_start(files[0], MAX_BYTES)[0].removeprefix(codecs.BOM_UTF8).split(b"\n")
+        number, line = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (0, b""))
+        row = parse_json(line)
+    except (OSError, ValueError):
         return None  # training says what is wrong with it
     found = isinstance(row, dict) and "input_ids" not in row and is_instruction(row)
     return f"{files[0]}:{number}" if found else None
