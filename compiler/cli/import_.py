@@ -69,7 +69,8 @@ def command(
     (Python) or transformers (arguments of its Trainer, ParallelismConfig, DistributedConfig). Python is read and not
     run: --function says which of its functions is meant. The command asks for values that FILE does not contain and
     never guesses them: give them with the options or with --set, as in --set training.seed=7. The spec goes to standard
-    output or to -o, a report to standard error: it ends with what changes your training.
+    output or to -o, a report to standard error: it ends with what changes your training. The exit code is 1 when
+    values are still to be given.
     """
     if kind is not None and kind not in kinds():
         raise click.UsageError(f"there is no importer {kind!r}; there are {', '.join(kinds())}")

@@ -29,7 +29,7 @@ from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.machines import named_accelerator
 from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
-from parcompile.project import EXECUTABLE, project_files, small_spec
+from parcompile.project import EXECUTABLE, holds_answers, project_files, small_spec
 from parcompile.searching.first import Offer, batch_of, first_spec, sequence_length_of
 from parcompile.spec.resolve.model import read_config
 from parcompile.user_files import read_text
@@ -90,6 +90,8 @@ def command(
             "Accelerator", default=cluster["accelerator"], value_proc=accelerator_name, err=True
         )
     folder = output.parent if output else Path()
+    if output is not None:
+        _refuse_to_write(output)
     chosen = chosen_model(model, hf_config, folder)
     if sequence_length is None:
         sequence_length = sequence_length_of(chosen.config)
@@ -109,6 +111,19 @@ def command(
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
     say(f"wrote {output} ({taken.word}); compile it with: parcompile {output} -o plan")
+
+
+def _refuse_to_write(*files: Path) -> None:
+    """Before a search, which may take long.
+
+    Raises:
+        ClickException: one exists, or its folder does not.
+    """
+    for file in files:
+        if os.path.lexists(file):
+            raise click.ClickException(f"{file} exists already: name another with -o")
+        if not file.parent.is_dir():
+            raise click.ClickException(f"{file} cannot be written: there is no folder {file.parent}; create it first")
 
 
 def _asked_offer(offers: tuple[Offer, ...]) -> Offer:
@@ -156,7 +171,10 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
     file = hf_config / "config.json" if hf_config.is_dir() else hf_config
     with told(ModelConfigError):
         config = read_config(file)
-    relative = Path(os.path.relpath(file, folder)).as_posix()
+    # `..` of a folder that is a link is beside what it links to.
+    relative = Path(
+        os.path.relpath(Path(os.path.realpath(file.parent)) / file.name, os.path.realpath(folder))
+    ).as_posix()
     return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
 
 
@@ -248,15 +266,15 @@ def plan_command(model: str, cluster: str, length: int | None, output: Path | No
     the folder of the plan.
     """
     nodes, ranks, accelerator = cluster_of(cluster)
+    if output is not None and output.name not in ("", ".."):
+        _refuse_to_write(output, output.with_name(f"{output.name}.json"))
     chosen = chosen_model(model, None, Path() if output is None else output.parent)
     tokens = length or sequence_length_of(chosen.config)
     folder = output or Path(chosen.name)
     if folder.name in ("", ".."):
         raise click.UsageError(f"-o {folder}: the spec gets the name of the plan's folder: name a new one")
     file = folder.with_name(f"{folder.name}.json")
-    for one in (folder, file):
-        if one.exists():
-            raise click.ClickException(f"{one} exists already: name another folder with -o")
+    _refuse_to_write(folder, file)
     training = fine_tuning(nodes * ranks, tokens) if finetune else None
     section = {"nodes": nodes, "gpus_per_node": ranks, "accelerator": accelerator}
     offer = offered(chosen, section, tokens, file.parent, training=training)[0]
@@ -352,6 +370,11 @@ def new_command(
     if tokenizer is None and weights is not None and any(weights.glob("tokenizer*")):
         tokenizer = weights
     named = {"weights": weights, "tokenizer": tokenizer, "data": data}
+    if data is not None and tokenizer is None and (answers := holds_answers(data)) is not None:
+        raise click.UsageError(
+            f"{answers} holds prompts and answers, which a tokenizer's chat template writes: name its folder with "
+            "--tokenizer, or with --weights"
+        )
     arguments = {key: os.path.realpath(path) for key, path in named.items() if path is not None}
     where = os.path.realpath(directory)
     for word, path in {"DIR": where, **{f"--{key}": path for key, path in arguments.items()}}.items():

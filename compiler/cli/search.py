@@ -58,7 +58,7 @@ def command(
     cp_implementation. Values that it gives stay. Ranks the layouts that fit with a probability of 90 % by predicted
     time. All layouts are enumerated; another ZeRO stage than 1, which is never faster, is tried where a layout does not
     fit at stage 1. docs/accuracy.md lists the errors of the predictions. SPEC is a spec, a plan.json, or the folder
-    that holds one.
+    that holds one. The exit code is 1 when no layout fits, or SPEC has errors.
     """
     checked = checked_spec(spec, ignore_open=True, whole=True)
     assert checked.document is not None

@@ -210,7 +210,8 @@ def doctor_command(
 
     PATHS are files and folders of any engine's run, in any state: records of the runtime, Flight Recorder dumps,
     output of ranks, launchers and Slurm, `py-spy` dumps, metrics.jsonl, nvidia-smi logs. A folder of a plan, or a
-    plan.json, may be among them. Exit code 1 when something is wrong, 0 when nothing is found.
+    plan.json, may be among them. The exit code is 0 when nothing is wrong, 1 when something is or the files do not say
+    what (CANNOT TELL), and 2 when the command line is wrong or a file cannot be written.
     """
     given = [one for one in paths if Path(one).name == "plan.json" or Path(one, "plan.json").is_file()]
     if plan is None and given:

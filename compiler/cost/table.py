@@ -175,6 +175,8 @@ def time_rows(parts: Mapping[str, float], total: float) -> list[str]:
 
 def traffic_rows(found: Estimate) -> list[str]:
     """What a rank sends in a step, by group."""
+    from .estimate import GRADIENTS
+
     rows = [("group", "operation", "messages", "sent", "link", "exposed")]
     for one in found.traffic:
         first, *more = one.operation.split(" + ")
@@ -182,7 +184,7 @@ def traffic_rows(found: Estimate) -> list[str]:
             (
                 one.group,
                 first,
-                f"{one.messages:,}",
+                "buckets" if one.group in GRADIENTS else f"{one.messages:,}",
                 format_bytes(one.wire_bytes),
                 f"{one.link.name} ({'network' if one.leaves_node else 'node'})",
                 format_seconds(found.exposed_seconds(one.group)),

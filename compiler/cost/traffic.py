@@ -40,8 +40,9 @@ from .workload import Workload
 class GroupTraffic:
     """What one rank of the busiest stage sends over one kind of group in a step.
 
-    `wire_bytes` carry the ring factor; `messages` counts collective calls (or sends). `leaves_node` says whether
-    a group reaches over more than one node.
+    `wire_bytes` carry the ring factor; `messages` counts collective calls (or sends); of gradients
+    and weights over dp and cp, which go in buckets, those of all buckets together. `leaves_node` says whether a group
+    reaches over more than one node.
     """
 
     group: str

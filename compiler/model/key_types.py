@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics import closest
@@ -29,13 +31,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 """In this order: in Python a switch is a whole number too."""
 LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
 """Keys whose lists transformers compares with the number of layers, or reads for each."""
-_POSITIVE = frozenset(
-    {
-        *("attention_chunk_size", "no_rope_layer_interval", "head_dim", "rotary_dim", "query_pre_attn_scalar"),
-        "dim_model_base",
-    }
-)
-"""Sizes by which classes divide or which they count with, beside those that parameters follow from."""
 _LISTED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type"), ("text",)),
     **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
@@ -45,6 +40,27 @@ _LISTED: Mapping[str, tuple[str, ...]] = {
 """What lists hold that families read, also of types whose class does not check them."""
 _OR_ONE = "activation_sparsity_pattern"
 """One number may stand for its list."""
+_FITS: Mapping[str, Callable[[float], bool]] = {
+    "more than 0": lambda number: number > 0,
+    "0 or more": lambda number: number >= 0,
+    "between 0 and 1": lambda number: 0 <= number <= 1,
+}
+_BASES = re.compile(r"(?!layer_)(\w+_)?rope_theta|rope_local_base_freq|rotary_emb_base")
+_BOUNDS = tuple(
+    (re.compile(keys), fits, why)
+    for keys, fits, why in (
+        ("attention_chunk_size|no_rope_layer_interval|head_dim|rotary_dim|dim_model_base", "more than 0", ""),
+        (_BASES.pattern, "more than 0", ": positions turn by base^(-2i / head_dim)"),
+        ("query_pre_attn_scalar|attention_multiplier", "more than 0", ": attention scores are scaled by it"),
+        ("logits_scaling|(attn|final)_logit_softcapping", "more than 0", ": logits are divided by it"),
+        (r"(\w+_)?(eps|epsilon)", "0 or more", ": norms divide by √(variance + epsilon)"),
+        (r"(\w+_)?(initializer_range|init_std|std_dev)", "0 or more", ": it is a standard deviation"),
+        (r"(\w+_)?(dropout|dropout_prob|pdrop)", "between 0 and 1", ": it is a share"),
+    )
+)
+"""What numbers have to be with which classes compute, beside the sizes that parameters follow from, and why."""
+_ENDLESS = "time_step_limit"
+"""A key whose numbers may be infinite."""
 _NO_SIZE = frozenset({("glm5_next_text", "head_dim")})
 """Of these types' keys those whose value their class writes over with 0."""
 _MEANT = {
@@ -69,6 +85,8 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
 
     A type of which nothing is known, such as a plug-in's, has none.
     """
+    if (wrong := _out_of_bounds(model_type, config)) is not None:
+        return wrong
     for kinds, keys in _stored()["types"].get(model_type, {}).items():
         taken = kinds.split()
         for key in keys:
@@ -83,37 +101,68 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
         if value is not None and not {*map(_kind, listed)} <= {*_LISTED[key]}:
             said = json.dumps(value, default=str)[:60]
             return key, f"{key} is {said}: it has to be a list, each entry of it {_meant(_LISTED[key])}"
-    for key in sorted(_POSITIVE & fields_of(model_type) & config.keys()):
-        if isinstance(number := config[key], int | float) and number <= 0 and (model_type, key) not in _NO_SIZE:
-            return key, f"{key} is {number}: it has to be more than 0"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:
             return key, f"{key} is {json.dumps(word)[:60]}, which transformers does not know: {_word(word, known)}"
-    # Classes that have positions for each kind of layer do not check others.
-    by_kind = shipped("parcompile.model", "families.json").get(model_type, {}).get("positions_by_kind")
-    return _stretched_otherwise(config) if "rope_parameters" in fields_of(model_type) and not by_kind else None
+    return _stretched_otherwise(model_type, config) if "rope_parameters" in fields_of(model_type) else None
+
+
+def _out_of_bounds(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first number with which no class can compute, of keys inside others too."""
+    own = fields_of(model_type)
+    for name, key, value in _leaves(portable(architecture(config))):
+        if isinstance(value, Mapping):
+            if key != _ENDLESS:
+                return name, f"{key} is {value[FLOAT]}: it has to be a finite number"
+            continue
+        is_base = _BASES.fullmatch(key) is not None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            if is_base and value is not None:
+                return name, f"{key} is {json.dumps(value, default=str)[:60]}: it has to be a number"
+            continue
+        for keys, fits, why in _BOUNDS if is_base or (key in own and (model_type, key) not in _NO_SIZE) else ():
+            if keys.fullmatch(key) and not _FITS[fits](value):
+                return name, f"{key} is {value}: it has to be {fits}{why}"
+    return None
+
+
+def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Each value that holds no others: the outermost key, its own key, and itself."""
+    waiting = [(key, key, value) for key, value in config.items()]
+    for name, key, value in waiting:
+        if isinstance(value, Mapping) and FLOAT not in value:
+            waiting += [(name, str(inner), one) for inner, one in value.items()]
+        elif isinstance(value, list | tuple) and not _BASES.fullmatch(key):
+            waiting += [(name, key, one) for one in value]
+        else:
+            yield name, key, value
 
 
 _STRETCHES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "proportional"), ()),
     **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    **dict.fromkeys(("default", "proportional", "axial", "mrope", "su"), ()),
 }
-"""Kinds of stretched positions and the keys that transformers asks for (modeling_rope_utils.py), or a class renames."""
+"""Kinds of positions that transformers computes and the keys that it asks for (modeling_rope_utils.py)."""
 
 
-def _stretched_otherwise(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What is wrong with the stretched positions: a misspelt kind, or one without its keys."""
+def _stretched_otherwise(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with the positions: a kind that transformers does not know, or one without its keys."""
+    row = shipped("parcompile.model", "families.json").get(model_type, {})
+    known = [*_STRETCHES, *row.get("renamed_positions", ())]
     for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(rope := config.get(key), Mapping):
+        if not isinstance(given := config.get(key), Mapping):
             continue
-        if not isinstance(kind := rope.get("rope_type", rope.get("type")), str):
-            continue
-        if kind not in _STRETCHES and (meant := closest(kind, list(_STRETCHES))) is not None:
-            return key, f"{key} has the rope_type {json.dumps(kind)[:60]}: did you mean {meant}?"
-        missing = [name for name in _STRETCHES.get(kind, ()) if name not in rope]
+        for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
+            kind = rope.get("rope_type", rope.get("type"))
+            if kind is not None and kind not in known:
+                said = f"{key} has the rope_type {json.dumps(kind)[:60]}, which transformers does not know"
+                return key, f"{said}: {_word(str(kind), known)}"
+        # Classes that have positions for each kind of layer do not check others.
+        kind = None if row.get("positions_by_kind") else given.get("rope_type", given.get("type"))
+        missing = [name for name in _STRETCHES.get(str(kind), ()) if name not in given]
         if missing:
             return key, f"{key} has the rope_type {kind} and lacks {', '.join(missing)}, which transformers refuses"
     return None
@@ -200,3 +249,33 @@ def _kind(value: Any) -> str:
         if isinstance(value, types):
             return kind
     return ""
+
+
+WITHOUT_EFFECT = (
+    *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache"),
+    "quantization_config",
+)
+"""Keys that change no number of a training step.
+
+They name who wrote the file and where it lay, the class that was saved, the type of its weights (a spec has its own)
+and the cache of keys and values, which serves generation. Quantized weights cannot be loaded (`PretrainedFolder` says
+so): how they were quantized holds for no weight of a run.
+"""
+
+
+FLOAT = "__float__"
+"""The key of an object that stands for a number without a name: {"__float__": "Infinity"}."""
+
+
+def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without the keys that have no effect on training."""
+    return {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+
+
+def portable(value: Any) -> Any:
+    """A configuration whose numbers JSON has names for; others are objects, as transformers writes them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: portable(one) for key, one in value.items()}
+    return [portable(one) for one in value] if isinstance(value, list | tuple) else value

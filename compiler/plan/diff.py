@@ -18,7 +18,7 @@ from parcompile.cost.estimate import estimate
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import host_activations, host_memory
 from parcompile.layout.groups import DENSE_AXES, Axis
-from parcompile.model.shape import architecture
+from parcompile.model.key_types import architecture
 from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
 from parcompile.units import format_bytes, format_seconds
 
@@ -98,11 +98,21 @@ def layout_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
             before, after = architecture(was or {}), architecture(value)
             keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
             if keys:
-                changes = "; ".join(f"{key} {before.get(key)} → {after.get(key)}" for key in keys)
+                changes = "; ".join(f"{key} {_of(before, key)} → {_of(after, key)}" for key in keys)
                 found[name] = f"the models differ: {changes}"
         elif was != value:
-            found[name] = f"{name} {was} → {value}"
+            found[name] = f"{name} {_word(was)} → {_word(value)}"
     return found
+
+
+def _of(config: Mapping[str, Any], key: str) -> str:
+    """The value of a key as a configuration writes it."""
+    return json.dumps(config[key], ensure_ascii=False) if key in config else "left out"
+
+
+def _word(value: Any) -> str:
+    """A value of a spec in a sentence; text stays without quotes."""
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _layers(plan: Plan) -> str:
@@ -172,9 +182,9 @@ def _obstacles(before: Plan, after: Plan) -> Iterator[str]:
         yield f"precision {first.precision.value} → {second.precision.value}: DeepSpeed keeps the state in other files"
     if first.optimizer.type != second.optimizer.type:
         yield f"optimizer {first.optimizer.type} → {second.optimizer.type}"
-    left_out = first.optimizer.no_weight_decay, second.optimizer.no_weight_decay
+    left_out = [_word(one.optimizer.no_weight_decay) for one in (first, second)]
     if left_out[0] != left_out[1]:
-        yield f"no_weight_decay {left_out[0]} → {left_out[1]}: DeepSpeed keeps the state by groups of parameters"
+        yield f"no_weight_decay {' → '.join(left_out)}: DeepSpeed keeps the state by groups of parameters"
     if old.tp != new.tp and max(before.kv_replicas, after.kv_replicas) > 1:
         yield "kv heads are replicated: DeepSpeed's converter joins the slices of all tp ranks, replicas too"
     if old.tp != new.tp and any(

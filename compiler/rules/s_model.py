@@ -108,6 +108,12 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
                 ("model", "hf_config"),
                 help=f"did you mean {meant}?",
             )
+        if "quantization_config" in {*config, *(spec.whole_config or ())}:
+            yield Finding(
+                "quantization_config has no effect: weights are trained, or frozen under LoRA, in the plan's precision",
+                ("model", "hf_config"),
+                help="remove it; load quantized weights once with transformers' dequantize=True, and save them",
+            )
         return
     family = spec.get("model", "model_type") if "model_type" in given else None
     if family is None or family not in _KEYS:

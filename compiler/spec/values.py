@@ -21,7 +21,8 @@ from parcompile.layout.pipeline import PipelineSplit, Schedule, Stage, merged, r
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout
 from parcompile.layout.shards import ADAM_STATE_BYTES, MOMENTUM_BYTES
 from parcompile.machines import Accelerator
-from parcompile.model.shape import ModelShape, architecture
+from parcompile.model.key_types import architecture
+from parcompile.model.shape import ModelShape
 
 from .rampup import RampupBatchSize
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parcompile.project import ANSWERS, PROMPTS, TURNS
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
 
@@ -143,22 +144,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 Ids = list[int]
 
 
-_TURNS, _PROMPTS, _ANSWERS = (
-    ("messages", "conversations"),
-    ("prompt", "instruction"),
-    ("completion", "response", "output"),
-)
-
-
-def is_instruction(row: Mapping[str, Any]) -> bool:
-    """Whether a row has turns, or a prompt and an answer, in one of the usual forms."""
-
-    def has(names: tuple[str, ...]) -> bool:
-        return any(row.get(name) is not None for name in names)
-
-    return has(_TURNS) or (has(_PROMPTS) and has(_ANSWERS))
-
-
 def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Ids]:
     """Token ids of a row, and their labels: -100 for all that is not an answer.
 
@@ -187,15 +172,13 @@ def tokens_and_labels(row: Mapping[str, Any], tokenizer: Any, where: str) -> tup
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
-    name = next((name for name in _TURNS if row.get(name) is not None), None)
+    name = next((name for name in TURNS if row.get(name) is not None), None)
     if name is not None:
         turns = _turns(row[name], name, where)
         if not any(one["role"] == "assistant" for one in turns):
             raise everywhere(f"{where} has no message with the role assistant: nothing to train on")
         return turns
-    asked, answered = (
-        next((name for name in names if row.get(name) is not None), "") for names in (_PROMPTS, _ANSWERS)
-    )
+    asked, answered = (next((name for name in names if row.get(name) is not None), "") for names in (PROMPTS, ANSWERS))
     for name in (asked, answered):
         if not isinstance(row[name], str):
             raise everywhere(f"{where}: {name} is {shown(row[name])}: expected a text")

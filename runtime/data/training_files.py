@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from parcompile.doctor.metrics import RUN
 from parcompile.plan import Plan
+from parcompile.project import is_instruction
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.spec import RampupBatchSize
 from parcompile.user_files import parse_json, read_text
 
 from .megatron_files import MegatronTokens
-from .rows_of_files import Ids, data_files, is_instruction, rows, shown, tokens_and_labels
+from .rows_of_files import Ids, data_files, rows, shown, tokens_and_labels
 from .sequences import Mixture, Packed, Places, SequencesOfFiles, Windows
 
 

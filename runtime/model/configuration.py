@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from parcompile.model.blocks import KNOWN
+from parcompile.model.key_types import FLOAT, architecture
 from parcompile.model.presets import text_part
-from parcompile.model.shape import FLOAT, architecture
 from parcompile.plan import Plan
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh

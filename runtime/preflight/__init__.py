@@ -18,6 +18,7 @@ import torch
 
 import parcompile
 from parcompile.cost.collectives import collectives, stage_exchanges
+from parcompile.cost.estimate import GRADIENTS
 from parcompile.cost.footprint import footprint
 from parcompile.cost.memory import gathered_numels, static_memory
 from parcompile.cost.offload import host_activations, host_memory
@@ -323,18 +324,17 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     for group in (*planned, *(name for name in found if name not in planned)):
         want, have = planned.get(group, Tally()), found.get(group, Tally())
         wrong = []
-        allowed = WIRE_TOLERANCE * max(want.wire_bytes, have.wire_bytes) + (slack if group in BUCKETED else 0.0)
+        # DeepSpeed reduces a bucket when the next parameter does not fit into it: bytes alone are compared.
+        bucketed = group in GRADIENTS
+        allowed = WIRE_TOLERANCE * max(want.wire_bytes, have.wire_bytes) + (slack if bucketed else 0.0)
         if abs(want.wire_bytes - have.wire_bytes) > allowed:
             wrong.append(f"{have.wire_bytes:,.0f} bytes were sent, the estimate says {want.wire_bytes:,.0f}")
-        if group not in BUCKETED and want.messages != have.messages:
+        if not bucketed and want.messages != have.messages:
             wrong.append(f"{have.messages:,} messages were sent, the estimate says {want.messages:,}")
         if wrong:
             wrong.append(f"counted: {_kinds(step, group) or 'nothing'}")
-        yield _finding(rank, f"sent over {group}", _tally(want), _tally(have), wrong)
-
-
-BUCKETED = ("dp-cp", EXPERT_DP)
-"""Groups of which bytes alone are compared: DeepSpeed reduces a bucket when the next parameter does not fit into it."""
+        said = f"buckets of {format_bytes(want.wire_bytes)}" if bucketed and want.messages else _tally(want)
+        yield _finding(rank, f"sent over {group}", said, _tally(have), wrong)
 
 
 def _planned(work: Workload, mesh: Mesh) -> dict[tuple[str, str], Tally]:

@@ -56,7 +56,24 @@ def test_what_a_configuration_says_of_its_file_makes_no_other_model(tmp_path, no
 def test_a_checkpoint_of_another_model_says_which_keys_differ(tmp_path) -> None:
     found = compared(tmp_path, before={"model": SMALL_MODEL}, model=SMALL_MODEL | {"rms_norm_eps": 1e-6})
     assert found.runtime.resume is Resume.NO
-    assert found.runtime.reasons == ("the models differ: rms_norm_eps None → 1e-06",)
+    assert found.runtime.reasons == ("the models differ: rms_norm_eps left out → 1e-06",)
+
+
+def test_reasons_are_written_as_a_configuration_writes_values(tmp_path) -> None:
+    old = {"model": {"hf_config": "old.json"}}
+    (tmp_path / "old.json").write_text(json.dumps(SMALL_MODEL | {"attention_bias": False, "pad_token_id": None}))
+    (tmp_path / "new.json").write_text(
+        json.dumps(SMALL_MODEL | {"attention_bias": True, "hidden_act": "gelu", "pad_token_id": 3})
+    )
+    found = compared(tmp_path, before=old, model={"hf_config": "new.json"})
+    said = 'attention_bias false → true; hidden_act left out → "gelu"; pad_token_id null → 3'
+    assert found.runtime.reasons == (f"the models differ: {said}",)
+
+
+def test_what_only_one_of_two_layouts_has_is_none_in_the_other() -> None:
+    assert layout_differences({"ep": None, "tp": 1}, {"ep": 2, "tp": 1}) == {"ep": "ep none → 2"}
+    no_decay = {"without weight decay": None}, {"without weight decay": "norms"}
+    assert list(layout_differences(*no_decay).values()) == ["without weight decay none → norms"]
 
 
 def test_a_checkpoint_that_keeps_the_whole_configuration_is_still_of_the_same_model() -> None:

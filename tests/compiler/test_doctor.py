@@ -661,6 +661,15 @@ def test_the_page_says_what_the_terminal_does(tmp_path: Path) -> None:
     )
 
 
+def test_help_says_every_exit_code(tmp_path: Path) -> None:
+    said = " ".join(CliRunner().invoke(cli, ["doctor", "--help"]).output.split())
+    nothing = CliRunner().invoke(cli, ["doctor", str(tmp_path)])
+    assert (nothing.exit_code, nothing.output.split(" · ")[0]) == (1, "CANNOT TELL")
+    assert "0 when nothing is wrong, 1 when something is or the files do not say what (CANNOT TELL), and 2" in said
+    whole = " ".join(CliRunner().invoke(cli, ["--help"]).output.split())
+    assert "Exit codes: 0 all is well; 1 a spec has errors" in whole
+
+
 @pytest.mark.usefixtures("page_files")
 def test_every_session_of_the_page_is_what_the_command_prints() -> None:
     shown = sessions()

@@ -381,9 +381,34 @@ def test_sections_of_an_accelerate_file_become_axes_and_stages(tmp_path: Path) -
         *("machine_rank", "fsdp_config.fsdp_offload_params"),
     }
     megatron = imported(write(tmp_path / "megatron.yaml", ACCELERATE_MEGATRON), MODEL)
+    assert "gradient_accumulation_dtype" not in megatron.spec["training"]
     assert megatron.spec["parallelism"] == {"tp": 2, "pp": 2, "sequence_parallel": True}
     assert megatron.spec["training"]["activation_checkpointing"] == "selective"
     assert Outcome.LOST not in outcome(megatron).values()
+
+
+@pytest.mark.parametrize(("version", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp16"), (2, "no")])
+def test_the_type_in_which_fsdp_reduces_gradients_is_told(tmp_path: Path, version: int, precision: str) -> None:
+    text = ACCELERATE_FSDP.replace("mixed_precision: bf16", f"mixed_precision: '{precision}'")
+    file = write(tmp_path / "fsdp.yaml", text.replace("fsdp_version: 2", f"fsdp_version: {version}"))
+    found = imported(file, MODEL)
+    said = [one for one in found.accounts if one.option == "mixed_precision" and one.changes]
+    if precision == "no":
+        assert not said
+        return
+    assert [one.outcome for one in said] == [Outcome.CARRIED]
+    assert f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does" in said[0].detail
+    assert found.spec["training"]["precision"] == precision
+    assert found.spec["training"]["gradient_accumulation_dtype"] == precision
+    sums = ("training", "gradient_accumulation_dtype")
+    assert not [one for one in imported(file, {**MODEL, sums: "fp32"}).accounts if one.changes]
+    # By accelerate itself.
+    plugin = pytest.importorskip("accelerate.utils").FullyShardedDataParallelPlugin(fsdp_version=version)
+    plugin.set_mixed_precision(precision)
+    assert (
+        str(plugin.mixed_precision_policy.reduce_dtype)
+        == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+    )
 
 
 def test_the_skypilot_task_starts_every_rank_of_the_plan(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -253,6 +254,64 @@ def test_weights_are_the_model_of_a_new_project_and_bring_their_tokenizer(run: R
     assert training["lr_scheduler"]["min_lr"] == pytest.approx(2e-6)
     assert not Path("project/data").exists()
     assert "go with a model" in run("new", "other", "--finetune").output
+
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+
+
+@pytest.mark.parametrize(
+    ("row", "refused"),
+    [
+        ('{"prompt": "a", "completion": "b"}', True),
+        ('\n{"instruction": "a", "output": "b", "text": "c"}', True),
+        (CHAT, True),
+        ('{"text": "a"}', False),
+        ('{"prompt": "a", "completion": "b", "input_ids": [1, 2]}', False),
+        ('{"prompt": "a"}', False),
+        ("", False),
+        ("[1", False),
+    ],
+)
+def test_answers_without_a_tokenizer_are_refused_before_anything_is_written(run: Run, row: str, refused: bool) -> None:
+    """Training fails on them: it has no chat template."""
+    Path("data").mkdir()
+    Path("data/rows.jsonl").write_text(row, encoding="utf-8")
+    for data in ("data", "data/rows.jsonl"):
+        done = run("new", "project", "--data", data)
+        assert done.exit_code == (2 if refused else 0), done.output
+        if refused:
+            assert f"data/rows.jsonl:{1 + row.count(chr(10))} holds prompts and answers" in done.output
+            assert "--tokenizer" in done.output
+        assert Path("project").exists() is not refused
+        shutil.rmtree("project", ignore_errors=True)
+    Path("words").mkdir()
+    assert run("new", "project", "--data", "data", "--tokenizer", "words").exit_code == 0
+
+
+@pytest.mark.parametrize("command", [("init", "llama-3-8b"), ("plan", "llama-3-8b", "1x8xH100")])
+def test_an_output_that_cannot_be_written_is_said_before_the_search(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("parcompile.cli.init.offered", None)
+    there = Path("there")
+    there.touch() if command[0] == "init" else there.mkdir()
+    Path("dangling").symlink_to("nothing")
+    for output, said in (
+        ("there", "there exists already: name another with -o"),
+        ("dangling", "dangling exists already"),
+        ("no/folder", "no/folder cannot be written: there is no folder no; create it first"),
+    ):
+        done = run(*command, "-o", output)
+        assert (done.exit_code, done.output) == (1, done.output)
+        assert said in " ".join(done.output.split())
+
+
+def test_a_spec_in_a_folder_that_is_a_link_names_its_model_from_where_it_lies(run: Run) -> None:
+    Path("config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    Path("deep/er").mkdir(parents=True)
+    Path("link").symlink_to("deep/er")
+    assert run("init", "config.json", "-o", "link/spec.json").exit_code == 0
+    assert parcompile.compile("link/spec.json").world_size == parcompile.compile("deep/er/spec.json").world_size == 8
 
 
 def test_the_readme_of_a_new_project_names_every_flag(run: Run) -> None:

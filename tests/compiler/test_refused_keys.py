@@ -118,6 +118,32 @@ def test_a_file_that_is_no_configuration_is_not_told_to_change_a_key_of_the_spec
     assert error.help is None
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "config.json: the file is empty"),
+        (b'{"model_type": "\xff"}', "byte 17 is 0xFF, which is not UTF-8"),
+        (
+            b'{"vocab_size": 61, "vocab_size": 64}',
+            '"vocab_size" is written twice, as 61 and as 64: keep one',
+        ),
+        (b'{"rope_scaling": {"factor": 2.0, "factor": 4.0}}', '"factor" is written twice, as 2.0 and as 4.0'),
+        (b'{"model": {}, "cluster": {}}', "config.json is a spec: name the config.json of a model"),
+    ],
+)
+def test_a_file_that_is_no_one_configuration_says_why(text: bytes, message: str, tmp_path: Path) -> None:
+    spec = _spec_of(tmp_path)
+    (tmp_path / "config.json").write_bytes(text)
+    (error,) = parcompile.check(spec, estimate=False).errors
+    assert (error.code, message in error.message) == ("S003", True), error.message
+
+
+def test_a_key_may_say_the_same_twice(tmp_path: Path) -> None:
+    spec, text = _spec_of(tmp_path), json.dumps({**SMALL, "model_type": "llama"})
+    (tmp_path / "config.json").write_text(text[:-1] + ', "vocab_size": 61}', encoding="utf-8")
+    assert not parcompile.check(spec, estimate=False).errors
+
+
 def test_two_names_of_a_key_may_say_the_same() -> None:
     table = parameter_table(shape_from_config({"model_type": "gpt2", **GPT}))
     both = parameter_table(shape_from_config({"model_type": "gpt2", **GPT, "num_hidden_layers": 2, "hidden_size": 32}))

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from families import tiny_config
 from transformers import CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parcompile.model import key_types
 from parcompile.model.catalogue import RUNTIME_FAMILIES
@@ -64,7 +65,7 @@ def test_a_classifier_has_the_parameters_that_the_compiler_counts(name: str) -> 
     assert found == {own: one.shape for own, one in table.expanded()}
 
 
-VALUES = {"null": None, "switch": True, "whole": 3, "fraction": 0.5, "text": "silu", "list": [3], "mapping": {"a": 3}}
+VALUES = {"null": None, "switch": True, "whole": 1, "fraction": 0.5, "text": "silu", "list": [3], "mapping": {"a": 3}}
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
@@ -102,6 +103,101 @@ def test_stretched_positions_without_a_key_are_refused_by_their_class_and_here()
                     assert refused, (name, kind, key, error)
                 else:
                     assert not refused, (name, kind, key)
+
+
+def test_kinds_of_positions_are_those_that_transformers_computes() -> None:
+    """Others are a KeyError when a model is built; nested ones of classes with positions for each kind of layer too."""
+    assert {*key_types._STRETCHES} == {*ROPE_INIT_FUNCTIONS, "default"}
+    renamed = {"rope_type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+    renamed |= {"original_max_position_embeddings": 32}
+    types = [name for name in RUNTIME_FAMILIES if "rope_parameters" in key_types.fields_of(name)]
+    for name in types:
+        for rope in ({"rope_type": "asdf"}, {"type": "axial"}, renamed, {"full_attention": {"rope_type": "asdf"}}):
+            config = {**tiny_config(name), "rope_scaling": rope}
+            wrong = mistyped(name, config)
+            if wrong is None:
+                assert (name, rope["rope_type"]) in {("phi3", "su")}
+                read: Any = CONFIG_MAPPING[name](**{**config, "rope_scaling": dict(rope)})
+                assert read.rope_parameters["rope_type"] == "longrope"
+            else:
+                assert "transformers does not know" in wrong[1]
+    assert not takes({**tiny_config("llama"), "rope_scaling": {"rope_type": "asdf"}})
+
+
+NO_NUMBERS = [
+    ("llama", "rope_theta", -1.0, "more than 0: positions turn"),
+    ("llama", "rope_theta", 0, "more than 0: positions turn"),
+    ("llama", "rope_theta", "1e4", "has to be a number"),
+    ("gpt_neox", "rotary_emb_base", -1.0, "more than 0: positions turn"),
+    ("gemma3_text", "rope_local_base_freq", -1.0, "more than 0: positions turn"),
+    ("granite", "attention_multiplier", -1.0, "more than 0: attention scores"),
+    ("granite", "logits_scaling", 0.0, "more than 0: logits are divided"),
+    ("gemma2", "final_logit_softcapping", 0.0, "more than 0: logits are divided"),
+    ("llama", "rms_norm_eps", -1.0, "0 or more: norms divide"),
+    ("gpt_neox", "layer_norm_eps", -1.0, "0 or more: norms divide"),
+    ("llama", "initializer_range", -0.02, "0 or more: it is a standard deviation"),
+    ("llama", "attention_dropout", 1.5, "between 0 and 1"),
+    ("gpt2", "resid_pdrop", -0.1, "between 0 and 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "words"), NO_NUMBERS)
+def test_numbers_that_no_class_computes_with_are_refused_by_key(name: str, key: str, value: Any, words: str) -> None:
+    """Their model is not built, or its loss is not finite, with transformers alone."""
+    wrong = {**tiny_config(name), key: value}
+    wrong.pop("rope_parameters", None)
+    assert not computes(wrong)
+    with pytest.raises(ModelConfigError, match=f"{key} is .*{words}") as caught:
+        shape_from_config(wrong)
+    assert caught.value.key == key
+    shape_from_config({**wrong, key: 0.5})
+
+
+def computes(config: dict[str, Any]) -> bool:
+    """Whether the class builds a model whose loss and gradients are finite."""
+    torch.manual_seed(0)
+    try:
+        model, tokens = causal_model(CONFIG_MAPPING[config["model_type"]](**config)), torch.arange(8)[None]
+        loss = model.train()(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        return all(bool(torch.isfinite(one).all()) for one in (loss, *grads))
+    except Exception:
+        return False
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e400"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_theta", "{}"),
+        ("rms_norm_eps", "{}"),
+        ("rope_scaling", '{{"rope_type": "linear", "factor": {}}}'),
+        ("router_aux_loss_coef", "{}"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_in_a_file(tmp_path: Path, key: str, value: str, text: str) -> None:
+    known = json.dumps({**tiny_config("mixtral"), "time_step_limit": [0.0, float("inf")]})
+    (tmp_path / "config.json").write_text(known[:-1] + f', "{key}": {value.format(text)}}}', encoding="utf-8")
+    spec = {**example_spec({}), "model": {"hf_config": "config.json"}}
+    (error,) = (one for one in check(Resolution(spec, folder=tmp_path)) if one.code == "S003")
+    assert "it has to be a finite number" in error.message
+    assert f"change {key} in config.json" == error.help
+    (tmp_path / "config.json").write_text(known, encoding="utf-8")
+    assert not [one for one in check(Resolution(spec, folder=tmp_path)) if one.code == "S003"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_how_weights_were_quantized_is_told(tmp_path: Path, whole: bool) -> None:
+    config = tiny_config("llama")
+    if whole:
+        config = {"model_type": "llava", "text_config": config}
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = {**example_spec({}), "model": {"hf_config": "config.json"}}
+    (found,) = (one for one in check(Resolution(spec, folder=tmp_path)) if one.code == "S005")
+    assert found.message.startswith("quantization_config has no effect")
+    assert "dequantize=True" in str(found.help)
 
 
 @pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
@@ -200,7 +296,7 @@ def test_published_configurations_are_taken() -> None:
             "llama",
             "rope_scaling",
             {"rope_type": "yarnn"},
-            r'rope_scaling has the rope_type "yarnn": did you mean yarn\?',
+            r'rope_scaling has the rope_type "yarnn", which transformers does not know: did you mean yarn\?',
         ),
         ("qwen2", "rope_scaling", {"type": "linear"}, r"rope_scaling has the rope_type linear and lacks factor, which"),
         ("llama", "num_hidden_layers", 2.5, r"num_hidden_layers is 2\.5: it has to be a whole number"),

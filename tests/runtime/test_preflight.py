@@ -801,3 +801,6 @@ def test_messages_of_zero_stage_3_agree_with_the_estimate(tied: bool, recompute:
     report = preflight(plan, ranks=[0])
     sent = next(one for one in report.findings if one.subject == "sent over dp-cp")
     assert sent.verdict is Verdict.AGREES, report.text()
+    # Bytes are compared; a number of messages stands only where they are counted.
+    assert sent.planned.startswith("buckets of "), sent
+    assert re.fullmatch(r"[\d,]+ × .*", sent.found), sent

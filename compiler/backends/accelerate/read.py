@@ -13,7 +13,7 @@ from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
 from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
 from parcompile.backends.trainers import options
-from parcompile.backends.trainers.read import read_deepspeed, sum_as_deepspeed, with_deepspeed
+from parcompile.backends.trainers.read import read_deepspeed, reduced_by_fsdp, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
 from parcompile.user_files import shipped
 
@@ -160,6 +160,9 @@ def _fsdp(source: Source, draft: Draft) -> None:
     draft.take(source, read, {_ZERO: stage})
     if str(strategy).startswith("HYBRID"):
         source.lose(prefix + "fsdp_sharding_strategy", "the runtime shards over all of dp, not within nodes")
+    if (precision := source.given.get("mixed_precision")) in ("bf16", "fp16"):
+        reduced_by_fsdp(source, draft, "mixed_precision", precision)
+        source.used["mixed_precision"] = {_PRECISION}
     recompute, path = prefix + "fsdp_activation_checkpointing", ("training", "activation_checkpointing")
     if source.given.get(recompute) is True:
         draft.take(source, [recompute], {path: "full"})

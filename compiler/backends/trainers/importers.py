@@ -19,7 +19,7 @@ from parcompile.text import Document
 from parcompile.text.typed import integer, word
 
 from . import ADAPTER, CHANGING, METHOD, options, stored_tool
-from .read import read_model, reader, with_deepspeed
+from .read import read_model, reader, reduced_by_fsdp, with_deepspeed
 
 _STAGE: SpecPath = ("zero", "stage")
 _DP: SpecPath = ("parallelism", "dp")
@@ -60,6 +60,9 @@ def _sharding(source: Source, draft: Draft) -> None:
     if any(source.given[name] for name in fsdp):
         stays = source.given.get("fsdp_config.reshard_after_forward") is False
         draft.take(source, _OF_STAGE, {_STAGE: 2 if stays else 3})
+        for name in ("bf16", "fp16"):
+            if source.given.get(name) is True:
+                reduced_by_fsdp(source, draft, name, name)
         for name in fsdp:
             if name not in _OF_STAGE:
                 source.lose(name, "FSDP's own: ZeRO has no such setting")

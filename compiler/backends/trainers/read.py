@@ -109,6 +109,14 @@ def sum_as_deepspeed(draft: Draft, inner: Draft | None) -> None:
         sum_as_weights(draft, precision)
 
 
+def reduced_by_fsdp(source: Source, draft: Draft, name: str, precision: str) -> None:
+    """What an option that names the type of the weights means to accelerate's FSDP (`set_mixed_precision`)."""
+    if SUMS not in draft.answers:
+        said = f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does"
+        source.remark(name, f"{said}; in fp32 with --set {'.'.join(SUMS)}=fp32")
+        draft.set(SUMS, precision, said=True)
+
+
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "adamw")

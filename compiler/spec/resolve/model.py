@@ -16,8 +16,9 @@ from parcompile.model import ParameterTable
 from parcompile.model.catalogue import ALIKE
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.key_types import portable
 from parcompile.model.presets import find_preset, left_out, text_part
-from parcompile.model.shape import ModelShape, portable
+from parcompile.model.shape import ModelShape
 from parcompile.spec import Model, Origin
 from parcompile.user_files import read_text
 
@@ -117,10 +118,17 @@ def read_config(path: FilePath) -> dict[str, Any]:
         raise ModelConfigError(f"{path} cannot be read: {error.strerror}", "hf_config", _instead_of(path)) from None
     except RecursionError:
         raise ModelConfigError(f"{path} has too many brackets inside each other", "hf_config") from None
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{path}: {error}", "hf_config") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {error.start + 1} is 0x{error.object[error.start]:02X}, which is not UTF-8"
+        raise ModelConfigError(f"{path} is not valid JSON: {where}", "hf_config") from None
     except ValueError as error:
         raise ModelConfigError(f"{path} is not valid JSON: {error}", "hf_config") from None
     if not isinstance(config, dict):
         raise ModelConfigError(f"{path} does not hold a JSON object", "hf_config")
+    if {"model", "cluster"} <= config.keys() and "plan_version" not in config:
+        raise ModelConfigError(f"{path} is a spec: name the config.json of a model", "hf_config")
     found: dict[str, Any] = _of_plan(config, path) if "plan_version" in config else config
     refuse_huge(found, path)
     return found
@@ -155,7 +163,19 @@ def _of_plan(plan: Mapping[str, Any], path: FilePath) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _parsed(text: str) -> Any:
     """What a configuration file holds: a search asks for the same one thousands of times, and nobody changes it."""
-    return portable(json.loads(text))
+    if not text.strip():
+        raise ModelConfigError("the file is empty")
+    return portable(json.loads(text, object_pairs_hook=_once))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; one of two values of a key would be lost."""
+    found = dict(pairs)
+    for key, value in pairs:
+        if value is not found[key] and value != found[key]:
+            both = " and as ".join(json.dumps(one)[:40] for one in (value, found[key]))
+            raise ModelConfigError(f"{json.dumps(key)} is written twice, as {both}: keep one")
+    return found
 
 
 def _instead_of(path: FilePath) -> str:
