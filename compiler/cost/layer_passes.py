@@ -59,7 +59,7 @@ def ends_bytes(
     width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
     weight = width * work.shape.hidden_size * work.head_columns
-    waiting = weight if _is_tied(work, stage) else 0.0
+    waiting = waiting_gradient_bytes(work, stage)
     chunk = loss_chunk_bytes(work, logits)
     counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk
     head = 0.0
@@ -91,6 +91,11 @@ def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     weight, tied = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp, _is_tied(work, stage)
     # A second embedding goes backward first; the gradient of a tied head waits meanwhile.
     return max(weight * (3 if tied else 1), table_gradient_bytes(work, stage) + weight * tied)
+
+
+def waiting_gradient_bytes(work: Workload, stage: Stage) -> float:
+    """The gradient of a tied head, which waits for that of the embedding while layers go backward."""
+    return work.element_bytes * work.shape.hidden_size * work.head_columns * _is_tied(work, stage)
 
 
 def counted_logits(work: Workload, logits: float) -> float:

@@ -46,6 +46,7 @@ from .layer_passes import (
     router_bytes,
     row_copies,
     tiled_bytes,
+    waiting_gradient_bytes,
 )
 from .memory import (
     bucket_bytes,
@@ -316,9 +317,11 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         )
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
-            left = math.ceil(each.layers) - 1
-            if math.ceil(following.layers) <= left > 0 or each.layers - left > _BEGUN:
-                reducing = max(reducing, each.behind + of_each * left + (whole or in_flight))
+            left, begins = math.ceil(each.layers) - 1, each.layers - math.ceil(each.layers) + 1 > _BEGUN
+            if math.ceil(following.layers) <= left > 0 or begins:
+                layers = each.layers if begins and not whole else left
+                waiting = waiting_gradient_bytes(work, stage)
+                reducing = max(reducing, each.behind + of_each * layers + (whole or in_flight) + waiting)
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduced = static.reductions[-2].behind if work.zero_stage == 1 and len(static.reductions) > 1 else 0.0
