@@ -184,23 +184,30 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
     # Rows are weighted by what a router gives in fp32 or casts.
     weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
+    # The gradients of what an activation or a gate takes, beside that of the layer's output.
+    given = work.element_bytes * tokens * h / (work.tp if work.sequence_parallel else 1)
+    gates = (2 if work.shape.mlp.gated else work.shape.mlp.activation_gradients) * work.element_bytes * rows * width
     if work.ep == 1:
-        # With many tokens the peak is where rows are weighted, beside the gradient of the layer's output.
-        cast = work.element_bytes * (work.element_bytes < weighted and not work.recomputes_layers)
-        given = work.element_bytes * tokens * h / (work.tp if work.sequence_parallel else 1)
-        return max(of_weight, (IN_FLIGHT_COPIES * weighted + cast) * rows * h + given)
+        # With many tokens the peak is where rows are weighted.
+        again = work.recomputes_layers or MLP in work.parts_again
+        cast = work.element_bytes * (work.element_bytes < weighted and not again)
+        return max(of_weight, max((IN_FLIGHT_COPIES * weighted + cast) * rows * h, gates) + given)
     came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
     running, back = 4 * came - own, 2 * came + own * (1 + (slices > 1))
-    if not work.recomputes_layers:
+    # The experts' output, whole and of a rank's own tokens, or its gradient; what goes into the layer, which the first
+    # norm keeps in fp32.
+    copied, of_own = work.element_bytes < 4, work.element_bytes * tokens / slices * h
+    beside = work.element_bytes * tokens * h + input_bytes(work) * copied + of_own
+    if work.recomputes_layers:
+        running, back = running + beside, back + beside
+    else:
         back += weighted * rows / slices * h
-        if work.pp > 1:  # beside what another micro-batch keeps, the way forward takes most
-            back += input_bytes(work) + 4 * tokens / slices * h
-    elif work.element_bytes < 4:
-        # The gradient of the layer's output; in fp32 the first norm keeps the layer's input, which is counted.
-        running, back = running + input_bytes(work), back + input_bytes(work)
-    return max(of_weight + came - own, running - bucket, back)
+        if work.pp > 1:  # beside what another micro-batch keeps, the way forward takes most, and sums in fp32 are cast
+            back += beside + of_own * copied * (1 + (weighted == 4 or slices > 1))
+            back += input_bytes(work) * (work.sequence_parallel and not copied)
+    return max(of_weight + came - own, running - bucket, back, gates + given - came)
 
 
 def _pieces(work: Workload) -> int:

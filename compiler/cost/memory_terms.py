@@ -23,7 +23,7 @@ from .blocks import (
     projection_bytes,
     uses,
 )
-from .collectives import buffer_bytes, routed_layers
+from .collectives import buffer_bytes, norms_mlp_output, routed_layers
 from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_sizes,
@@ -373,7 +373,10 @@ def _in_flight(one: _Held, bucket: float) -> float:
     if work.tp > 1 and work.sequence_parallel and not one.routed and work.mlp_tiles == 1:
         in_flight = max(in_flight, entering_bytes(work))
     if one.eager:
-        in_flight = max(in_flight, norm_in_flight(work, one.sparse if one.routed else one.dense))
+        layer = one.sparse if one.routed else one.dense
+        if norms_mlp_output(work.shape) and not (work.recomputes_layers or work.sequence_parallel):  # that norm is gone
+            in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
+        in_flight = max(in_flight, norm_in_flight(work, layer))
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
@@ -422,7 +425,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
-        if one.attending and not work.moves_activations and not (one.routed and work.ep > 1):
+        if one.attending and not work.moves_activations:
             # What the layer that is computed again takes and attends to is among what all layers keep.
             attended, taken = kept_attention(work) * tokens, inputs * keeps_input(work)
             kept["attention"] -= attended

@@ -610,7 +610,11 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ("muse_glimmer_text", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: the kinds of"),
         ("muse_glimmer_text", {"sliding_window": None}, "sliding_window: transformers builds a mask of the window"),
         ("muse_glimmer_text", {"attention_dropout": None}, "attention_dropout: transformers' attention takes no null"),
-        ("muse_glimmer_text", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: transformers divides"),
+        (
+            "muse_glimmer_text",
+            {"final_logit_softcapping": 0.0},
+            "final_logit_softcapping is 0.0: it has to be more than 0",
+        ),
         ("muse_spark_text", {"layer_rope_theta": [50.0, 0]}, "layer_rope_theta: transformers reads of an entry only"),
         ("muse_spark_text", {"tie_word_embeddings": True}, "tie_word_embeddings: transformers ties no weights of this"),
         ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"]}, "layer_types: minimax_m3_spa"),
