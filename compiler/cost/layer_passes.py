@@ -7,6 +7,7 @@ from dataclasses import replace
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
+from parcompile.model.blocks.experts import MoeShape
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -155,38 +156,50 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
     Experts may take more on their way forward, when a `bucket` that backward passes make is not there.
     """
-    h, tokens, moe = work.shape.hidden_size, work.local_tokens, work.busiest_shape.moe
-    if not routed or moe is None:
-        if work.mlp_tiles > 1:
-            return tile_bytes(work)
-        width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
-        # The gradients of what an activation or a gate takes; or under the last product, those of its input and weight.
-        mlp, out = work.shape.mlp, tokens * width + h * width
-        gates = (2 if mlp.gated else mlp.activation_gradients) * tokens * width
-        if work.tp > 1 and work.sequence_parallel:
-            # Beside the gradient of a rank's own tokens all that is gathered of it: one row in pieces, of which three
-            # more are there, or one and the gradient of the weight; several rows that travel whole, and what CPUs
-            # exchange, are laid out anew.
-            count, row = _pieces(work), tokens * h
-            if count and work.micro_batch == 1:
-                gathered = row + max(min(3, count) * row / count + tokens * width, row / count + out)
-            else:
-                anew = not count and (work.micro_batch > 1 or not runs_on_gpu(work))
-                gathered = row * (1 + anew) + out
-            return work.element_bytes * (row / work.tp + max(gathered, gates))
-        return work.element_bytes * (tokens * h + max(gates, out))
-    h = work.shape.expert_features
+    moe = work.busiest_shape.moe
+    if routed and moe is not None:
+        return _of_experts(work, moe, bucket)
+    return tile_bytes(work) if work.mlp_tiles > 1 else _of_mlp(work)
+
+
+def _gates(work: Workload) -> float:
+    """For each feature, the gradients of what an activation or a gate takes."""
+    return 2 if work.shape.mlp.gated else work.shape.mlp.activation_gradients
+
+
+def _of_mlp(work: Workload) -> float:
+    """Of a dense MLP: the gradients of what its gate takes; or under the last product, those of its input and weight.
+
+    Beside the gradient of a rank's own tokens is all that is gathered of it: one row in pieces, of which three more are
+    there, or one and the gradient of the weight; several rows that travel whole, and what CPUs exchange, are laid out
+    anew.
+    """
+    row, tokens = work.local_tokens * work.shape.hidden_size, work.local_tokens
+    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    gates, out = _gates(work) * tokens * width, (tokens + work.shape.hidden_size) * width
+    if work.tp == 1 or not work.sequence_parallel:
+        return work.element_bytes * (row + max(gates, out))
+    if (count := _pieces(work)) and work.micro_batch == 1:
+        gathered = row + max(min(3, count) * row / count + tokens * width, row / count + out)
+    else:
+        anew = not count and (work.micro_batch > 1 or not runs_on_gpu(work))
+        gathered = row * (1 + anew) + out
+    return work.element_bytes * (row / work.tp + max(gathered, gates))
+
+
+def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
+    """Of experts, whose rows are weighted by what a router gives in fp32 or casts."""
+    h, tokens = work.shape.expert_features, work.local_tokens
     # The first projection's gradient, of all experts in one tensor, when the product and the output are gone.
     projections = 2 if work.shape.mlp.gated else 1
     slices = work.tp if work.ep == 1 else work.expert_slices
     width = moe.intermediate_size / slices
     experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
-    # Rows are weighted by what a router gives in fp32 or casts.
     weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
-    # The gradients of what an activation or a gate takes, beside that of the layer's output.
+    # The gradient of the layer's output lies beside what a gate takes.
     given = work.element_bytes * tokens * h / (work.tp if work.sequence_parallel else 1)
-    gates = (2 if work.shape.mlp.gated else work.shape.mlp.activation_gradients) * work.element_bytes * rows * width
+    gates = _gates(work) * work.element_bytes * rows * width
     if work.ep == 1:
         # With many tokens the peak is where rows are weighted.
         again = work.recomputes_layers or MLP in work.parts_again
