@@ -13,7 +13,7 @@ from .parameters import trained_tensors
 from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_numels, taken_at_end
 from .workload import RankPlace, Workload
 
-NORM_BYTES = 8
+FP64_BYTES = 8
 """Of a number while DeepSpeed takes the norm of gradients."""
 
 
@@ -219,7 +219,7 @@ def optimizer_step_bytes(
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside. Of
         # gathered weights the small ones stay.
         return MASTER_BYTES * largest + adam - work.element_bytes * gathered_numels(work, stage)[2]
-    norm = NORM_BYTES * max(map(min, largest_numels(work, stage), (shard - dealt, dealt)))
+    norm = FP64_BYTES * max(map(min, largest_numels(work, stage), (shard - dealt, dealt)))
     if work.zero_stage == 2 and not keeps_whole_sums(work):
         return max(adam, norm) - bucket  # the optimizer takes the sums themselves
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes

@@ -320,8 +320,8 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             left, begins = math.ceil(each.layers) - 1, each.layers - math.ceil(each.layers) + 1 > _BEGUN
             if math.ceil(following.layers) <= left > 0 or begins:
                 layers = each.layers if begins and not whole else left
-                waiting = waiting_gradient_bytes(work, stage)
-                reducing = max(reducing, each.behind + of_each * layers + (whole or in_flight) + waiting)
+                beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
+                reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduced = static.reductions[-2].behind if work.zero_stage == 1 and len(static.reductions) > 1 else 0.0

@@ -213,6 +213,8 @@ class Reduction(NamedTuple):
     """Bytes beside these, the bucket and the sums; less sums that are not there yet."""
     behind: float
     """The same behind it."""
+    filled: float
+    """Bytes of gradients that lie in the next bucket alone when the next whole layer goes backward: at stage 1."""
 
 
 class _Reducing(NamedTuple):
@@ -271,7 +273,10 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
 def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, ...]:
     taken = _taken_at_stage_1 if one.zero_stage == 1 else _taken_at_stage_2
     each = zip(one.buckets, taken(one, kept), strict=True)
-    return tuple(Reduction(bucket.layers, float(at), float(behind)) for bucket, (at, behind) in each)
+    width = one.gradient_bytes * (one.zero_stage == 1 and one.in_backward)
+    return tuple(
+        Reduction(bucket.layers, float(at), float(behind), width * bucket.rest) for bucket, (at, behind) in each
+    )
 
 
 def head_in_bucket(work: Workload, stage: Stage) -> float:
@@ -384,6 +389,8 @@ class _Bucket(NamedTuple):
     """Whether it is a single parameter that no bucket takes."""
     before: int
     """Elements of those that are reduced before; large ones are let go of elsewhere."""
+    rest: int
+    """Elements of the last one's layer that are not reduced yet."""
 
 
 @lru_cache(maxsize=256)
@@ -400,24 +407,24 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     if not in_backward:
         order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
 
-    def fill(layers: float, waiting: int) -> int:
+    def fill(layers: float, waiting: int, rest: int) -> int:
         """Elements that a bucket has taken."""
         is_large, numels = total > size, (filled[0], filled[1])
-        found.append(_Bucket(layers, min(members), max(members) + 1, numels, waiting, is_large, before))
+        found.append(_Bucket(layers, min(members), max(members) + 1, numels, waiting, is_large, before, rest))
         return 0 if is_large else total
 
     for number in order:
         one = every[number]
         if members and total + one.numel > size:
             layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
-            before += fill(layers * in_backward, one.numel)
+            before += fill(layers * in_backward, one.numel, left[one.layer] * (one.numel <= size))
             filled, members, total = [0, 0], [], 0
         members.append(number)
         filled[one.is_dealt] += one.numel
         total += one.numel
         left[one.layer] -= one.numel
     if members:
-        fill(0, 0)
+        fill(0, 0, 0)
     if in_backward:
         return found
     alike = {(one.numels, one.is_large): one for one in reversed(found)}

@@ -224,7 +224,7 @@ def _described(config: Config) -> ModelShape:
         blocks = LayerBlocks((), (), ())
     layers = read.size("num_hidden_layers") * family.layers_per_module if block_kinds is None else len(block_kinds)
     runs = None if family.runs is None else family.runs(config, layers)
-    weightless = family.weightless_qk_norms
+    weightless, (kept, made) = family.weightless_qk_norms, activation_numbers(name, config)
 
     def size(key: tuple[str, int] | None) -> int:
         return read.size(*key) if key else 0
@@ -241,7 +241,7 @@ def _described(config: Config) -> ModelShape:
         max_position_embeddings=_positions(read, family, config),
         head=Head(labels=_labels(config)),
         positions=Positions(not (family.positions or family.fixed_positions), family.is_on(family.alibi, config)),
-        mlp=Mlp(True, *activation_numbers(name, config)),
+        mlp=Mlp(activation_numbers=kept, activation_gradients=made),
         heads=Heads(
             paired=family.paired_heads,
             weightless_qk_norms=weightless(config, layers) if weightless else (),
