@@ -85,6 +85,13 @@ def ends_bytes(
     return max(head, max((normed + first) * stage.has_head, in_flight) + waiting - behind) - counted
 
 
+def last_norm_bytes(work: Workload) -> float:
+    """What is there of the norm behind the last layer when its gradient comes: what it keeps, and what comes back."""
+    in_fp32 = 4 * (norm_bytes(work) > 0 and not tiles_norms(work))
+    share = work.tp if work.sequence_parallel else 1
+    return work.split_tokens * work.shape.hidden_size * (in_fp32 + work.element_bytes) / share
+
+
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     """The gradient of the embedding, when all else is gone; of a tied one, that of the head and the sum of both too."""
     if not stage.has_embedding:
@@ -432,8 +439,8 @@ def kept_attention(work: Workload) -> float:
 
 
 def attention_sizes(work: Workload) -> tuple[float, float]:
-    """Bytes of both for a token."""
+    """Bytes of both for a token: heads that work in pairs attend twice."""
     one = work.shape.attention.projections
     width = mean_over_layers(work.shape, lambda each: each.value_dim) if one is None else one.value_dim
-    heads = work.shape.num_attention_heads / work.tp
+    heads = work.shape.num_attention_heads / work.tp * (1 + work.shape.heads.paired)
     return heads * width * work.element_bytes, heads * 4

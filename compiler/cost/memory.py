@@ -8,6 +8,8 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES, takes_muon
 from parcompile.model import within
 from parcompile.model.derived_rows import parameter_table
+from parcompile.model.family import by_type
+from parcompile.model.tables.expression import evaluate
 
 from .parameters import trained_tensors
 from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_numels, taken_at_end
@@ -149,6 +151,21 @@ def untrained_bytes(work: Workload, stage: Stage) -> float:
     return float(work.element_bytes * sum(held))
 
 
+_BUFFERS = by_type("buffers")
+"""Masks and tables that a class registers: in each layer or once in a stage, of the type of the weights or of a mask,
+and how many numbers."""
+
+
+def table_bytes(work: Workload, stage: Stage) -> float:
+    """Masks and tables of positions that are no parameters: every rank holds them whole."""
+    if work.shape.model_type not in _BUFFERS:
+        return 0.0
+    where, kind, numbers = _BUFFERS[work.shape.model_type]
+    sizes = {"positions": work.shape.max_position_embeddings, "hidden_size": work.shape.hidden_size}
+    width = work.element_bytes if kind == "number" else 1
+    return float(width * evaluate(numbers, sizes) * (len(stage.layers) if where == "layer" else 1))
+
+
 def static_terms(
     work: Workload, stage: Stage, numel: int, place: RankPlace | None = None
 ) -> tuple[float, float, float, float]:
@@ -156,7 +173,7 @@ def static_terms(
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0, numel, place)
         untrained = 0.0 if work.weights_on_host else untrained_bytes(work, stage)
-        weights = held.weight_bytes + untrained / (work.shards if work.shards_weights else 1)
+        weights = held.weight_bytes + untrained / (work.shards if work.shards_weights else 1) + table_bytes(work, stage)
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel

@@ -39,6 +39,7 @@ from .layer_passes import (
     keeps_input,
     kept_attention,
     kept_layers,
+    last_norm_bytes,
     loss_chunk_bytes,
     norm_in_flight,
     parts_in_flight,
@@ -310,16 +311,18 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         if work.recomputes_layers:
             again = one_layer - (one.sparse if one.routed else one.dense).mlp * one.tokens
             whole = one_layer + in_flight - behind_mlp_bytes(work)
-        of_each = (sum(kept.values()) - whole) / max(len(stage.layers), 1)
-        reducing = max(
-            each.taken + of_each * each.layers + again * (each.layers - max(0, math.ceil(each.layers) - 1))
-            for each in static.reductions
-        )
+        most = len(stage.layers)
+        of_each = (sum(kept.values()) - whole) / max(most, 1)
+        for each in static.reductions:
+            part = each.layers - max(0, math.ceil(each.layers) - 1)
+            begun = again * part if each.layers <= most else last_norm_bytes(work)
+            reducing = max(reducing, each.taken + of_each * min(each.layers, most) + begun)
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
-            left, begins = math.ceil(each.layers) - 1, each.layers - math.ceil(each.layers) + 1 > _BEGUN
+            held = min(each.layers, most)
+            left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
             if math.ceil(following.layers) <= left > 0 or begins:
-                layers = each.layers if begins and not whole else left
+                layers = held if begins and not whole else left
                 beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:

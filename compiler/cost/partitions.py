@@ -208,7 +208,8 @@ class Reduction(NamedTuple):
     """A moment of a backward pass in which gradients are reduced."""
 
     layers: float
-    """Of the stage, those that still hold what they keep for backward, one of them in part."""
+    """Of the stage, those that still hold what they keep for backward, one of them in part; more than it has where none
+    has begun."""
     taken: float
     """Bytes beside these, the bucket and the sums; less sums that are not there yet."""
     behind: float
@@ -416,7 +417,7 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     for number in order:
         one = every[number]
         if members and total + one.numel > size:
-            layers = max(0.0, min(one.layer + left[one.layer] / of_layer[one.layer], len(stage.layers)))
+            layers = max(0.0, one.layer + left[one.layer] / of_layer[one.layer])
             before += fill(layers * in_backward, one.numel, left[one.layer] * (one.numel <= size))
             filled, members, total = [0, 0], [], 0
         members.append(number)

@@ -10,6 +10,8 @@ import torch
 from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from parcompile.cost.memory import table_bytes
+from parcompile.cost.workload import Workload
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import Preset, presets
@@ -26,13 +28,18 @@ NO_LISTS_OF_LAYERS = ("time_step_limit", "mlp_multipliers", "attn_layer_indices"
 REQUIRED = ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
 
-def registered(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
-    """Names and shapes of the model's parameters, and its configuration."""
+def built(config: dict[str, Any]) -> Any:
+    """The model, on meta."""
     from transformers import CONFIG_MAPPING
 
     values = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
     with torch.device("meta"):
-        model = causal_model(CONFIG_MAPPING[config["model_type"]](**values))
+        return causal_model(CONFIG_MAPPING[config["model_type"]](**values))
+
+
+def registered(config: dict[str, Any]) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
+    """Names and shapes of the model's parameters, and its configuration."""
+    model = built(config)
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()], model.config
 
 
@@ -49,6 +56,24 @@ def test_a_table_lists_what_the_model_registers(family: str) -> None:
         (None, False) if family in NEVER_TIED else (None, True) if family in ALWAYS_TIED else (None, True, False)
     ):
         check(tiny_config(family, **({} if tied is None else {"tie_word_embeddings": tied})))
+
+
+ROTARY_TABLES = ("gptj", "codegen")
+"""They register tables of rotary positions, of a few features: too small to be counted."""
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROTARY_TABLES])
+def test_masks_and_tables_of_positions_are_counted_that_a_class_registers(family: str) -> None:
+    def bytes_of(positions: int) -> tuple[int, float]:
+        key = FAMILIES[family].keys.get("max_position_embeddings") or "max_position_embeddings"
+        config = tiny_config(family, **{key: positions})
+        model = built(config)
+        tables = (one for one in model.buffers() if one.dtype != torch.int64)
+        work = Workload(shape_from_config(config), 1, 1, "h200", 64, 1, 1, element_bytes=4)
+        return sum(one.nbytes for one in tables), table_bytes(work, work.stages[0])
+
+    (few, counted_few), (many, counted_many) = bytes_of(512), bytes_of(2048)
+    assert many - few == counted_many - counted_few
 
 
 def deep(family: str, layers: int) -> dict[str, Any]:
