@@ -9,6 +9,7 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.blocks.experts import MoeShape
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
+from parcompile.model.families import family_of
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
@@ -65,7 +66,7 @@ def ends_bytes(
     counted, loss = counted_logits(work, logits), 2 * _logit_bytes(work) * logits + chunk
     head = 0.0
     copied = 4 * (norm_bytes(work) > 0)
-    normed = stage.has_head * hidden * (copied * (not tiles_norms(work)) + 2 * width) / share
+    normed = stage.has_head * hidden * (_of_last_norm(work) + 2 * width) / share
     if stage.has_head and work.linear_loss:
         # The gradients of weight and input wait for backward; there the weight's is cast while the other is there.
         of_weight = 4 * weight / width
@@ -87,9 +88,27 @@ def ends_bytes(
 
 def last_norm_bytes(work: Workload) -> float:
     """What is there of the norm behind the last layer when its gradient comes: what it keeps, and what comes back."""
-    in_fp32 = 4 * (norm_bytes(work) > 0 and not tiles_norms(work))
     share = work.tp if work.sequence_parallel else 1
-    return work.split_tokens * work.shape.hidden_size * (in_fp32 + work.element_bytes) / share
+    return work.split_tokens * work.shape.hidden_size * (_of_last_norm(work) + work.element_bytes) / share
+
+
+def _of_last_norm(work: Workload) -> float:
+    """What the norm behind the last layer keeps of a feature, beyond what goes into it and comes out.
+
+    Norms of layers may be followed by what keeps more: no more than a norm without a mean is counted.
+    """
+    if tiles_norms(work):
+        return 0.0
+    of_feature = norm_bytes(work) / work.shape.hidden_size
+    return of_feature if _is_centred(work) else min(of_feature, 6 if work.element_bytes < 4 else 4)
+
+
+def embedding_norm_bytes(work: Workload, stage: Stage) -> float:
+    """What a norm behind the embedding keeps of a micro-batch: what goes into it, which many norms copy in fp32."""
+    if not stage.has_embedding or not family_of(work.shape.model_type).embedding_norm:
+        return 0.0
+    width = max(work.element_bytes, 4 * computes_norms(work))
+    return work.split_tokens * work.shape.hidden_size * width / (work.tp if work.sequence_parallel else 1)
 
 
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
@@ -310,6 +329,11 @@ def computes_norms(work: Workload) -> bool:
     return kept.norm_bytes(work.shape, 2) > 0 and work.shape.model_type not in FUSED_NORMS
 
 
+def _is_centred(work: Workload) -> bool:
+    """Whether norms are computed step by step and take the mean away."""
+    return kept.norm_bytes(work.shape, 2) > 9 * work.shape.hidden_size
+
+
 def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     """What is in flight while the norm in front of the MLP goes backward, when the MLP and its input are gone.
 
@@ -320,8 +344,7 @@ def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     if not computes_norms(work) or tiles_norms(work):
         return 0.0
     share = work.tp if work.sequence_parallel else 1
-    centred = kept.norm_bytes(work.shape, 2) > 9 * work.shape.hidden_size
-    tensors = CENTRED_NORM_TENSORS if centred else NORM_TENSORS
+    tensors = CENTRED_NORM_TENSORS if _is_centred(work) else NORM_TENSORS
     here = work.split_tokens / share * work.shape.hidden_size * tensors * 4
     if norms_mlp_output(work.shape):
         return here + behind_mlp_bytes(work)

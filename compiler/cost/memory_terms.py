@@ -31,6 +31,7 @@ from .layer_passes import (
     counted_logits,
     dealt_rows,
     embedding_backward_bytes,
+    embedding_norm_bytes,
     ends_bytes,
     entering_bytes,
     gathered_again_bytes,
@@ -297,7 +298,8 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
-        kept["stream"] += (projection_bytes(work, stage) + parts) * one.copies + head_bytes(work, stage)
+        before = projection_bytes(work, stage) + embedding_norm_bytes(work, stage)
+        kept["stream"] += (before + parts) * one.copies + head_bytes(work, stage)
     if FRAMEWORKS[work.framework].stores_scores:
         scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
         # Recomputed, those of one layer at a time.
