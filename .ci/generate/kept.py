@@ -119,6 +119,8 @@ class Kept:
     own: int
     length: int
     tensors: tuple[tuple[str, str, int, int], ...]
+    outside: int
+    """Bytes that layers share, made before the first: tables of rotary positions."""
 
     @property
     def signature(self) -> tuple[tuple[str, str], ...]:
@@ -236,15 +238,19 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int, tps: Sequ
     own = work.split_tokens // (tp if work.sequence_parallel else 1)
     if work.shape.residual.streams == 1:
         raise ValueError(f"{kind}: of one stream sizes are not told apart")
-    every = _of_layers(saved(plan), work.shape.stack.layers_per_module)
+    runs = saved(plan)
+    outside = sum(count * size for _, _, count, size in runs.pop(OUTSIDE, []) if count % work.local_tokens == 0)
+    every = _of_layers(runs, work.shape.stack.layers_per_module)
     layers = [(sorts(work.shape, range(layer, layer + 1)), tensors) for layer, tensors in every.items()]
     return [
-        Kept(own_sort[0][1], tp, work.local_tokens, own, length, tuple(tensors))
+        Kept(own_sort[0][1], tp, work.local_tokens, own, length, tuple(tensors), outside)
         for own_sort, tensors in layers
         if own_sort
     ]
 
 
+OUTSIDE = -1
+"""In the place of a run: what layers save that was made before the first of them."""
 Saved = dict[int, list[tuple[str, str, int, int]]]
 """By layer what autograd saves: the module, the type, elements of the storage, and bytes of one."""
 
@@ -265,7 +271,7 @@ def _of_layers(runs: Saved, of_module: int) -> Saved:
 def saved(plan: Plan) -> Saved:
     """By run of a layer, each storage that autograd saves in it and that was made there, or goes into it.
 
-    A layer runs once, where no stack of layers runs several times.
+    Those of numbers that were made before the first layer stand apart. A layer runs once, where no stack of layers runs several times.
     """
     with stand_in(plan, 0) as mesh:
         tracker = MetaTracker(mesh)
@@ -275,6 +281,7 @@ def saved(plan: Plan) -> Saved:
             alive: list[Any] = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
             seen = {one._cdata for one in alive}
             before: dict[int, Any] = {}
+            first: set[int] = set()
             inside: list[tuple[int, str]] = []
             runs = itertools.count()
             found: Saved = defaultdict(list)
@@ -290,6 +297,8 @@ def saved(plan: Plan) -> Saved:
                     for one in given:
                         if isinstance(one, Tensor):
                             before.pop(_storage(one), None)
+                    if not found and not first:
+                        first.update(before)
                 if owner is not None:  # a module that layers share has the name of the first
                     layer = inside[-1][0] if inside else next(runs)
                     inside.append((layer, name.removeprefix(owner).removeprefix(".")))
@@ -308,6 +317,11 @@ def saved(plan: Plan) -> Saved:
                     count = tensor.untyped_storage().nbytes() // size
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     found[layer].append((name, f"part of {dtype}" if tensor.numel() < count else dtype, count, size))
+                elif inside and storage in first and storage not in seen and (tensor.is_floating_point() or tensor.is_complex()):
+                    seen.add(storage)
+                    alive.append(tensor.untyped_storage())
+                    size = tensor.element_size()
+                    found[OUTSIDE].append(("", "", tensor.untyped_storage().nbytes() // size, size))
                 return tensor
 
             for name, module in model.named_modules():
@@ -511,6 +525,33 @@ def _read(kind: str, series: int) -> Read:
     return Read(kind, found, list(dict.fromkeys(wrong)))
 
 
+TABLED = re.compile(r"^head_dim$|qk_rope_head_dim$")
+"""Sizes that tables of rotary positions may have."""
+
+
+def tables_of(layers: Sequence[Kept]) -> dict[str, float]:
+    """Bytes of each token in tables of rotary positions, as a multiple of a size; empty: there are none."""
+    of_token = [one.outside / one.tokens for one in layers]
+    for name in sorted({name for one in layers for name in one.numbers if TABLED.search(name)}, key=len, reverse=True):
+        ratios = {round(size / one.numbers.get(name, math.inf), 6) for size, one in zip(of_token, layers, strict=True)}
+        if len(ratios) == 1 and (ratio := ratios.pop()):
+            return {name: ratio}
+    return {}
+
+
+def read_tables(kind: str) -> tuple[str, dict[str, dict[str, float]], str]:
+    """Those of a type by the bits of the weights, and what is wrong."""
+    found, wrong = {}, ""
+    for word, precision in WORDS.items():
+        draws = _draws(f"{kind} {precision} tables", kind, precision, [], SPLIT)
+        layers = [own[0] for own in itertools.islice(filter(None, draws), FEW // 2)]
+        if layers and (row := tables_of(layers)):
+            found[word] = row
+        elif any(one.outside for one in layers):
+            wrong = f"tables of {[round(one.outside / one.tokens, 3) for one in layers]} bytes follow no size"
+    return kind, found, wrong
+
+
 def _draws(seed: str, kind: str, precision: str, wrong: list[str], tps: Sequence[int]) -> Iterator[list[Kept]]:
     """The layers of one draw after the other; why there are none, where all are refused."""
     pick, refused = random.Random(seed), 0
@@ -609,17 +650,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="by default those that the file does not have")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--tables", action="store_true", help="only tables of rotary positions, of types that it has")
     given = parser.parse_args()
     logging.set_verbosity_error()
     types, wrong = stored(), False
     wanted = given.types or [kind for kind in FAMILIES if kind not in types]
+    if given.tables:
+        with ProcessPoolExecutor(given.jobs) as pool:
+            for kind, found, said in pool.map(read_tables, given.types or sorted(types)):
+                print(f"{kind}: {said or found}"[:300], flush=True)
+                types[kind]["tables"] = found
+        FILE.write_text(table(types), encoding="utf-8")
+        return 0
     with ProcessPoolExecutor(given.jobs) as pool:
         for done in as_completed(pool.submit(read, kind) for kind in wanted):
             one = done.result()
             print(f"{one.kind}: {'; '.join(one.wrong) or 'exact'}"[:900], flush=True)
             wrong = wrong or bool(one.wrong)
             if not one.wrong:
-                types[one.kind] = one.found
+                _, tables, _ = read_tables(one.kind)
+                types[one.kind] = {**one.found, "tables": tables}
                 FILE.write_text(table(types), encoding="utf-8")
     return int(wrong)
 
@@ -631,7 +681,7 @@ def stored() -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {}
     for kind, words in known["types"].items():
-        found[kind] = {"always": dict(known["answers"][words["always"]])}
+        found[kind] = {"always": dict(known["answers"][words["always"]]), "tables": words.get("tables", {})}
         for word in WORDS:
             groups = words[word].items()
             found[kind][word] = {group: {"tree": tree, "rows": known["rows"]} for group, tree in groups}
@@ -655,6 +705,7 @@ def table(types: Mapping[str, Any]) -> str:
         trees: dict[str, Any] = {"always": number("answers", words["always"])}
         for word in WORDS:
             trees[word] = {group: numbered(one["tree"], one["rows"]) for group, one in words[word].items()}
+        trees["tables"] = words["tables"]
         lines.append(f"    {json.dumps(kind)}: {json.dumps(trees)}")
     text = f'{{\n  "versions": {json.dumps(VERSIONS)},\n  "types": {{\n' + ",\n".join(lines) + "\n  }"
     for name, own in parts.items():

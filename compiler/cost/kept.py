@@ -151,6 +151,15 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
     return LayerBytes(own, attention - taken[0], mlp, float(gathered), kept("layer", *GROUPS))
 
 
+@lru_cache(maxsize=1024)
+def table_bytes(shape: ModelShape, element_bytes: int) -> float:
+    """Bytes of each token in the tables of rotary positions that all layers of a stage share."""
+    _, sort = next(iter(sorts(shape, range(1))))
+    table = shipped("parcompile.cost", "kept.json")["types"][rows_of(sort)]["tables"]
+    rows, numbers = table.get("32" if element_bytes == 4 else "16", {}), sizes(sort)[0]
+    return float(sum(size * numbers.get(name, 0) for name, size in rows.items()))
+
+
 def norm_bytes(shape: ModelShape, element_bytes: int) -> float:
     """What a norm of a layer keeps of a token beyond what goes into it: of a model whose stream passes norms alone."""
     for _, sort in sorts(shape, range(shape.num_hidden_layers)):

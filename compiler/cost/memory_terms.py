@@ -25,6 +25,7 @@ from .blocks import (
 )
 from .collectives import buffer_bytes, norms_mlp_output, routed_layers
 from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
+from .kept import table_bytes as kept_tables
 from .layer_passes import (
     attention_sizes,
     behind_mlp_bytes,
@@ -299,6 +300,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
         before = projection_bytes(work, stage) + embedding_norm_bytes(work, stage)
+        before += kept_tables(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += (before + parts) * one.copies + head_bytes(work, stage)
     if FRAMEWORKS[work.framework].stores_scores:
         scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
@@ -324,7 +326,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             held = min(each.layers, most)
             left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
             if math.ceil(following.layers) <= left > 0 or begins:
-                layers = held if begins and not whole else left
+                layers = held if begins else left
                 beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:
