@@ -249,7 +249,10 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
         if work.pp > 1:  # beside what another micro-batch keeps, the way forward takes most, and sums in fp32 are cast
             back += beside + of_own * copied * (1 + (weighted == 4 or slices > 1))
             back += input_bytes(work) * (work.sequence_parallel and not copied)
-    return max(of_weight + came - own, running - bucket, back, gates + given - came)
+    # The gradients of weighted rows and of what they are weighted with, beside that of their sum.
+    cast = (weighted > work.element_bytes) * tokens / slices
+    weighing = weighted * h * (2 * rows / slices + cast) + given
+    return max(of_weight + came - own, running - bucket, back, gates + given - came, weighing)
 
 
 def _pieces(work: Workload) -> int:
