@@ -108,11 +108,7 @@ def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers |
         return None
     script = [str(EXAMPLES / "train.py"), "--plan", str(plan), "--steps", str(STEPS), "--output", str(trained)]
     script += ["--checkpoint-every", "0"]
-    if gpus > torch.cuda.device_count():
-        launcher = [str(HERE / "shared_gpu.py"), str(gpus)]
-    else:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-    if not parts.run(name, [sys.executable, *launcher, *script], 120, cpu=gpus == 0):
+    if not parts.run(name, [*launcher(gpus, shared=gpus > torch.cuda.device_count()), *script], 120, cpu=gpus == 0):
         return None
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     numbers = {key: [line[key] for line in lines] for key in ("loss", "gradient_norm")}
@@ -125,6 +121,15 @@ def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers |
         parts.note(name, peak_bytes=measured_bytes, planned_bytes=planned["peak_bytes"])
         parts.note(name, planned_interval_90_bytes=planned["interval_90_bytes"])
     return numbers
+
+
+def launcher(ranks: int, *, shared: bool) -> list[str]:
+    """What starts so many ranks of a script; `shared`: on one GPU, where NCCL takes each for a host of its own."""
+    if ranks < 2:
+        return [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    host = "NCCL_HOSTID=rank$RANK NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1"
+    return [*torchrun, "--no-python", "sh", "-c", f'{host} exec "$0" "$@"', sys.executable] if shared else torchrun
 
 
 def compare(

@@ -6,8 +6,7 @@
 "peak" is what that allocates at its height (Python's own count, in a run of its own), "files" the size of them all.
 "one rank" computes the tp, cp, dp, pp and dp-cp groups of a single rank; "all" lists every group of the world, as the
 peers do: Megatron-Core's RankGenerator and torch's mesh of ranks (the lists that DeviceMesh makes its groups of). The
-methods take turns in every round; given are medians, and the quartiles as a share of the median. "x fewer" is the
-faster peer's time over that of one rank here: what a rank saves that needs only its own groups. A peer is no longer
+methods take turns in every round; given are medians, and the quartiles as a share of the median. A peer is no longer
 asked when a round took it longer than a second; a peer that is not installed is left out.
 """
 
@@ -158,13 +157,6 @@ def cell(row: dict[str, Any], name: str) -> str:
     return f"{middle * 1e3:.3f} ms ± {(high - low) / middle / 2:.0%}"
 
 
-def saved(row: dict[str, Any]) -> str:
-    """The faster peer's time over that of one rank here."""
-    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
-    peers = [medians[name] for name in PEERS if name in medians]
-    return f"{min(peers) / medians['one rank']:,.0f}" if peers else "–"
-
-
 def main() -> None:
     options = parsed(__doc__, rounds=5, json=JSON)
     skipped: set[str] = set()
@@ -175,7 +167,6 @@ def main() -> None:
         {"world": lambda row: f"{row['world_size']:,}"}
         | {name: lambda row, name=name: cell(row, name) for name in methods}
         | {
-            "x fewer": saved,
             "peak": lambda row: f"{row['peak_bytes'] / 1e6:.1f} MB",
             "files": lambda row: f"{row['file_bytes'] / 1e3:.0f} kB",
         },

@@ -48,6 +48,7 @@ from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
 
 from parcompile.layout.pipeline import Pass, Schedule
 from parcompile.runtime.local import LocalWorld
+from parcompile.show.pictures.timeline import laid_out
 
 VIRTUAL = 2
 MODEL = {
@@ -171,30 +172,8 @@ def kept(rank: int, name: str, count: int) -> tuple[int, int]:
 
 def ideal(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], cores: int) -> float:
     """Seconds of the passes of a schedule that wait for nothing but each other; `times` of each rank and chunk."""
-    ends: dict[tuple[int, Pass], float] = {}
-    orders = [iter(schedule.passes(rank)) for rank in range(schedule.pp)]
-    heads: list[Pass | None] = [next(order) for order in orders]
-    free, busy = [0.0] * schedule.pp, 0.0
-    while any(heads):
-        for rank, one in enumerate(heads):
-            needs = None if one is None else _needs(schedule, rank, one)
-            if one is None or (needs is not None and needs not in ends):
-                continue
-            seconds = times[rank][one.chunk][not one.forward]
-            free[rank] = max(free[rank], ends[needs] if needs else 0.0) + seconds
-            ends[rank, one] = free[rank]
-            busy += seconds
-            heads[rank] = next(orders[rank], None)
-    return max(*free, busy / cores)
-
-
-def _needs(schedule: Schedule, rank: int, one: Pass) -> tuple[int, Pass] | None:
-    """The pass, and its rank, that gives what a pass begins with."""
-    source = schedule.source(rank, one)
-    if source is None:
-        return None if one.forward else (rank, one._replace(forward=True))
-    stage = one.chunk * schedule.pp + rank + (-1 if one.forward else 1)
-    return source, one._replace(chunk=stage // schedule.pp)
+    passes = laid_out(schedule, times)
+    return max(*(one.stop for one in passes), sum(one.stop - one.start for one in passes) / cores)
 
 
 def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
