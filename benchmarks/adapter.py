@@ -25,6 +25,7 @@ from harness import (
     check_losses,
     cpu_spec,
     forget_peak,
+    llama,
     parsed,
     plan_of,
     ratios,
@@ -41,16 +42,7 @@ from torch import Tensor
 from parcompile.runtime.local import LocalWorld
 
 RANKS = 2
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1408,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-}
+MODEL = llama(hidden=512, intermediate=1408, layers=6, vocabulary=4096, positions=512)
 SETTINGS = {"batch": 2, "length": 256, "lr": 1e-4}
 OURS: dict[str, tuple[dict[str, Any], bool]] = {
     "parcompile, tp 2": ({"tp": 2}, False),

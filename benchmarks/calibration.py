@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BIN, ROOT, free_port, parsed, run_for, table
+from harness import BIN, ROOT, free_port, llama, parsed, run_for, table
 
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
@@ -29,16 +29,7 @@ from parcompile.cost.step import timing
 STEPS = 12
 """The recorder leaves three of them out and takes the median of the others."""
 LIMIT_SECONDS = 300
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+MODEL = llama(hidden=256, intermediate=768, layers=6, vocabulary=4096, positions=4096)
 
 
 def drawn(chance: random.Random, ranks: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import cpu_spec, heads, plan_of
+from harness import cpu_spec, heads, llama, plan_of
 from harness import row as table_row
 
 LAYOUTS = {
@@ -65,18 +65,8 @@ PLACED = ("skip", "swap", "size", "group")
 STEPS = 8
 PATIENCE = 60.0
 """Seconds for a run."""
-
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = llama(hidden=32, intermediate=64, layers=4, vocabulary=64, positions=64, **HEADS)
 
 
 def spec(layout: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from harness import (
     check_losses,
     cpu_spec,
     heads,
+    llama,
     parsed,
     plan_of,
     quartiles,
@@ -51,20 +52,10 @@ from parcompile.runtime.local import LocalWorld
 from parcompile.show.pictures.timeline import laid_out
 
 VIRTUAL = 2
-MODEL = {
-    "model_type": "llama",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-SIZES = {
-    # stages: hidden, intermediate, layers
-    2: {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4},
-    4: {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8},
-}
-LENGTH, LR = 64, 1e-4
+LENGTH, LR, VOCABULARY = 64, 1e-4, 2048
+HEAD = {"vocabulary": VOCABULARY, "positions": LENGTH, "tie_word_embeddings": False}
+MODELS = {2: llama(1024, 2048, layers=4, **HEAD), 4: llama(512, 1024, layers=8, **HEAD)}
+"""By stages."""
 OURS = {"parcompile 1F1B": 1, "parcompile interleaved": VIRTUAL}
 WORLDS = [["parcompile 1F1B"], ["parcompile interleaved"], ["DeepSpeed PipelineEngine"], ["kernels", *list(PEERS)[1:]]]
 """Engines of DeepSpeed have processes of their own; what is torch's alone shares some."""
@@ -80,7 +71,7 @@ def parcompile(folder: str, settings: dict[str, Any], virtual: int) -> Train:
 
     parallelism = {"pp": settings["stages"], "num_virtual_stages_per_pipeline_rank": virtual}
     training = {"sequence_length": LENGTH, "global_batch_size": settings["micro_batches"], "micro_batch_size": 1}
-    model = {**MODEL, **SIZES[settings["stages"]]}
+    model = MODELS[settings["stages"]]
     plan = plan_of(cpu_spec(model, settings["stages"], parallelism, **training, optimizer={"lr": LR}))
     engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
     clocks: list[Clock] = []
@@ -105,7 +96,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
     """The same for everybody."""
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(count):
-        ids = torch.randint(0, MODEL["vocab_size"], (1, LENGTH), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
         labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         found.append((ids, labels))
     return found
@@ -181,7 +172,7 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     settings = {"stages": stages, "micro_batches": count, "virtual": VIRTUAL, "batch": 1, "lr": LR}
-    settings["hidden"] = SIZES[stages]["hidden_size"]
+    settings["hidden"] = MODELS[stages]["hidden_size"]
     names = [name for world in WORLDS for name in world if name != "kernels"]
     kinds = "passes", "whole", "cpu_passes", "cpu_whole", "others", "losses"
     found: dict[str, Any] = {"stages": stages, "micro_batches": count}
@@ -193,7 +184,7 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
             world = LocalWorld(stages, process_group=False, start_method="forkserver", preload=PRELOAD)
             worlds |= dict.fromkeys(those, opened.enter_context(world))
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, **SIZES[stages])).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[stages])).save_pretrained(folder)
         for name in ["kernels", *names]:
             worlds[name].run(start, name, folder, settings, timeout=TIMEOUT)
         for number in range(rounds + 1):
@@ -262,7 +253,7 @@ def show_memory(found: Mapping[str, Any]) -> None:
 def main() -> None:
     options = parsed(
         __doc__,
-        stages=(list(SIZES), None, list(SIZES)),
+        stages=([*MODELS], None, [*MODELS]),
         micro_batches=[4, 8, 16],
         rounds=(5, "steps of each engine"),
         json=JSON,

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import click
 
-from parcompile.atomic import write_file
 from parcompile.cli.profile import read_set
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.context_time import candidates, cheapest
@@ -33,7 +32,7 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from . import SPEC_HAS_ERRORS, say, told, writing
+from . import SPEC_HAS_ERRORS, save, say, told
 from .options import positive_number
 
 MOST_CELLS = 4096
@@ -155,9 +154,7 @@ def _plot(file: Path, plan: Plan, result: Estimate) -> None:
     from parcompile.show.pictures.svg import svg
 
     subject = Subject(plan, result)
-    drawn = svg(picture("memory", subject), picture("timeline", subject))
-    with writing(file):
-        write_file(file, drawn)
+    save(file, svg(picture("memory", subject), picture("timeline", subject)))
 
 
 def checked_spec(spec: str, *, ignore_open: bool = False, whole: bool = False) -> Checked:
