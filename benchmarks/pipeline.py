@@ -12,8 +12,7 @@ stages that is max((m + (pp - 1) / v) · t, m · pp · t / cores) with t for all
 
 A step is timed until the last pass is through ("passes", what the ideal is for), and with clipping and the optimizer
 ("whole"). "CPU / kernels" compares processor seconds of all ranks: what the pipeline itself costs. "others" is the
-share of the cores that other programs took meanwhile: they lengthen steps, but not the ideal. Kept memory is what
-autograd holds for backward, at the worst moment, over that of the micro-batches that the plan has in flight then.
+share of the cores that other programs took meanwhile: they lengthen steps, but not the ideal.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from harness import (
     spread,
     write_json,
 )
-from meters import TIMEOUT, Kept
+from meters import TIMEOUT
 from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
 
 from parcompile.layout.pipeline import Pass, Schedule
@@ -135,32 +134,6 @@ def kernels(rank: int, count: int, cores: int) -> list[list[tuple[float, float]]
     return found
 
 
-def kept(rank: int, name: str, count: int) -> tuple[int, int]:
-    """Bytes that this rank keeps in a step, and that the micro-batches which its plan has in flight would."""
-    from parcompile.runtime import pipeline
-
-    sizes: dict[int, int] = {}
-    forward = pipeline.Step._forward
-
-    def measured(self: pipeline.Step, one: Pass, received: Any) -> Any:
-        before = found.bytes
-        outputs = forward(self, one, received)
-        sizes.setdefault(one.chunk, found.bytes - before)
-        return outputs
-
-    pipeline.Step._forward = measured  # type: ignore[method-assign]
-    with Kept() as found:
-        step(rank, name, count)
-    pipeline.Step._forward = forward  # type: ignore[method-assign]
-    if name not in OURS:
-        return found.most, 0
-    live = planned = 0
-    for one in Schedule(dist.get_world_size(), count, OURS[name]).passes(rank):
-        live += sizes[one.chunk] if one.forward else -sizes[one.chunk]
-        planned = max(planned, live)
-    return found.most, planned
-
-
 def ideal(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], cores: int) -> float:
     """Seconds of the passes of a schedule that wait for nothing but each other; `times` of each rank and chunk."""
     passes = laid_out(schedule, times)
@@ -189,9 +162,6 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
             worlds[name].run(start, name, folder, settings, timeout=TIMEOUT)
         for number in range(rounds + 1):
             _one_round(found, worlds, number, cores)
-        for name in names:
-            one = found["methods"][name]
-            one["kept"], one["planned"] = zip(*worlds[name].run(kept, name, count, timeout=TIMEOUT), strict=True)
     check_losses({name: one["losses"] for name, one in found["methods"].items()})
     return found
 
@@ -235,19 +205,10 @@ def show_speeds(found: Mapping[str, Any]) -> None:
         row(
             *(found["stages"], found["micro_batches"], name, f"{quartiles(one['passes'])[1]:.2f}"),
             spread(ratios(ideals, one["passes"])),
-            f"{min(ideals) / min(one['passes']):.2f}",
             *(spread(ratios(one[what], ours[what])) for what in ("passes", "whole")),
             spread(ratios(one["cpu_passes"], found["kernels"][virtual])),
             f"{quartiles(one['others'])[1]:.0%}",
         )
-
-
-def show_memory(found: Mapping[str, Any]) -> None:
-    for name, one in found["methods"].items():
-        kept, planned = (" · ".join(f"{size / 1e6:.1f}" for size in one[what]) for what in ("kept", "planned"))
-        over = [size / other for size, other in zip(one["kept"], one["planned"], strict=True) if other]
-        share = " · ".join(f"{part:.3f}" for part in over) or "–"
-        row(found["stages"], found["micro_batches"], name, kept, planned if name in OURS else "–", share)
 
 
 def main() -> None:
@@ -260,7 +221,7 @@ def main() -> None:
     )
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     cores = len(os.sched_getaffinity(0))
-    columns = "passes s", "ideal / passes", "least / least", "passes / ours", "whole / ours", "CPU / kernels", "others"
+    columns = "passes s", "ideal / passes", "passes / ours", "whole / ours", "CPU / kernels", "others"
     print(f"{cores} cores\n")
     heads("stages", "m", "engine", *columns)
     results = []
@@ -269,10 +230,6 @@ def main() -> None:
             results.append(run(stages, count, options.rounds, cores))
             show_speeds(results[-1])
             write_json(options.json, results)
-    print()
-    heads("stages", "m", "engine", "kept MB, by stage", "planned MB", "kept / planned")
-    for found in results:
-        show_memory(found)
 
 
 if __name__ == "__main__":
