@@ -25,6 +25,7 @@ from harness import BIN, ROOT, free_port, llama, parsed, run_for, table
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
 from parcompile.cost.step import timing
+from parcompile.searching.space import Candidate
 
 STEPS = 12
 """The recorder leaves three of them out and takes the median of the others."""
@@ -120,13 +121,7 @@ def report(fitted: Sequence[Measurement], judged: Sequence[Measurement], again: 
 
 
 def text(one: Measurement) -> str:
-    work = one.work
-    axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(work, axis) > 1)
-    more = [f"S {work.sequence_length}", f"{work.micro_batch} × {work.micro_batches}"]
-    more += [work.cp_implementation] if work.cp > 1 else []
-    more += ["sequence parallel"] if work.sequence_parallel else []
-    more += ["recomputed"] if work.recompute == "full" else []
-    return ", ".join([axes, *more])
+    return f"{Candidate({}, one.work).name}, {one.work.micro_batches} × {one.work.sequence_length} tokens"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import itertools
 import json
@@ -45,6 +46,14 @@ LAYOUTS = {
     "tp2-pp2": {"tp": 2, "pp": 2},
     "dp4": {},
 }
+_SMALL_BUCKETS = json.dumps({"zero_optimization": {"reduce_bucket_size": 1100}})
+ENGINES: dict[str, dict[str, Any]] = {
+    **{f"deepspeed-{stage}": {"stage": stage, "accumulation": 2, "config": _SMALL_BUCKETS} for stage in (1, 2, 3)},
+    "accelerate-fsdp2": {"wrapper": "fsdp2"},
+    "torchtitan-tp1": {},
+    "torchtitan-tp2": {"dp": 2, "tp": 2, "sequence_parallel": True},
+}
+"""Layouts of other engines, as cells of `parcompile prove`."""
 CLASSES = {
     "skip": ("skipped", "skipped or swapped"),
     "swap": ("swapped order", "skipped or swapped"),
@@ -102,7 +111,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
 
 
 def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> None:
-    """Plain DeepSpeed, FSDP2 or torchtitan; Flight Recorder's dump is written when all is over."""
+    """Another engine; Flight Recorder's dump is written when all is over."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     import deepspeed
     import torch
@@ -110,29 +119,20 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=6))
+    torch.distributed.init_process_group = lambda *_, **__: None  # engines take this one, with its time-out
 
     def dump() -> None:
+        _wait(2 * PATIENCE, Path(folder, "over").exists)
         # A run of NCCL writes it at the time-out of a collective.
         Path(folder, f"{rank}.new").write_bytes(c10d._dump_fr_trace())
         Path(folder, f"{rank}.new").rename(Path(folder, f"trace_{rank}"))
 
-    def watch() -> None:
-        while not Path(folder, "over").exists():
-            time.sleep(0.1)
-        dump()
-
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=dump, daemon=True)
     watcher.start()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    engine, _, kind = fault["plain"].partition("-")
-    if engine == "torchtitan":
-        train = _with_torchtitan(int(kind.removeprefix("tp")))
-    else:
-        train = _with_fsdp(model) if engine == "torch" else _with_deepspeed(model, int(kind))
+    train = _with_engine(fault["plain"])
     injected = Injected({}, folder, fault) if mine in (*PLACED, "dead") else None
     has_finished = False
-    with contextlib.suppress(RuntimeError, StopIteration):
+    with contextlib.suppress(Exception):  # what an engine makes of a message that failed
         for step in range(1, STEPS + 1):
             if injected is not None:
                 injected.begin(step)
@@ -147,57 +147,17 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
     os._exit(0 if has_finished else 3)
 
 
-def _with_deepspeed(model: Any, stage: int) -> Callable[[], None]:
-    """A step of two micro-batches."""
-    import deepspeed
-    import torch
-
-    zero = {"stage": stage, "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": zero}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-
-    def train() -> None:
-        for _ in range(2):
-            engine.backward(engine(torch.randn(2, 32)).square().mean())
-            engine.step()
-
-    return train
-
-
-def _with_fsdp(model: Any) -> Callable[[], None]:
-    """A step as torchtitan makes it: FSDP2, the norm of the gradients, and the mean loss."""
-    import torch
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def train() -> None:
-        loss = model(torch.randn(2, 32)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.distributed.all_reduce(loss.detach())
-
-    return train
-
-
-def _with_torchtitan(tp: int) -> Callable[[], None]:
-    """A step of torchtitan's own Trainer, in which the rest of the 4 ranks are FSDP2's."""
+def _with_engine(layout: str) -> Callable[[], object]:
+    """A step of an engine of `parcompile prove`, of a small model on 4 ranks."""
     from parcompile.runtime.prove.ranks import cells, reference
 
     reference.STEPS = STEPS
-    from parcompile.runtime.prove.ranks.engines import torchtitan_engine as titan
-
-    wanted = {"dp": 4 // tp, "tp": tp, "micro_batch": 2, "clipping": 0.5, "sequence_parallel": tp > 1}
-    features = {**cells.FEATURES, **titan.FEATURES, "family": ("qwen3",)}
-    cell = {name: values[0] for name, values in features.items()} | wanted | {"seed": 0, "resume": False}
-    run, batches = titan.build(reference.model_of(cell), cell), reference.batches(cell)
-    return lambda: (titan.step(run, next(batches), cell), None)[1]
+    engine = importlib.import_module(f"parcompile.runtime.prove.ranks.engines.{layout.partition('-')[0]}_engine")
+    features = {**cells.FEATURES, **engine.FEATURES, "family": ("qwen3",)}
+    cell = {name: values[0] for name, values in features.items()} | {"dp": 4, "clipping": 0.5, "micro_batch": 2}
+    cell |= {"tp": 1, "seed": 0, "resume": False, **ENGINES[layout]}
+    run, batches = engine.build(reference.model_of(cell), cell), reference.batches(cell)
+    return lambda: engine.step(run, next(batches), cell)
 
 
 def _train(folder: str, fault: dict[str, Any], mine: str) -> None:

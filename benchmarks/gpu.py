@@ -16,7 +16,6 @@ one that fails or takes too long is written down, and the others go on. The exit
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 import parcompile
+from parcompile.cost.measurements import read_plain
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -115,10 +115,8 @@ def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers |
     parts.note(name, **numbers)
     measured = trained / "measurements.csv"
     if gpus and measured.exists():
-        with measured.open(encoding="utf-8", newline="") as stream:
-            measured_bytes = int(list(csv.DictReader(stream))[-1]["peak_bytes"])
         planned = parcompile.load_plan(str(plan)).estimate().to_json()["memory"]
-        parts.note(name, peak_bytes=measured_bytes, planned_bytes=planned["peak_bytes"])
+        parts.note(name, peak_bytes=read_plain(measured)[-1].peak_bytes, planned_bytes=planned["peak_bytes"])
         parts.note(name, planned_interval_90_bytes=planned["interval_90_bytes"])
     return numbers
 
