@@ -146,9 +146,8 @@ def compare(
     print(f"{name}: differs by {said}", flush=True)
 
 
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    name: tuple(row) for name, row in json.loads(Path(__file__).with_name("gpu_layouts.json").read_text()).items()
-}
+_TREE = json.loads((HERE / "gpu.json").read_text(encoding="utf-8"))
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {name: tuple(row) for name, row in _TREE["layouts"].items()}
 """By name: the example, the ranks, and what is changed in it."""
 
 
@@ -182,7 +181,6 @@ def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
 
 
 PARTS = ["tests", "examples", "ranks", "steps", "speed"]
-STEP_MODELS = ["llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "gemma-2-9b"]
 
 
 def main() -> int:
@@ -193,7 +191,7 @@ def main() -> int:
         only=(PARTS, None, PARTS),
         without=("", "a kernel of attention that the steps do not take"),
         layouts=([*LAYOUTS], None, [*LAYOUTS]),
-        models=(STEP_MODELS, None, STEP_MODELS),
+        models=([*_TREE["models"]], None, [*_TREE["models"]]),
     )
     if (why := missing()) is not None:
         print(f"make gpu: {why}.", file=sys.stderr)
