@@ -125,13 +125,8 @@ def text(one: Measurement) -> str:
 
 
 def main() -> None:
-    options = parsed(
-        __doc__,
-        ranks=(2, "a power of two, at most the processor's cores"),
-        fitted=5,
-        judged=15,
-        seed=1,
-    )
+    ranks = 2, "a power of two, at most the processor's cores"
+    options = parsed(__doc__, ranks=ranks, fitted=5, judged=15, seed=1)
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="parcompile-calibration-") as name:
         folder = Path(name)
