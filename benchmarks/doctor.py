@@ -1,12 +1,12 @@
 """Whether `parcompile doctor` finds faults that are put into runs of gloo ranks on this machine.
 
-    python benchmarks/doctor.py faults --results FILE [--draws 10] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-3]
-    python benchmarks/doctor.py table FILE...
-    python benchmarks/doctor.py synthetic [--ranks 1024]
-    python benchmarks/doctor.py overhead
+    python benchmarks/doctor.py --results FILE [--draws 10] [--classes skip dead] [--layouts tp2-dp2 deepspeed-3]
+    python benchmarks/doctor.py --table FILE ...
+    python benchmarks/doctor.py --synthetic 1024
+    python benchmarks/doctor.py --overhead 40
 
-Each run of `faults` adds one line of JSON to its file; a call with the same file goes on where the last one stopped.
-`table` prints the tables of benchmarks/README.md.
+Each run with a fault adds one line of JSON to FILE; a call with the same file goes on where the last one stopped.
+`--table` prints the tables of benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import cpu_spec, heads, llama, plan_of
+from harness import cpu_spec, heads, llama, parsed, plan_of
 from harness import row as table_row
 
 LAYOUTS = {
@@ -441,7 +441,7 @@ def try_one(
     return row
 
 
-def read_rows(*names: str) -> list[dict[str, Any]]:
+def read_rows(*names: str | Path) -> list[dict[str, Any]]:
     """What earlier calls have found."""
     files = [Path(name) for name in names if Path(name).exists()]
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
@@ -449,10 +449,9 @@ def read_rows(*names: str) -> list[dict[str, Any]]:
 
 def due(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """The draws that are left. For one that does not count another one is drawn, in all at most three times as many."""
-    found, layouts = [], options.layouts.split(",")
-    kinds = dict.fromkeys(filter(None, options.classes.split(",")), options.draws)
-    for layout in layouts:
-        healthy = len(range(layouts.index(layout), options.healthy, len(layouts)))
+    found, kinds = [], dict.fromkeys(options.classes, options.draws)
+    for place, layout in enumerate(options.layouts):
+        healthy = len(range(place, options.healthy, len(options.layouts)))
         for kind, wanted in {**kinds, "healthy": healthy}.items():
             mine = [row for row in rows if (row["class"], row["layout"], row["seed"]) == (kind, layout, options.seed)]
             left = wanted - sum(row["right"] is not None for row in mine)
@@ -466,7 +465,7 @@ def faults(options: argparse.Namespace) -> None:
     from parcompile.cli import run
 
     root = Path(tempfile.mkdtemp(prefix="doctor-"))
-    for layout in filter(LAYOUTS.__contains__, options.layouts.split(",")):
+    for layout in filter(LAYOUTS.__contains__, options.layouts):
         (root / f"{layout}.json").write_text(json.dumps(spec(layout)), encoding="utf-8")
         sys.argv = ["parcompile", str(root / f"{layout}.json"), "-o", str(root / f"plan-{layout}"), "--quiet"]
         assert run() == 0, layout
@@ -474,7 +473,7 @@ def faults(options: argparse.Namespace) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
     context.set_forkserver_preload([Path(__file__).stem])
     end, rows = time.monotonic() + 60 * options.minutes, read_rows(options.results)
-    with ThreadPoolExecutor(options.jobs) as pool, Path(options.results).open("a", encoding="utf-8") as file:
+    with ThreadPoolExecutor(options.jobs) as pool, options.results.open("a", encoding="utf-8") as file:
 
         def one(job: tuple[str, str, int]) -> None:
             if time.monotonic() < end:
@@ -524,16 +523,16 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 # Many ranks, and what recording costs.
 
 
-def synthetic(options: argparse.Namespace) -> None:
+def synthetic(size: int) -> None:
     """Seconds for the records of many ranks in groups of 8, one of which has skipped a collective."""
     from parcompile.doctor import judge, read_all
     from parcompile.doctor.records import FOLDER, FORMAT, KEPT, file_name
 
-    layers, culprit = 32, options.ranks // 3
+    layers, culprit = 32, size // 3
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, FOLDER)
         folder.mkdir()
-        for rank in range(options.ranks):
+        for rank in range(size):
             messages, last = [], KEPT - (KEPT // 3 if rank // 8 == culprit // 8 else 0)
             for place in range(KEPT):
                 if rank == culprit and place == KEPT // 2:
@@ -545,21 +544,21 @@ def synthetic(options: argparse.Namespace) -> None:
                 state = "open" if number >= last else "done"
                 messages.append({**row, "dtype": "torch.bfloat16", "time": 1e9 + place, **at, "state": state})
             members = list(range(rank // 8 * 8, rank // 8 * 8 + 8))
-            head = {"format": FORMAT, "rank": rank, "world_size": options.ranks, "time": 1e9 + 2 * KEPT, "events": []}
+            head = {"format": FORMAT, "rank": rank, "world_size": size, "time": 1e9 + 2 * KEPT, "events": []}
             groups = {f"tp{rank // 8}": {"axis": "tp", "ranks": members}}
             tree = {**head, "groups": groups, "messages": messages, "steps": []}
             (folder / file_name(rank)).write_text(json.dumps(tree), encoding="utf-8")
         started = time.perf_counter()
         verdict = judge(read_all([folder]))
-        print(f"{options.ranks} ranks: {time.perf_counter() - started:.1f} s: {verdict.summary}")
+        print(f"{size} ranks: {time.perf_counter() - started:.1f} s: {verdict.summary}")
         assert verdict.ranks == (culprit,), verdict
 
 
-def overhead(options: argparse.Namespace) -> None:
+def overhead(pairs_asked: int) -> None:
     """What a step takes with the recorder and without it, in turn, on each of two ranks."""
     from parcompile.runtime.local import run_local
 
-    for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=options.pairs), timeout=3600)):
+    for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=pairs_asked), timeout=3600)):
         without = statistics.median(one[False] for one in pairs)
         more = sorted((one[True] - one[False]) / without for one in pairs)
         low, middle, high = (more[int(len(more) * share)] for share in (0.25, 0.5, 0.75))
@@ -618,29 +617,28 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("faults")
-    one.add_argument("--results", required=True, help="a file of JSON lines, which is gone on with")
-    one.add_argument("--minutes", type=float, default=600.0, help="after which no run begins")
-    one.add_argument("--draws", type=int, default=10)
-    one.add_argument("--classes", default=",".join(CLASSES))
-    one.add_argument("--layouts", default=",".join([*LAYOUTS][:4]))
-    one.add_argument("--healthy", type=int, default=100)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--jobs", type=int, default=3)
-    one.set_defaults(does=faults)
-    one = commands.add_parser("table")
-    one.add_argument("files", nargs="+")
-    one.set_defaults(does=lambda options: print_tables(read_rows(*options.files)))
-    one = commands.add_parser("synthetic")
-    one.add_argument("--ranks", type=int, default=1024)
-    one.set_defaults(does=synthetic)
-    one = commands.add_parser("overhead")
-    one.add_argument("--pairs", type=int, default=40)
-    one.set_defaults(does=overhead)
-    options = parser.parse_args()
-    options.does(options)
+    options = parsed(
+        __doc__,
+        results=(Path, "put faults into runs, and add what became of each to this file"),
+        minutes=(600.0, "after which no run begins"),
+        draws=10,
+        classes=([*CLASSES], None, [*CLASSES]),
+        layouts=([*LAYOUTS][:4], None, [*LAYOUTS, *ENGINES]),
+        healthy=100,
+        seed=0,
+        jobs=3,
+        table=([], "print the table of these files"),
+        synthetic=(int, "judge the records of so many ranks"),
+        overhead=(int, "time so many pairs of steps with the recorder and without it"),
+    )
+    if options.results:
+        faults(options)
+    if options.table:
+        print_tables(read_rows(*options.table))
+    if options.synthetic:
+        synthetic(options.synthetic)
+    if options.overhead:
+        overhead(options.overhead)
 
 
 if __name__ == "__main__":
