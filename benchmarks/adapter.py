@@ -6,8 +6,7 @@ transformers' own tensor parallelism, and against plain DeepSpeed data paralleli
 Every engine has two processes of its own, all start from the same weights, and they take turns, step by step, while the
 others sleep: each number is from one run. A step trains on the same sequences everywhere, and its first losses have to
 agree. "peak" is the most resident memory that a rank has had since before its model was read, during steps;
-"start" is from there to an engine that is ready, reading weights included; of it, "injection" and, where it is asked
-for, the self-check.
+"start" is from there to an engine that is ready, reading weights and the self-check included.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from harness import (
     check_losses,
     cpu_spec,
     forget_peak,
+    llama,
     parsed,
     plan_of,
     ratios,
@@ -41,16 +40,7 @@ from torch import Tensor
 from parcompile.runtime.local import LocalWorld
 
 RANKS = 2
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1408,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-}
+MODEL = llama(hidden=512, intermediate=1408, layers=6, vocabulary=4096, positions=512)
 SETTINGS = {"batch": 2, "length": 256, "lr": 1e-4}
 OURS: dict[str, tuple[dict[str, Any], bool]] = {
     "parcompile, tp 2": ({"tp": 2}, False),
@@ -70,24 +60,17 @@ def spec(parallelism: dict[str, Any]) -> dict[str, Any]:
     return cpu_spec(MODEL, RANKS, parallelism, **training, optimizer={"lr": SETTINGS["lr"]})
 
 
-def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes: dict[str, float]) -> Step:
+def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool) -> Step:
     """The injected engine."""
     from transformers import AutoModelForCausalLM
 
     from parcompile.runtime import initialize, load_pretrained, reduce_loss, split_batch
-    from parcompile.runtime.engine import initialization as module
 
     plan = plan_of(spec(parallelism))
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if self_check:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
-        for name in ("__init__", "compare"):
-            setattr(module.SelfCheck, name, timed(getattr(module.SelfCheck, name), notes, "self-check"))
-        module.inject = timed(module.inject, notes, "injection")
     else:
-        from parcompile.runtime.inject import injection
-
-        injection.inject = timed(injection.inject, notes, "injection")
         model = load_pretrained(folder, plan)
     engine, *_ = initialize(plan=plan, model=model, self_check=self_check)
     mesh = engine.mesh
@@ -102,24 +85,13 @@ def parcompile(folder: str, parallelism: dict[str, Any], self_check: bool, notes
     return step
 
 
-def timed(function: Callable[..., Any], notes: dict[str, float], name: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            notes[name] = notes.get(name, 0.0) + time.perf_counter() - start
-
-    return run
-
-
 _step: Step
 """On a rank: that of its method."""
 _before: int
 
 
-def start(_: int, method: str, folder: str) -> dict[str, float]:
-    """Makes a method ready on this rank, whose first step brings optimizer states into being; what that took."""
+def start(_: int, method: str, folder: str) -> tuple[float, float]:
+    """Makes a method ready on this rank: the seconds of that, and the loss of its first step, which makes states."""
     global _step, _before
     # Engines, and the compilers they try, say much as they start; what goes wrong comes back as an error.
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -128,11 +100,9 @@ def start(_: int, method: str, folder: str) -> dict[str, float]:
     import deepspeed  # noqa: F401 -- what every method imports counts for none
     import transformers.models.llama  # noqa: F401
 
-    notes: dict[str, float] = {}
     _before, started = resident_bytes(), time.perf_counter()
-    _step = parcompile(folder, *OURS[method], notes) if method in OURS else PEERS[method](folder, SETTINGS)
-    notes["start"] = time.perf_counter() - started
-    return notes | {"loss": step(0)[1]}
+    _step = parcompile(folder, *OURS[method]) if method in OURS else PEERS[method](folder, SETTINGS)
+    return time.perf_counter() - started, step(0)[1]
 
 
 def step(_: int) -> tuple[float, float]:
@@ -155,8 +125,8 @@ def run(methods: list[str], rounds: int, folder: str) -> list[dict[str, Any]]:
     worlds = {method: LocalWorld(RANKS, process_group=False) for method in methods}
     rows: dict[str, dict[str, Any]] = {}
     for method, world in worlds.items():
-        notes = world.run(start, method, folder, timeout=TIMEOUT)[0]
-        rows[method] = {"method": method, "seconds": [], "losses": [notes.pop("loss")], "notes": notes}
+        taken, loss = world.run(start, method, folder, timeout=TIMEOUT)[0]
+        rows[method] = {"method": method, "seconds": [], "losses": [loss], "start": taken}
         world.run(peak, True)
     for number in range(rounds + 1):
         for method in rotated(list(rows), number):
@@ -173,10 +143,6 @@ def run(methods: list[str], rounds: int, folder: str) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     tokens = SETTINGS["batch"] * SETTINGS["length"]
-
-    def note(name: str) -> Callable[[dict[str, Any]], str]:
-        return lambda one: f"{one['notes'][name]:.2f}" if name in one["notes"] else "–"
-
     table(
         rows,
         {
@@ -184,9 +150,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             "tokens/s (quartiles)": lambda one: spread([tokens / value for value in one["seconds"]], ".0f"),
             "speed of the first / its own": lambda one: spread(ratios(one["seconds"], rows[0]["seconds"])),
             "peak MB": lambda one: f"{one['peak']:.0f}",
-            "start s": note("start"),
-            "injection s": note("injection"),
-            "check s": note("self-check"),
+            "start s": lambda one: f"{one['start']:.2f}",
         },
     )
 

@@ -20,25 +20,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BIN, ROOT, free_port, parsed, run_for, table
+from harness import BIN, ROOT, free_port, llama, parsed, run_for, table
 
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
 from parcompile.cost.step import timing
+from parcompile.searching.space import Candidate
 
 STEPS = 12
 """The recorder leaves three of them out and takes the median of the others."""
 LIMIT_SECONDS = 300
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+MODEL = llama(hidden=256, intermediate=768, layers=6, vocabulary=4096, positions=4096)
 
 
 def drawn(chance: random.Random, ranks: int) -> dict[str, Any]:
@@ -129,23 +121,12 @@ def report(fitted: Sequence[Measurement], judged: Sequence[Measurement], again: 
 
 
 def text(one: Measurement) -> str:
-    work = one.work
-    axes = " ".join(f"{axis}{getattr(work, axis)}" for axis in ("tp", "cp", "pp", "dp") if getattr(work, axis) > 1)
-    more = [f"S {work.sequence_length}", f"{work.micro_batch} × {work.micro_batches}"]
-    more += [work.cp_implementation] if work.cp > 1 else []
-    more += ["sequence parallel"] if work.sequence_parallel else []
-    more += ["recomputed"] if work.recompute == "full" else []
-    return ", ".join([axes, *more])
+    return f"{Candidate({}, one.work).name}, {one.work.micro_batches} × {one.work.sequence_length} tokens"
 
 
 def main() -> None:
-    options = parsed(
-        __doc__,
-        ranks=(2, "a power of two, at most the processor's cores"),
-        fitted=5,
-        judged=15,
-        seed=1,
-    )
+    ranks = 2, "a power of two, at most the processor's cores"
+    options = parsed(__doc__, ranks=ranks, fitted=5, judged=15, seed=1)
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="parcompile-calibration-") as name:
         folder = Path(name)

@@ -6,8 +6,7 @@ The folders hold configurations that others wrote. Each goes through DeepSpeed's
 "auto" when there is one, through DeepSpeedConfig and `deepspeed.initialize` of a small model. An error is right when
 that refuses the file, or never looks at the key. A warning is right when it can be shown: an unknown key that is not
 looked up, a deprecated one that DeepSpeed speaks of, a key that is missing. Warnings that nothing here can show are
-counted apart. Then mistakes are planted into a configuration that DeepSpeed takes, and with --drawn values are drawn
-for its keys, which DeepSpeed's classes and the checker are to refuse both, or neither.
+counted apart. Planted mistakes and drawn values are judged by `tests/compiler/test_deepspeed_judge.py`.
 
     python benchmarks/checker.py --megatron SOURCES [--megatron SOURCES ...] [FOLDER ...]
     python benchmarks/checker.py --neox SOURCES FOLDER ...
@@ -27,7 +26,6 @@ import argparse
 import collections
 import contextlib
 import io
-import itertools
 import json
 import multiprocessing
 import random
@@ -45,9 +43,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 
-from deepspeed_draws import drawn, is_agreed  # noqa: E402
 from deepspeed_judge import Judge, Verdict  # noqa: E402
-from deepspeed_mistakes import finds, mistakes  # noqa: E402
 from megatron_static import Option, options, refusals  # noqa: E402
 
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX, MEGATRON  # noqa: E402
@@ -183,19 +179,6 @@ def fix(tally: Tally, file: Path, checked: Checked, verdict: Verdict, judge: Jud
         tally.rewritten_wrongly.append(f"{file.name}: {again.refused[:160]}")
 
 
-def planted() -> tuple[int, int, list[str]]:
-    missed, count = [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "ds_config.json"
-        for one in mistakes():
-            count += 1
-            file.write_text(one.text, encoding="utf-8")
-            checked = check_any(file, kind=DEEPSPEED, usage=UsageOptions(used_with=one.filler))
-            if not finds(one, checked.diagnostics):
-                missed.append(one.name)
-    return count - len(missed), count, missed
-
-
 def mutants(files: Sequence[Path], count: int, folder: Path) -> list[Path]:
     """Copies of files without an error, each with a key misspelt or left out, or a value of another type or number."""
     draw, made = random.Random(1), list[Path]()
@@ -220,13 +203,6 @@ def _entries(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     for key, value in tree.items():
         yield tree, key
         yield from _entries(value) if isinstance(value, dict) else ()
-
-
-def draws(count: int, judge: Judge) -> tuple[int, list[str]]:
-    """How many of so many drawn configurations, from two seeds, both or neither refuse, and those that they do not."""
-    texts = (*itertools.islice(drawn(1), count - count // 2), *itertools.islice(drawn(2), count // 2))
-    others = [text for text in texts if not is_agreed(text, judge.ask(text, engine=False).refused)]
-    return count - len(others), others
 
 
 def pace(files: Sequence[Path]) -> float:
@@ -356,7 +332,6 @@ def share(part: int, whole: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="so many drawn values (0)")
     parser.add_argument("--megatron", action="append", type=Path, metavar="SOURCES", help="of Megatron-LM or a fork")
     parser.add_argument("--neox", type=Path, metavar="SOURCES", help="of gpt-neox")
     parser.add_argument("--mutants", type=int, default=0, metavar="N", help="judge so many copies with a mistake (0)")
@@ -370,24 +345,20 @@ def main() -> None:
         if chosen.neox is not None:
             report(of_neox(chosen.neox, files))
         else:
-            of_deepspeed(files, chosen.drawn)
+            of_deepspeed(files)
 
 
-def of_deepspeed(files: Sequence[Path], count: int) -> None:
+def of_deepspeed(files: Sequence[Path]) -> None:
     tally = Tally()
     with Judge() as judge:
         for file in files:
             judge_file(tally, file, judge)
-        agreed, disputed = draws(count, judge)
-    found, mistaken, missed = planted()
     judged = tally.right_warnings + len(tally.wrong_warnings)
     figures = common(tally) | {
         "warnings that are right": share(tally.right_warnings, judged),
         "warnings that nothing shows": dict(tally.unjudged),
         "remarks": tally.infos,
         "files that --fix changes": f"{tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}",
-        "planted mistakes found": share(found, mistaken),
-        "drawn values agreed upon": share(agreed, count),
     }
     if files:
         low, middle, high = files_per_second(files)
@@ -397,8 +368,6 @@ def of_deepspeed(files: Sequence[Path], count: int) -> None:
         "refusal without an error": tally.missed,
         "false warning": tally.wrong_warnings,
         "wrong fix": tally.rewritten_wrongly,
-        "planted and missed": missed,
-        "drawn and disputed": disputed,
     }
     show(figures, lists)
 

@@ -3,10 +3,9 @@
     python benchmarks/checkpoint_stall.py [--rounds 7] [--json FILE]
 
 A Llama of 24 million parameters in fp32 on two tensor-parallel ranks of one thread. The ways take turns in one run.
-"stall" is the time until `save` returns, as a share of a synchronous save of the same round; "slower steps" is what the
-steps that run while the background writes take longer than those of quiet rounds, as a share of the same. "write" is
-the file system's own part: the bytes of a rank's files written and brought to the disk, without hashes or
-serialisation. DeepSpeed's own neither hashes its files nor brings them to the disk.
+"stall" is the time until `save` returns, as a share of a synchronous save of the same round. "write" is the file
+system's own part: the bytes of a rank's files written and brought to the disk, without hashes or serialisation.
+DeepSpeed's own neither hashes its files nor brings them to the disk.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from meters import slowest_seconds as seconds
 from parcompile.plan import Plan
 from parcompile.runtime.local import run_local
 
-STEPS = 3
-"""Steps of each round, which the background save runs beside."""
-
 
 def measure(rank: int, plan: Plan, folder: str, rounds: int) -> dict[str, list[float]]:
     """Seconds by what was measured, one for each round; the slower rank counts."""
@@ -41,10 +37,8 @@ def measure(rank: int, plan: Plan, folder: str, rounds: int) -> dict[str, list[f
     ids = torch.randint(0, MODEL["vocab_size"], (SETTINGS["batch"], SETTINGS["length"]))
     dist.broadcast(ids, 0)
 
-    def train() -> None:
-        for _ in range(STEPS):
-            engine.backward(engine(**split_batch({"input_ids": ids, "labels": ids}, engine.mesh)).loss)
-            engine.step()
+    engine.backward(engine(**split_batch({"input_ids": ids, "labels": ids}, engine.mesh)).loss)
+    engine.step()  # optimizer states come into being
 
     def plain_write() -> None:
         note = read_note(Path(folder) / "at-once")
@@ -55,15 +49,12 @@ def measure(rank: int, plan: Plan, folder: str, rounds: int) -> dict[str, list[f
             os.fsync(stream.fileno())
 
     found: dict[str, list[float]] = {}
-    train()
     for number in range(rounds + 1):
         one = {
             "at once": seconds(lambda number=number: save(engine, f"{folder}/at-once", number, keep=1)),
-            "quiet steps": seconds(train),
             "in the background": seconds(
                 lambda number=number: save(engine, f"{folder}/later", number, keep=1, wait=False)
             ),
-            "steps beside it": seconds(train),
             "rest of the wait": seconds(lambda: wait_for_save(engine)),
             "DeepSpeed's own": seconds(lambda: engine.save_checkpoint(f"{folder}/deepspeed", tag="one")),
             "write": seconds(plain_write),
@@ -85,10 +76,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     share = {name: ratios(values, found["at once"]) for name, values in found.items() if len(values) == options.rounds}
-    beside, quiet = share["steps beside it"], share["quiet steps"]
     shares = {
         "`save(…, wait=False)`: stall": share["in the background"],
-        "`save(…, wait=False)`: slower steps": [one - other for one, other in zip(beside, quiet, strict=True)],
         "`save(…, wait=False)`: the first, which reserves memory": found["first in the background"],
         "DeepSpeed's own `save_checkpoint`": share["DeepSpeed's own"],
         "the bytes alone, written": share["write"],

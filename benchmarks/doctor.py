@@ -1,18 +1,19 @@
 """Whether `parcompile doctor` finds faults that are put into runs of gloo ranks on this machine.
 
-    python benchmarks/doctor.py faults --results FILE [--draws 10] [--classes skip,dead] [--layouts tp2-dp2,deepspeed-3]
-    python benchmarks/doctor.py table FILE...
-    python benchmarks/doctor.py synthetic [--ranks 1024]
-    python benchmarks/doctor.py overhead
+    python benchmarks/doctor.py --results FILE [--draws 10] [--classes skip dead] [--layouts tp2-dp2 deepspeed-3]
+    python benchmarks/doctor.py --table FILE ...
+    python benchmarks/doctor.py --synthetic 1024
+    python benchmarks/doctor.py --overhead 40
 
-Each run of `faults` adds one line of JSON to its file; a call with the same file goes on where the last one stopped.
-`table` prints the tables of benchmarks/README.md.
+Each run with a fault adds one line of JSON to FILE; a call with the same file goes on where the last one stopped.
+`--table` prints the tables of benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import itertools
 import json
@@ -35,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import cpu_spec, heads, plan_of
+from harness import cpu_spec, heads, llama, parsed, plan_of
 from harness import row as table_row
 
 LAYOUTS = {
@@ -45,6 +46,14 @@ LAYOUTS = {
     "tp2-pp2": {"tp": 2, "pp": 2},
     "dp4": {},
 }
+_SMALL_BUCKETS = json.dumps({"zero_optimization": {"reduce_bucket_size": 1100}})
+ENGINES: dict[str, dict[str, Any]] = {
+    **{f"deepspeed-{stage}": {"stage": stage, "accumulation": 2, "config": _SMALL_BUCKETS} for stage in (1, 2, 3)},
+    "accelerate-fsdp2": {"wrapper": "fsdp2"},
+    "torchtitan-tp1": {},
+    "torchtitan-tp2": {"dp": 2, "tp": 2, "sequence_parallel": True},
+}
+"""Layouts of other engines, as cells of `parcompile prove`."""
 CLASSES = {
     "skip": ("skipped", "skipped or swapped"),
     "swap": ("swapped order", "skipped or swapped"),
@@ -65,18 +74,8 @@ PLACED = ("skip", "swap", "size", "group")
 STEPS = 8
 PATIENCE = 60.0
 """Seconds for a run."""
-
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = llama(hidden=32, intermediate=64, layers=4, vocabulary=64, positions=64, **HEADS)
 
 
 def spec(layout: str) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def rank_main(rank: int, port: int, folder: str, fault: dict[str, Any]) -> None:
 
 
 def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> None:
-    """Plain DeepSpeed, FSDP2 or torchtitan; Flight Recorder's dump is written when all is over."""
+    """Another engine; Flight Recorder's dump is written when all is over."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     import deepspeed
     import torch
@@ -120,29 +119,20 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=6))
+    torch.distributed.init_process_group = lambda *_, **__: None  # engines take this one, with its time-out
 
     def dump() -> None:
+        _wait(2 * PATIENCE, Path(folder, "over").exists)
         # A run of NCCL writes it at the time-out of a collective.
         Path(folder, f"{rank}.new").write_bytes(c10d._dump_fr_trace())
         Path(folder, f"{rank}.new").rename(Path(folder, f"trace_{rank}"))
 
-    def watch() -> None:
-        while not Path(folder, "over").exists():
-            time.sleep(0.1)
-        dump()
-
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=dump, daemon=True)
     watcher.start()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
-    engine, _, kind = fault["plain"].partition("-")
-    if engine == "torchtitan":
-        train = _with_torchtitan(int(kind.removeprefix("tp")))
-    else:
-        train = _with_fsdp(model) if engine == "torch" else _with_deepspeed(model, int(kind))
+    train = _with_engine(fault["plain"])
     injected = Injected({}, folder, fault) if mine in (*PLACED, "dead") else None
     has_finished = False
-    with contextlib.suppress(RuntimeError, StopIteration):
+    with contextlib.suppress(Exception):  # what an engine makes of a message that failed
         for step in range(1, STEPS + 1):
             if injected is not None:
                 injected.begin(step)
@@ -157,57 +147,17 @@ def _train_plainly(rank: int, folder: str, fault: dict[str, Any], mine: str) -> 
     os._exit(0 if has_finished else 3)
 
 
-def _with_deepspeed(model: Any, stage: int) -> Callable[[], None]:
-    """A step of two micro-batches."""
-    import deepspeed
-    import torch
-
-    zero = {"stage": stage, "reduce_bucket_size": 1100, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": zero}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-
-    def train() -> None:
-        for _ in range(2):
-            engine.backward(engine(torch.randn(2, 32)).square().mean())
-            engine.step()
-
-    return train
-
-
-def _with_fsdp(model: Any) -> Callable[[], None]:
-    """A step as torchtitan makes it: FSDP2, the norm of the gradients, and the mean loss."""
-    import torch
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
-    for layer in (*model, model):
-        fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def train() -> None:
-        loss = model(torch.randn(2, 32)).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.distributed.all_reduce(loss.detach())
-
-    return train
-
-
-def _with_torchtitan(tp: int) -> Callable[[], None]:
-    """A step of torchtitan's own Trainer, in which the rest of the 4 ranks are FSDP2's."""
+def _with_engine(layout: str) -> Callable[[], object]:
+    """A step of an engine of `parcompile prove`, of a small model on 4 ranks."""
     from parcompile.runtime.prove.ranks import cells, reference
 
     reference.STEPS = STEPS
-    from parcompile.runtime.prove.ranks.engines import torchtitan_engine as titan
-
-    wanted = {"dp": 4 // tp, "tp": tp, "micro_batch": 2, "clipping": 0.5, "sequence_parallel": tp > 1}
-    features = {**cells.FEATURES, **titan.FEATURES, "family": ("qwen3",)}
-    cell = {name: values[0] for name, values in features.items()} | wanted | {"seed": 0, "resume": False}
-    run, batches = titan.build(reference.model_of(cell), cell), reference.batches(cell)
-    return lambda: (titan.step(run, next(batches), cell), None)[1]
+    engine = importlib.import_module(f"parcompile.runtime.prove.ranks.engines.{layout.partition('-')[0]}_engine")
+    features = {**cells.FEATURES, **engine.FEATURES, "family": ("qwen3",)}
+    cell = {name: values[0] for name, values in features.items()} | {"dp": 4, "clipping": 0.5, "micro_batch": 2}
+    cell |= {"tp": 1, "seed": 0, "resume": False, **ENGINES[layout]}
+    run, batches = engine.build(reference.model_of(cell), cell), reference.batches(cell)
+    return lambda: engine.step(run, next(batches), cell)
 
 
 def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
@@ -491,7 +441,7 @@ def try_one(
     return row
 
 
-def read_rows(*names: str) -> list[dict[str, Any]]:
+def read_rows(*names: str | Path) -> list[dict[str, Any]]:
     """What earlier calls have found."""
     files = [Path(name) for name in names if Path(name).exists()]
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
@@ -499,10 +449,9 @@ def read_rows(*names: str) -> list[dict[str, Any]]:
 
 def due(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """The draws that are left. For one that does not count another one is drawn, in all at most three times as many."""
-    found, layouts = [], options.layouts.split(",")
-    kinds = dict.fromkeys(filter(None, options.classes.split(",")), options.draws)
-    for layout in layouts:
-        healthy = len(range(layouts.index(layout), options.healthy, len(layouts)))
+    found, kinds = [], dict.fromkeys(options.classes, options.draws)
+    for place, layout in enumerate(options.layouts):
+        healthy = len(range(place, options.healthy, len(options.layouts)))
         for kind, wanted in {**kinds, "healthy": healthy}.items():
             mine = [row for row in rows if (row["class"], row["layout"], row["seed"]) == (kind, layout, options.seed)]
             left = wanted - sum(row["right"] is not None for row in mine)
@@ -516,7 +465,7 @@ def faults(options: argparse.Namespace) -> None:
     from parcompile.cli import run
 
     root = Path(tempfile.mkdtemp(prefix="doctor-"))
-    for layout in filter(LAYOUTS.__contains__, options.layouts.split(",")):
+    for layout in filter(LAYOUTS.__contains__, options.layouts):
         (root / f"{layout}.json").write_text(json.dumps(spec(layout)), encoding="utf-8")
         sys.argv = ["parcompile", str(root / f"{layout}.json"), "-o", str(root / f"plan-{layout}"), "--quiet"]
         assert run() == 0, layout
@@ -524,7 +473,7 @@ def faults(options: argparse.Namespace) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
     context.set_forkserver_preload([Path(__file__).stem])
     end, rows = time.monotonic() + 60 * options.minutes, read_rows(options.results)
-    with ThreadPoolExecutor(options.jobs) as pool, Path(options.results).open("a", encoding="utf-8") as file:
+    with ThreadPoolExecutor(options.jobs) as pool, options.results.open("a", encoding="utf-8") as file:
 
         def one(job: tuple[str, str, int]) -> None:
             if time.monotonic() < end:
@@ -574,16 +523,16 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
 # Many ranks, and what recording costs.
 
 
-def synthetic(options: argparse.Namespace) -> None:
+def synthetic(size: int) -> None:
     """Seconds for the records of many ranks in groups of 8, one of which has skipped a collective."""
     from parcompile.doctor import judge, read_all
     from parcompile.doctor.records import FOLDER, FORMAT, KEPT, file_name
 
-    layers, culprit = 32, options.ranks // 3
+    layers, culprit = 32, size // 3
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, FOLDER)
         folder.mkdir()
-        for rank in range(options.ranks):
+        for rank in range(size):
             messages, last = [], KEPT - (KEPT // 3 if rank // 8 == culprit // 8 else 0)
             for place in range(KEPT):
                 if rank == culprit and place == KEPT // 2:
@@ -595,21 +544,21 @@ def synthetic(options: argparse.Namespace) -> None:
                 state = "open" if number >= last else "done"
                 messages.append({**row, "dtype": "torch.bfloat16", "time": 1e9 + place, **at, "state": state})
             members = list(range(rank // 8 * 8, rank // 8 * 8 + 8))
-            head = {"format": FORMAT, "rank": rank, "world_size": options.ranks, "time": 1e9 + 2 * KEPT, "events": []}
+            head = {"format": FORMAT, "rank": rank, "world_size": size, "time": 1e9 + 2 * KEPT, "events": []}
             groups = {f"tp{rank // 8}": {"axis": "tp", "ranks": members}}
             tree = {**head, "groups": groups, "messages": messages, "steps": []}
             (folder / file_name(rank)).write_text(json.dumps(tree), encoding="utf-8")
         started = time.perf_counter()
         verdict = judge(read_all([folder]))
-        print(f"{options.ranks} ranks: {time.perf_counter() - started:.1f} s: {verdict.summary}")
+        print(f"{size} ranks: {time.perf_counter() - started:.1f} s: {verdict.summary}")
         assert verdict.ranks == (culprit,), verdict
 
 
-def overhead(options: argparse.Namespace) -> None:
+def overhead(pairs_asked: int) -> None:
     """What a step takes with the recorder and without it, in turn, on each of two ranks."""
     from parcompile.runtime.local import run_local
 
-    for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=options.pairs), timeout=3600)):
+    for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=pairs_asked), timeout=3600)):
         without = statistics.median(one[False] for one in pairs)
         more = sorted((one[True] - one[False]) / without for one in pairs)
         low, middle, high = (more[int(len(more) * share)] for share in (0.25, 0.5, 0.75))
@@ -668,29 +617,28 @@ def _measure(_: int, pairs: int) -> list[dict[bool, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("faults")
-    one.add_argument("--results", required=True, help="a file of JSON lines, which is gone on with")
-    one.add_argument("--minutes", type=float, default=600.0, help="after which no run begins")
-    one.add_argument("--draws", type=int, default=10)
-    one.add_argument("--classes", default=",".join(CLASSES))
-    one.add_argument("--layouts", default=",".join([*LAYOUTS][:4]))
-    one.add_argument("--healthy", type=int, default=100)
-    one.add_argument("--seed", type=int, default=0)
-    one.add_argument("--jobs", type=int, default=3)
-    one.set_defaults(does=faults)
-    one = commands.add_parser("table")
-    one.add_argument("files", nargs="+")
-    one.set_defaults(does=lambda options: print_tables(read_rows(*options.files)))
-    one = commands.add_parser("synthetic")
-    one.add_argument("--ranks", type=int, default=1024)
-    one.set_defaults(does=synthetic)
-    one = commands.add_parser("overhead")
-    one.add_argument("--pairs", type=int, default=40)
-    one.set_defaults(does=overhead)
-    options = parser.parse_args()
-    options.does(options)
+    options = parsed(
+        __doc__,
+        results=(Path, "put faults into runs, and add what became of each to this file"),
+        minutes=(600.0, "after which no run begins"),
+        draws=10,
+        classes=([*CLASSES], None, [*CLASSES]),
+        layouts=([*LAYOUTS][:4], None, [*LAYOUTS, *ENGINES]),
+        healthy=100,
+        seed=0,
+        jobs=3,
+        table=([], "print the table of these files"),
+        synthetic=(int, "judge the records of so many ranks"),
+        overhead=(int, "time so many pairs of steps with the recorder and without it"),
+    )
+    if options.results:
+        faults(options)
+    if options.table:
+        print_tables(read_rows(*options.table))
+    if options.synthetic:
+        synthetic(options.synthetic)
+    if options.overhead:
+        overhead(options.overhead)
 
 
 if __name__ == "__main__":

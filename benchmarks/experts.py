@@ -130,11 +130,9 @@ def methods_of(layout: str) -> dict[str, Method]:
             "this project, ep 2": Method(dealt, ep=world),
             "this project, tp 2": Method(cut, batches=BATCHES),
             "DeepSpeed MoE, ep 2": Method(of_deepspeed, comparable=False, ep=world),
-            "DeepSpeed AutoEP, ep 2": Method(lambda block: of_autoep(block, whole=True), ep=world),
-            "DeepSpeed AutoEP's layer alone, ep 2": Method(lambda block: of_autoep(block, whole=False), ep=world),
+            "DeepSpeed AutoEP's layer, ep 2": Method(of_autoep, ep=world),
             "transformers, ep 2": Method(of_transformers, ep=world),
-            "Megatron-Core's dispatcher, ep 2": Method(lambda block: Megatron(block, without_cuda=False), ep=world),
-            "the same without CUDA, ep 2": Method(lambda block: Megatron(block, without_cuda=True), ep=world),
+            "Megatron-Core's dispatcher, ep 2": Method(Megatron, ep=world),
             "limit": Method(lambda block: block, comparable=False, experts=lambda count: count // BATCHES),
         }
     tps = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]

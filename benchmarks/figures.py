@@ -9,14 +9,13 @@ A section whose figures depend on certain rooms holds a comment with these rooms
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from harness import ROOT, parsed
+
 PAGE = ROOT / "benchmarks" / "README.md"
 MARK = "*Older than the code: what it measures has changed since.*"
 _OF = re.compile(r"^<!-- figures of (?P<rooms>[\w/ .]+): (?P<digest>\w+) -->\n", re.MULTILINE)
@@ -70,10 +69,9 @@ def measured(text: str, name: str) -> str:
 
 def main() -> None:
     """The command of this module."""
-    parser = argparse.ArgumentParser(description="Mark figures that are older than the code that they measure.")
-    parser.add_argument("--mark", action="store_true", help="write the marks")
-    parser.add_argument("--measured", metavar="SECTION", help="a section whose figures are new")
-    options = parser.parse_args()
+    options = parsed(
+        __doc__, mark=(False, "write the marks"), measured=("", "a section of the page whose figures are new")
+    )
     text = PAGE.read_text(encoding="utf-8")
     if options.measured or options.mark:
         text = measured(text, options.measured) if options.measured else marked(text)

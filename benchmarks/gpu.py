@@ -16,7 +16,6 @@ one that fails or takes too long is written down, and the others go on. The exit
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 import parcompile
+from parcompile.cost.measurements import read_plain
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -108,23 +108,26 @@ def train(parts: Parts, name: str, spec: dict[str, Any], gpus: int) -> Numbers |
         return None
     script = [str(EXAMPLES / "train.py"), "--plan", str(plan), "--steps", str(STEPS), "--output", str(trained)]
     script += ["--checkpoint-every", "0"]
-    if gpus > torch.cuda.device_count():
-        launcher = [str(HERE / "shared_gpu.py"), str(gpus)]
-    else:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-    if not parts.run(name, [sys.executable, *launcher, *script], 120, cpu=gpus == 0):
+    if not parts.run(name, [*launcher(gpus, shared=gpus > torch.cuda.device_count()), *script], 120, cpu=gpus == 0):
         return None
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     numbers = {key: [line[key] for line in lines] for key in ("loss", "gradient_norm")}
     parts.note(name, **numbers)
     measured = trained / "measurements.csv"
     if gpus and measured.exists():
-        with measured.open(encoding="utf-8", newline="") as stream:
-            measured_bytes = int(list(csv.DictReader(stream))[-1]["peak_bytes"])
         planned = parcompile.load_plan(str(plan)).estimate().to_json()["memory"]
-        parts.note(name, peak_bytes=measured_bytes, planned_bytes=planned["peak_bytes"])
+        parts.note(name, peak_bytes=read_plain(measured)[-1].peak_bytes, planned_bytes=planned["peak_bytes"])
         parts.note(name, planned_interval_90_bytes=planned["interval_90_bytes"])
     return numbers
+
+
+def launcher(ranks: int, *, shared: bool) -> list[str]:
+    """What starts so many ranks of a script; `shared`: on one GPU, where NCCL takes each for a host of its own."""
+    if ranks < 2:
+        return [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    host = "NCCL_HOSTID=rank$RANK NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1"
+    return [*torchrun, "--no-python", "sh", "-c", f'{host} exec "$0" "$@"', sys.executable] if shared else torchrun
 
 
 def compare(
@@ -143,9 +146,8 @@ def compare(
     print(f"{name}: differs by {said}", flush=True)
 
 
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    name: tuple(row) for name, row in json.loads(Path(__file__).with_name("gpu_layouts.json").read_text()).items()
-}
+_TREE = json.loads((HERE / "gpu.json").read_text(encoding="utf-8"))
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {name: tuple(row) for name, row in _TREE["layouts"].items()}
 """By name: the example, the ranks, and what is changed in it."""
 
 
@@ -179,7 +181,6 @@ def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
 
 
 PARTS = ["tests", "examples", "ranks", "steps", "speed"]
-STEP_MODELS = ["llama-3.2-1b", "deepseek-v3", "qwen3-30b-a3b", "gemma-3-1b", "gemma-2-9b"]
 
 
 def main() -> int:
@@ -190,7 +191,7 @@ def main() -> int:
         only=(PARTS, None, PARTS),
         without=("", "a kernel of attention that the steps do not take"),
         layouts=([*LAYOUTS], None, [*LAYOUTS]),
-        models=(STEP_MODELS, None, STEP_MODELS),
+        models=([*_TREE["models"]], None, [*_TREE["models"]]),
     )
     if (why := missing()) is not None:
         print(f"make gpu: {why}.", file=sys.stderr)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
+import json
 import sys
 import time
 import traceback
@@ -34,17 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 
 from harness import spread, write_json  # noqa: E402
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {"training": {"sequence_length": 8192, "global_batch_size": 2}},
-    "gemma-3-1b": {"training": {"sequence_length": 4096, "global_batch_size": 2}},
-    "qwen3-30b-a3b": {"layers": 2, "training": {"sequence_length": 4096, "global_batch_size": 2}},
-    "deepseek-v3": {
-        "layers": 2,
-        "model": {"vocab_size": 32_000, "num_nextn_predict_layers": 0, "first_k_dense_replace": 2},
-        "training": {"sequence_length": 4096, "global_batch_size": 2},
-    },
-    "gemma-2-9b": {"layers": 2, "training": {"sequence_length": 4096, "global_batch_size": 2}},
-}
+MODELS: dict[str, dict[str, Any]] = json.loads((HERE / "gpu.json").read_text(encoding="utf-8"))["models"]
 """What is trained: a preset, and what is changed of it."""
 ATTENTION = {
     "cuda-cudnn": ("cudnn_generated_fort_native_sdpa",),
@@ -86,7 +77,7 @@ def write_spec(name: str, folder: Path) -> Path:
 
 
 def measured(step: Callable[[], float], steps: int) -> dict[str, Any]:
-    """Seconds of each step after three, the losses, and the peak of memory."""
+    """Seconds of each step after three, the losses and the peak of memory; then the kernels and waits of one more."""
     losses = [step() for _ in range(3)]
     torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -101,6 +92,8 @@ def measured(step: Callable[[], float], steps: int) -> dict[str, Any]:
         "losses": losses,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "profile": kernels_of(step),
+        "waits": waits_of(step),
     }
 
 
@@ -179,9 +172,7 @@ def of_plan(plan: parcompile.Plan, model: torch.nn.Module, steps: int) -> dict[s
     def step() -> float:
         return float(engine.train_batch(batches))
 
-    figures = measured(step, steps)
-    figures |= {"start_seconds": began, "norm": float(engine.get_global_grad_norm())}
-    return figures | {"profile": kernels_of(step), "waits": waits_of(step)}
+    return measured(step, steps) | {"start_seconds": began, "norm": float(engine.get_global_grad_norm())}
 
 
 def of_peer(plan: parcompile.Plan, steps: int) -> dict[str, Any]:
@@ -217,8 +208,7 @@ def of_peer(plan: parcompile.Plan, steps: int) -> dict[str, Any]:
             losses.append(loss.detach())
         return float(torch.stack(losses).mean())
 
-    figures = measured(step, steps)
-    return figures | {"profile": kernels_of(step), "waits": waits_of(step)}
+    return measured(step, steps)
 
 
 def main() -> int:

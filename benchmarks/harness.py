@@ -137,6 +137,14 @@ def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
         assert error < 1e-3, f"{name} trains something else: losses {own}, not {expected}"
 
 
+def llama(hidden: int, intermediate: int, layers: int, vocabulary: int, positions: int, **more: Any) -> dict[str, Any]:
+    """The configuration of a small Llama with 8 heads on 4 of keys, where `more` does not say otherwise."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    ends = {"vocab_size": vocabulary, "max_position_embeddings": positions}
+    return {"model_type": "llama", **sizes, **heads, **ends, **more}
+
+
 def cpu_spec(
     model: Mapping[str, Any], ranks: int, parallelism: Mapping[str, Any], name: str = "benchmark", **training: Any
 ) -> dict[str, Any]:

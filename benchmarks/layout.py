@@ -4,17 +4,15 @@
 
 "compile" is everything from the text of a spec to the texts of all artefacts, in one process that has done it before.
 "peak" is what that allocates at its height (Python's own count, in a run of its own), "files" the size of them all.
-"one rank" computes the tp, cp, dp, pp and dp-cp groups of a single rank; "all" lists every group of the world, as the
-peers do: Megatron-Core's RankGenerator and torch's mesh of ranks (the lists that DeviceMesh makes its groups of). The
-methods take turns in every round; given are medians, and the quartiles as a share of the median. "x fewer" is the
-faster peer's time over that of one rank here: what a rank saves that needs only its own groups. A peer is no longer
-asked when a round took it longer than a second; a peer that is not installed is left out.
+"one rank" computes the tp, cp, dp, pp and dp-cp groups of a single rank; "all" lists every group of the world, as
+torch's mesh of ranks does (the lists that DeviceMesh makes its groups of). The methods take turns in every round; given
+are medians, and the quartiles as a share of the median. What lists all is no longer asked when a round took it longer
+than a second.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import statistics
 import tempfile
@@ -88,13 +86,6 @@ def every_group(world: int) -> object:
     return [list(groups.all(name)) for name in NAMES]
 
 
-def megatron(world: int) -> object:
-    from megatron.core.parallel_state import RankGenerator
-
-    generator = RankGenerator(ep=1, order="-".join(ORDER), **sizes(world))
-    return [generator.get_ranks(name) for name in NAMES]
-
-
 def torch_mesh(world: int) -> object:
     """What torch does for each dim of a mesh: move it last, cut into rows, make lists of them."""
     import torch
@@ -106,12 +97,7 @@ def torch_mesh(world: int) -> object:
     return found
 
 
-PEERS: dict[str, Callable[[int], object]] = {"megatron": megatron, "torch": torch_mesh}
-"""By the package that they need."""
-LISTED: dict[str, Callable[[int], object]] = {
-    "all": every_group,
-    **{name: peer for name, peer in PEERS.items() if importlib.util.find_spec(name)},
-}
+LISTED: dict[str, Callable[[int], object]] = {"all": every_group, "torch": torch_mesh}
 
 
 def plain(lists: Any) -> list[list[tuple[int, ...]]]:
@@ -144,8 +130,8 @@ def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     times = {name: [turn[name] for turn in turns[1:]] for name in methods}
-    for peer in PEERS.keys() & methods.keys() if world <= 4096 else ():
-        assert plain(methods[peer]()) == plain(methods["all"]()), f"{peer} lists other groups for {world} ranks"
+    if world <= 4096:
+        assert plain(torch_mesh(world)) == plain(every_group(world)), f"torch lists other groups for {world} ranks"
     skipped |= {name for name in LISTED if name in times and statistics.median(times[name]) > LIMIT_SECONDS}
     size = sum(len(text.encode()) for text in texts.values())
     return {"world_size": world, "peak_bytes": peak, "file_bytes": size, "seconds": times}
@@ -158,13 +144,6 @@ def cell(row: dict[str, Any], name: str) -> str:
     return f"{middle * 1e3:.3f} ms ± {(high - low) / middle / 2:.0%}"
 
 
-def saved(row: dict[str, Any]) -> str:
-    """The faster peer's time over that of one rank here."""
-    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
-    peers = [medians[name] for name in PEERS if name in medians]
-    return f"{min(peers) / medians['one rank']:,.0f}" if peers else "–"
-
-
 def main() -> None:
     options = parsed(__doc__, rounds=5, json=JSON)
     skipped: set[str] = set()
@@ -175,7 +154,6 @@ def main() -> None:
         {"world": lambda row: f"{row['world_size']:,}"}
         | {name: lambda row, name=name: cell(row, name) for name in methods}
         | {
-            "x fewer": saved,
             "peak": lambda row: f"{row['peak_bytes'] / 1e6:.1f} MB",
             "files": lambda row: f"{row['file_bytes'] / 1e3:.0f} kB",
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
@@ -66,55 +65,25 @@ def _group_of(args):
     return dist.distributed_c10d._resolve_process_group(args[-1])
 
 
-class Kept:
-    """Counts what autograd keeps for backward within it: `bytes` now and at `most`; tensors of a storage count once.
+def kept_bytes(step: Callable[[], object], weights: Collection[int]) -> int:
+    """What autograd keeps for backward in a step; tensors of a storage count once, and weights are there anyway.
 
     Args:
-        weights: addresses of storages that are there anyway, beside those of parameters.
+        step: forward and backward.
+        weights: addresses of storages, beside those of parameters.
     """
+    held: dict[int, int] = {}
 
-    def __init__(self, weights: Collection[int] = ()) -> None:
-        self.bytes = self.most = 0
-        self._held = Counter[int]()
-        self._weights = weights
-
-    def __enter__(self) -> Kept:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self._hooks.__exit__(*reason)
-
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def pack(tensor: Tensor) -> Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
-        # Weights, and views of them, are there anyway.
-        if place in self._weights or isinstance(local._base if local._base is not None else local, torch.nn.Parameter):
-            return saved
-        self.bytes += 0 if self._held[place] else size
-        self.most = max(self.most, self.bytes)
-        self._held[place] += 1
-        weakref.finalize(saved, self._free, place, size)
-        return saved
+        storage, base = local.untyped_storage(), local if local._base is None else local._base
+        if storage.data_ptr() not in weights and not isinstance(base, torch.nn.Parameter):
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-    def _free(self, place: int, size: int) -> None:
-        self._held[place] -= 1
-        self.bytes -= 0 if self._held[place] else size
-
-
-class _Saved:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def kept_bytes(step: Callable[[], object], weights: Collection[int]) -> int:
-    """The most that autograd keeps at a time during a step."""
-    with Kept(weights) as kept:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
-    return kept.most
+    return sum(held.values())
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

@@ -3,11 +3,10 @@ loss of T tokens, with the vocabulary spread over the ranks.
 
     python benchmarks/parallel_loss.py [--rounds 5] [--tokens 1024] [--json FILE]
 
-Ours, torch's DTensor (`loss_parallel`), Megatron-Core where it can be imported, and what one writes without any of
-them: gather the logits and take torch's cross entropy. "limit" multiplies, and takes torch's cross entropy of a
-rank's own columns: nobody who computes the loss in float32 at once can be faster. Time and CPU are ratios to ours in
-the same round; "head in chunks" computes logits of 256 tokens at a time (`training.linear_cross_entropy`); "peak" is
-the most that a step has allocated at a time.
+Ours, torch's DTensor (`loss_parallel`), and what one writes without them: gather the logits and take torch's cross
+entropy. "limit" multiplies, and takes torch's cross entropy of a rank's own columns: nobody who computes the loss in
+float32 at once can be faster. Time and CPU are ratios to ours in the same round; "head in chunks" computes logits of
+256 tokens at a time (`training.linear_cross_entropy`); "peak" is the most that a step has allocated at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import JSON, heads, parsed, quartiles, ratios, row, spread, write_json
 from meters import TIMEOUT, Wire, in_turns, peak_bytes
-from peers.tensor_parallel import absent, say_absent
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -64,26 +62,14 @@ def methods(weight: Tensor) -> dict[str, Method]:
         logits = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False) @ spread.t()
         return F.cross_entropy(logits.float(), labels)
 
-    def megatron(hidden: Tensor, labels: Tensor) -> Tensor:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
-
-        if not parallel_state.is_initialized():
-            parallel_state.initialize_model_parallel(RANKS, create_gloo_process_groups=False)
-        logits = copy_to_group(hidden, group) @ part.t()
-        # Its tokens come sequence first, [S, B, V].
-        return theirs(logits.unsqueeze(1).float(), labels.unsqueeze(1)).mean()
-
-    found = {
+    return {
         "limit": limit,
         "ours": ours,
         "ours, in place": lambda hidden, labels: ours(hidden, labels, inplace=True),
         "ours, head in chunks": in_chunks,
         "gathered logits": gathered,
         "DTensor": dtensor,
-        "Megatron-Core": megatron,
     }
-    return {name: method for name, method in found.items() if name not in absent()}
 
 
 def step_of(method: Method, hidden: Tensor, labels: Tensor, parallel: bool) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -100,7 +86,6 @@ def step_of(method: Method, hidden: Tensor, labels: Tensor, parallel: bool) -> C
 
 def run_rank(_: int, rounds: int, tokens: int) -> list[dict]:
     warnings.filterwarnings("ignore")
-    torch.cuda.current_device = lambda: "cpu"  # Megatron-Core makes its buffers there
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(0)
@@ -147,7 +132,6 @@ def main() -> None:
     rows, *_ = run_local(RANKS, run_rank, options.rounds, options.tokens, timeout=TIMEOUT)
     write_json(options.json, rows)
     show(rows)
-    say_absent("AutoTP")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ stages that is max((m + (pp - 1) / v) · t, m · pp · t / cores) with t for all
 
 A step is timed until the last pass is through ("passes", what the ideal is for), and with clipping and the optimizer
 ("whole"). "CPU / kernels" compares processor seconds of all ranks: what the pipeline itself costs. "others" is the
-share of the cores that other programs took meanwhile: they lengthen steps, but not the ideal. Kept memory is what
-autograd holds for backward, at the worst moment, over that of the micro-batches that the plan has in flight then.
+share of the cores that other programs took meanwhile: they lengthen steps, but not the ideal.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from harness import (
     check_losses,
     cpu_spec,
     heads,
+    llama,
     parsed,
     plan_of,
     quartiles,
@@ -43,27 +43,18 @@ from harness import (
     spread,
     write_json,
 )
-from meters import TIMEOUT, Kept
+from meters import TIMEOUT
 from peers.pipelines import PEERS, Clock, Kernels, MicroBatch, Taken, Train
 
 from parcompile.layout.pipeline import Pass, Schedule
 from parcompile.runtime.local import LocalWorld
+from parcompile.show.pictures.timeline import laid_out
 
 VIRTUAL = 2
-MODEL = {
-    "model_type": "llama",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-SIZES = {
-    # stages: hidden, intermediate, layers
-    2: {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4},
-    4: {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8},
-}
-LENGTH, LR = 64, 1e-4
+LENGTH, LR, VOCABULARY = 64, 1e-4, 2048
+HEAD = {"vocabulary": VOCABULARY, "positions": LENGTH, "tie_word_embeddings": False}
+MODELS = {2: llama(1024, 2048, layers=4, **HEAD), 4: llama(512, 1024, layers=8, **HEAD)}
+"""By stages."""
 OURS = {"parcompile 1F1B": 1, "parcompile interleaved": VIRTUAL}
 WORLDS = [["parcompile 1F1B"], ["parcompile interleaved"], ["DeepSpeed PipelineEngine"], ["kernels", *list(PEERS)[1:]]]
 """Engines of DeepSpeed have processes of their own; what is torch's alone shares some."""
@@ -79,7 +70,7 @@ def parcompile(folder: str, settings: dict[str, Any], virtual: int) -> Train:
 
     parallelism = {"pp": settings["stages"], "num_virtual_stages_per_pipeline_rank": virtual}
     training = {"sequence_length": LENGTH, "global_batch_size": settings["micro_batches"], "micro_batch_size": 1}
-    model = {**MODEL, **SIZES[settings["stages"]]}
+    model = MODELS[settings["stages"]]
     plan = plan_of(cpu_spec(model, settings["stages"], parallelism, **training, optimizer={"lr": LR}))
     engine, *_ = initialize(plan=plan, model=load_pretrained(folder, plan), self_check=False)
     clocks: list[Clock] = []
@@ -104,7 +95,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
     """The same for everybody."""
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(count):
-        ids = torch.randint(0, MODEL["vocab_size"], (1, LENGTH), generator=generator)
+        ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
         labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
         found.append((ids, labels))
     return found
@@ -143,58 +134,10 @@ def kernels(rank: int, count: int, cores: int) -> list[list[tuple[float, float]]
     return found
 
 
-def kept(rank: int, name: str, count: int) -> tuple[int, int]:
-    """Bytes that this rank keeps in a step, and that the micro-batches which its plan has in flight would."""
-    from parcompile.runtime import pipeline
-
-    sizes: dict[int, int] = {}
-    forward = pipeline.Step._forward
-
-    def measured(self: pipeline.Step, one: Pass, received: Any) -> Any:
-        before = found.bytes
-        outputs = forward(self, one, received)
-        sizes.setdefault(one.chunk, found.bytes - before)
-        return outputs
-
-    pipeline.Step._forward = measured  # type: ignore[method-assign]
-    with Kept() as found:
-        step(rank, name, count)
-    pipeline.Step._forward = forward  # type: ignore[method-assign]
-    if name not in OURS:
-        return found.most, 0
-    live = planned = 0
-    for one in Schedule(dist.get_world_size(), count, OURS[name]).passes(rank):
-        live += sizes[one.chunk] if one.forward else -sizes[one.chunk]
-        planned = max(planned, live)
-    return found.most, planned
-
-
 def ideal(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], cores: int) -> float:
     """Seconds of the passes of a schedule that wait for nothing but each other; `times` of each rank and chunk."""
-    ends: dict[tuple[int, Pass], float] = {}
-    orders = [iter(schedule.passes(rank)) for rank in range(schedule.pp)]
-    heads: list[Pass | None] = [next(order) for order in orders]
-    free, busy = [0.0] * schedule.pp, 0.0
-    while any(heads):
-        for rank, one in enumerate(heads):
-            needs = None if one is None else _needs(schedule, rank, one)
-            if one is None or (needs is not None and needs not in ends):
-                continue
-            seconds = times[rank][one.chunk][not one.forward]
-            free[rank] = max(free[rank], ends[needs] if needs else 0.0) + seconds
-            ends[rank, one] = free[rank]
-            busy += seconds
-            heads[rank] = next(orders[rank], None)
-    return max(*free, busy / cores)
-
-
-def _needs(schedule: Schedule, rank: int, one: Pass) -> tuple[int, Pass] | None:
-    """The pass, and its rank, that gives what a pass begins with."""
-    source = schedule.source(rank, one)
-    if source is None:
-        return None if one.forward else (rank, one._replace(forward=True))
-    stage = one.chunk * schedule.pp + rank + (-1 if one.forward else 1)
-    return source, one._replace(chunk=stage // schedule.pp)
+    passes = laid_out(schedule, times)
+    return max(*(one.stop for one in passes), sum(one.stop - one.start for one in passes) / cores)
 
 
 def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
@@ -202,7 +145,7 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     settings = {"stages": stages, "micro_batches": count, "virtual": VIRTUAL, "batch": 1, "lr": LR}
-    settings["hidden"] = SIZES[stages]["hidden_size"]
+    settings["hidden"] = MODELS[stages]["hidden_size"]
     names = [name for world in WORLDS for name in world if name != "kernels"]
     kinds = "passes", "whole", "cpu_passes", "cpu_whole", "others", "losses"
     found: dict[str, Any] = {"stages": stages, "micro_batches": count}
@@ -214,14 +157,11 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
             world = LocalWorld(stages, process_group=False, start_method="forkserver", preload=PRELOAD)
             worlds |= dict.fromkeys(those, opened.enter_context(world))
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, **SIZES[stages])).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[stages])).save_pretrained(folder)
         for name in ["kernels", *names]:
             worlds[name].run(start, name, folder, settings, timeout=TIMEOUT)
         for number in range(rounds + 1):
             _one_round(found, worlds, number, cores)
-        for name in names:
-            one = found["methods"][name]
-            one["kept"], one["planned"] = zip(*worlds[name].run(kept, name, count, timeout=TIMEOUT), strict=True)
     check_losses({name: one["losses"] for name, one in found["methods"].items()})
     return found
 
@@ -265,32 +205,23 @@ def show_speeds(found: Mapping[str, Any]) -> None:
         row(
             *(found["stages"], found["micro_batches"], name, f"{quartiles(one['passes'])[1]:.2f}"),
             spread(ratios(ideals, one["passes"])),
-            f"{min(ideals) / min(one['passes']):.2f}",
             *(spread(ratios(one[what], ours[what])) for what in ("passes", "whole")),
             spread(ratios(one["cpu_passes"], found["kernels"][virtual])),
             f"{quartiles(one['others'])[1]:.0%}",
         )
 
 
-def show_memory(found: Mapping[str, Any]) -> None:
-    for name, one in found["methods"].items():
-        kept, planned = (" · ".join(f"{size / 1e6:.1f}" for size in one[what]) for what in ("kept", "planned"))
-        over = [size / other for size, other in zip(one["kept"], one["planned"], strict=True) if other]
-        share = " · ".join(f"{part:.3f}" for part in over) or "–"
-        row(found["stages"], found["micro_batches"], name, kept, planned if name in OURS else "–", share)
-
-
 def main() -> None:
     options = parsed(
         __doc__,
-        stages=(list(SIZES), None, list(SIZES)),
+        stages=([*MODELS], None, [*MODELS]),
         micro_batches=[4, 8, 16],
         rounds=(5, "steps of each engine"),
         json=JSON,
     )
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     cores = len(os.sched_getaffinity(0))
-    columns = "passes s", "ideal / passes", "least / least", "passes / ours", "whole / ours", "CPU / kernels", "others"
+    columns = "passes s", "ideal / passes", "passes / ours", "whole / ours", "CPU / kernels", "others"
     print(f"{cores} cores\n")
     heads("stages", "m", "engine", *columns)
     results = []
@@ -299,10 +230,6 @@ def main() -> None:
             results.append(run(stages, count, options.rounds, cores))
             show_speeds(results[-1])
             write_json(options.json, results)
-    print()
-    heads("stages", "m", "engine", "kept MB, by stage", "planned MB", "kept / planned")
-    for found in results:
-        show_memory(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What reading ahead saves of a step, what reading once for all ranks of a copy does, and what is held meanwhile.
+"""What reading ahead saves of a step, and what reading once for all ranks of a copy does.
 
     python benchmarks/read_ahead.py [--rounds 9] [--json FILE]
 
@@ -6,7 +6,7 @@ The model and the data of `examples/byte_llama.json` on two tensor-parallel rank
 four micro-batches. Both ways of a line take turns in one run, `STEPS` steps at a time; given is the time of the one
 over that of the other in the same round. A sample waits (it sleeps), or computes (NumPy sorts, which leaves the
 interpreter to the training); how long is told as a share of a step of this run without it. "Waits for data" is how long
-a step waits for its samples, as a share of it. "Held" are whole micro-batches of samples that are alive at a time.
+a step waits for its samples, as a share of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from meters import slowest_seconds as seconds
 from torch import Tensor
 
 from parcompile.plan import Plan
-from parcompile.runtime.data import Batch, PlanLoader
+from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.local import run_local
 
 EXAMPLES = ROOT / "examples"
@@ -84,24 +83,8 @@ class Costly:
 NUMBERS = np.random.default_rng(0).random(2000)
 
 
-class Counting(PlanLoader):
-    """Notes how many whole micro-batches are alive, and what steps wait for samples."""
-
-    alive = most = 0
-
-    def _whole(self, first: int) -> Batch:
-        batch = super()._whole(first)
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(batch["input_ids"], self._gone)
-        return batch
-
-    def _gone(self) -> None:
-        self.alive -= 1
-
-
 def measure(_: int, plan: Plan, rounds: int) -> dict[str, Any]:
-    """By case: ratios of all rounds, the share of a step that the first way waits, and micro-batches held."""
+    """By case: ratios of all rounds, and the share of a step that the first way waits."""
     from corpus import StandardLibrary
 
     from parcompile.runtime import initialize
@@ -113,13 +96,13 @@ def measure(_: int, plan: Plan, rounds: int) -> dict[str, Any]:
     plain = iter(PlanLoader(text, engine.mesh))
     step = statistics.median(seconds(lambda: engine.train_batch(plain)) for _ in range(12))
     sort = statistics.median(seconds(lambda: np.sort(NUMBERS), 50) for _ in range(9))
-    runs: dict[str, list[tuple[Counting, Any]]] = {}
+    runs: dict[str, list[Any]] = {}
     for name, (work, *ways) in CASES.items():
         data = Costly(text, work.waits * step / BATCH, round(work.computes * step / BATCH / sort))
         for way in ways:
-            loader = Counting(data, engine.mesh)
+            loader = PlanLoader(data, engine.mesh)
             loader.reads_ahead, loader.reads_once = way
-            runs.setdefault(name, []).append((loader, iter(loader)))
+            runs.setdefault(name, []).append(iter(loader))
     found: dict[str, Any] = {name: {"ratios": [], "waits": []} for name in CASES}
 
     def turn(batches: Any) -> tuple[float, float]:
@@ -143,12 +126,10 @@ def measure(_: int, plan: Plan, rounds: int) -> dict[str, Any]:
         for name, pair in runs.items():
             times = {}
             for place in (0, 1) if number % 2 else (1, 0):
-                times[place] = turn(pair[place][1])
+                times[place] = turn(pair[place])
             if number:
                 found[name]["ratios"].append(times[0][0] / times[1][0])
                 found[name]["waits"].append(times[0][1])
-    for name, pair in runs.items():
-        found[name]["held"] = pair[0][0].most
     return {"step": step, "cases": found}
 
 
@@ -161,10 +142,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     found = run_local(RANKS, measure, plan_of(tree), options.rounds, timeout=TIMEOUT)[0]
     print(f"a step: {found['step']:.3f} s; load before and after: {load:.1f}, {os.getloadavg()[0]:.1f}")
-    heads("", "time (quartiles)", "waits for data", "held, in steps")
+    heads("", "time (quartiles)", "waits for data")
     for name, case in found["cases"].items():
-        waits, held = statistics.median(case["waits"]), case["held"] / (BATCH // MICRO)
-        row(name, spread(case["ratios"]), f"{waits:.1%}", f"{held:.2g}")
+        row(name, spread(case["ratios"]), f"{statistics.median(case['waits']):.1%}")
     write_json(options.json, found)
 
 

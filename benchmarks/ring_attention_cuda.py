@@ -2,10 +2,10 @@
 
     python benchmarks/ring_attention_cuda.py [--lengths 16384 65536] [--ranks 8] [--rounds 20] [--json FILE]
 
-On one GPU: each kernel is compared with the plain one in fp64 first. Then one rank's part of a zigzag ring of `--ranks`
-ranks, with every tile and every merge and no message, is timed against one call of flash attention over the whole
-sequence; "share" is that call's time, divided by the ranks, over the part's: 100 % is a ring that costs nothing but its
-attention. Forward, and forward + backward. "peak" is what the part allocates at most beyond its inputs.
+On one GPU: the rates of each kernel, and its errors beside the plain one in fp64. Then one rank's part of a zigzag
+ring of `--ranks` ranks, with every tile and every merge and no message, is timed against one call of flash attention
+over the whole sequence; "share" is that call's time, divided by the ranks, over the part's: 100 % is a ring that costs
+nothing but its attention. Forward, and forward + backward. "peak" is what the part allocates at most beyond its inputs.
 
 On several GPUs, one process for each: time of each implementation over all of them against one GPU that attends to the
 whole sequence alone, divided by their number. Without a GPU it says so and measures nothing.
@@ -61,19 +61,6 @@ def seconds(function: Callable[[], object], rounds: int) -> list[float]:
         torch.cuda.synchronize()
         if turn >= 3:
             found.append(start.elapsed_time(stop) / 1e3)
-    return found
-
-
-def check_kernels() -> dict[str, float]:
-    """The largest relative error of output, log-sum-exp and gradients of each kernel against fp64, for each band."""
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        tensors = draw(768, dtype)
-        kernel = select_kernel(tensors[0], tensors[2], banded=True)
-        bands = [FULL, CAUSAL] + ([] if isinstance(kernel, CudaEfficientKernel) else [Band(-99, 0), Band(-300, 200)])
-        for band in bands:
-            worst = max(errors_of(kernel, tensors, band, 0.1).values())
-            found[f"{kernel.name} {str(dtype).removeprefix('torch.')} {band.lower, band.upper}"] = worst
     return found
 
 
@@ -260,9 +247,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("there is no GPU: nothing is measured")
         return 0
-    errors = check_kernels()
-    for name, error in errors.items():
-        print(f"{name}: relative error {error:.1e}")
     kernels = compare_kernels(8192, arguments.rounds)
     for row in kernels:
         name = f"{row.get('kernel')} {row['widths']} {'causal' if row['causal'] else 'full'}"
@@ -295,7 +279,7 @@ def main() -> int:
         for name in sorted(set(found) & set(IMPLEMENTATIONS)):
             share = [one / found["ranks"] for one in ratios(found["one_gpu"], found[name])]
             print(f"{found['length']} tokens on {found['ranks']} GPUs, {direction}, {name}: {spread(share, '.1%')}")
-    found = {"errors": errors, "kernels": kernels, "parts": parts, "packed": packs, "scaling": scaling}
+    found = {"kernels": kernels, "parts": parts, "packed": packs, "scaling": scaling}
     write_json(arguments.json, found)
     return 0
 

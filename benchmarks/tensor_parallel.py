@@ -28,12 +28,7 @@ from torch.distributed.tensor import parallel as dtensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parcompile.runtime.local import LocalWorld, run_local
-from parcompile.runtime.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_parallel,
-    sum_in_backward,
-)
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel, sum_in_backward
 from parcompile.runtime.tensor_parallel.partial import leave_partial, sum_together
 
 RANKS = 2

@@ -25,15 +25,7 @@ from corpus import PackedSources
 from deepspeed.utils import logger
 
 from parcompile.plan import load_plan
-from parcompile.runtime import (
-    Plan,
-    RunError,
-    decay_groups,
-    evaluate,
-    initialize,
-    load_pretrained,
-    report_errors,
-)
+from parcompile.runtime import Plan, RunError, decay_groups, evaluate, initialize, load_pretrained, report_errors
 from parcompile.runtime.checkpoint import export, export_adapter, load, save
 
 HELD_OUT = 4

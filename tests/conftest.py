@@ -19,8 +19,17 @@ COMPILED = "TEST_COMPILED_EXTENSIONS"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where tests write how near to its limit every comparison of numbers came: see `tests/runtime/closeness.py`."""
+    """Where tests write how near to its limit every comparison of numbers came: see `tests/runtime/closeness.py`.
+
+    And which model types they train in every layout, where a run of the suite takes each in some.
+    """
     parser.addoption("--margins", metavar="FOLDER", help="write the margins of numeric comparisons to this folder")
+    parser.addoption(
+        "--family",
+        action="append",
+        metavar="TYPE",
+        help="train this model type, or variant, in every layout of test_families.py; `all` are all of them",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ.setdefault(COMPILED, os.environ.get("TORCH_EXTENSIONS_DIR", ""))
         os.environ["TORCH_EXTENSIONS_DIR"] = f"{os.devnull}/nothing is compiled at run time"
+    os.environ["TEST_FAMILIES"] = "\n".join(config.getoption("--family") or ())
     folder = config.getoption("--margins")
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)

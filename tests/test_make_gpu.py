@@ -72,7 +72,7 @@ def test_the_models_of_which_a_step_is_measured_fit(model: str, tmp_path: Path, 
     assert plan.estimate().to_json()["memory"]["fits"]
 
 
-def test_ranks_of_one_gpu_say_that_they_are_hosts_of_their_own(tmp_path: Path) -> None:
+def test_ranks_of_one_gpu_say_that_they_are_hosts_of_their_own(tmp_path: Path, script: ModuleType) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text(
         "import os, sys, pathlib\n"
@@ -80,10 +80,12 @@ def test_ranks_of_one_gpu_say_that_they_are_hosts_of_their_own(tmp_path: Path) -
         "pathlib.Path(sys.argv[1], said[0]).write_text(' '.join(said))\n"
         "sys.exit(int(sys.argv[2]) if said[0] == '1' else 0)\n"
     )
-    command = [sys.executable, str(SCRIPT.with_name("shared_gpu.py")), "2", str(rank), str(tmp_path)]
+    command = [*script.launcher(2, shared=True), str(rank), str(tmp_path)]
     assert subprocess.run([*command, "0"], timeout=120, check=False).returncode == 0
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0 0 2 rank0", "1 1 2 rank1"]
-    assert subprocess.run([*command, "4"], timeout=120, check=False).returncode == 4
+    failed = subprocess.run([*command, "4"], timeout=120, check=False, capture_output=True, text=True)
+    assert failed.returncode != 0
+    assert "exitcode  : 4" in failed.stderr
 
 
 def test_a_part_that_fails_or_hangs_is_written_down_and_others_go_on(script: ModuleType, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ A type that works runs with {axes}, and a mixture of experts with ep.
 In tp 2, cp 2, tp 2 × cp 2 with sequence parallelism, and pp 2, AdamW steps of a tiny model with its windows,
 soft-caps, biases and norms switched on give the losses, gradient norms and parameters of the original in one process:
 within 1e-5, or within ten times what a change of 1e-7 of the weights does to the original itself
-(`python benchmarks/models.py`; most of it is in `tests/runtime/test_families.py`). [Drawn
+(`tests/runtime/test_families.py`; `--family TYPE` or `--family all` takes a type in all of them). [Drawn
 configurations](configurations.md) vary every key that changes numbers.
 Everything else is refused: the compiler does not accept the model type (rule S003), or the runtime refuses the plan
 (rule X004). The message gives the reason, what to do instead and the nearest type that works.

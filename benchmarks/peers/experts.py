@@ -52,11 +52,10 @@ def of_deepspeed(block: Any) -> nn.Module:
     return layer
 
 
-def of_autoep(block: Any, *, whole: bool) -> nn.Module:
-    """What DeepSpeed's AutoEP puts in the place of the block in a model of one layer.
+def of_autoep(block: Any) -> nn.Module:
+    """The layer that DeepSpeed's AutoEP puts in the place of the block in a model of one layer.
 
-    `whole`: by all that its engine does to a model. Otherwise only its layer is made, and what transformers records
-    of a model's layers is left alone.
+    What its engine does to a model beside that fails: transformers' table of recorded outputs takes no default.
     """
     start_deepspeed()
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -66,17 +65,12 @@ def of_autoep(block: Any, *, whole: bool) -> nn.Module:
 
     ranks = dist.get_world_size()
     model = MixtralForCausalLM(block.experts.config)
-    layer = model.model.layers[0]
-    layer.mlp = block
+    model.model.layers[0].mlp = block
     config = parse_autoep_config({"enabled": True, "autoep_size": ranks, "preset_model": "mixtral"})
-    auto = AutoEP(model, config)
-    (found,) = auto.ep_parser()
-    if whole:
-        auto.replace_moe_layers([found], ep_size=ranks, ep_rank=dist.get_rank())
-    else:
-        layer.mlp = AutoEPMoELayer(found, block, ranks, dist.get_rank(), config)
-    layer.mlp.set_deepspeed_parallelism()
-    return layer.mlp
+    (found,) = AutoEP(model, config).ep_parser()
+    layer = AutoEPMoELayer(found, block, ranks, dist.get_rank(), config)
+    layer.set_deepspeed_parallelism()
+    return layer
 
 
 def of_transformers(block: Any, tp: int = 1) -> nn.Module:
@@ -101,22 +95,18 @@ def of_transformers(block: Any, tp: int = 1) -> nn.Module:
 class Megatron(nn.Module):
     """The router and the rank's experts of a block, around Megatron-Core's MoEAlltoAllTokenDispatcher.
 
-    Args:
-        block: the block, with all of its experts.
-        without_cuda: the dispatcher makes a CUDA stream, waits for it, makes its buffers on "the current CUDA device"
-            and has the numbers of rows from there as arrays. With this, its streams do nothing, its device is the CPU,
-            and the numbers are arrays too.
+    The dispatcher makes a CUDA stream, waits for it, makes its buffers on "the current CUDA device" and has the numbers
+    of rows from there as arrays. Here its streams do nothing, its device is the CPU, and the numbers are arrays too.
     """
 
-    def __init__(self, block: Any, *, without_cuda: bool) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
         warnings.filterwarnings("ignore", module="megatron")
         from megatron.core.transformer.moe import token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        if without_cuda:
-            _let_the_cpu_stand_in_for_cuda()
-            token_dispatcher.maybe_move_tensor_to_cpu = _moved
+        _let_the_cpu_stand_in_for_cuda()
+        token_dispatcher.maybe_move_tensor_to_cpu = _moved
         ranks, experts = dist.get_world_size(), block.experts.num_experts
         self._experts, local = experts, experts // ranks
         keep_local(block, dist.group.WORLD)

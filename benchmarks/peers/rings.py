@@ -7,6 +7,7 @@ flash_attn.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import types
@@ -108,23 +109,21 @@ def _flash_attn_backward(
         target.copy_(grad.transpose(1, 2))
 
 
+@functools.cache
 def _ring_flash_attn() -> Method | None:
     """The peer, if it can be imported."""
-    found = None if "ring_flash_attn" in sys.modules else importlib.util.find_spec("ring_flash_attn")
-    if found is None and "ring_flash_attn" not in sys.modules:
+    found = importlib.util.find_spec("ring_flash_attn")
+    if found is None:
         return None
-    if "flash_attn" not in sys.modules:
-        package, functions = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
-        functions._flash_attn_forward = _flash_attn_forward
-        functions._flash_attn_backward = _flash_attn_backward
-        functions._flash_attn_varlen_forward = functions._flash_attn_varlen_backward = None
-        package.flash_attn_interface = functions
-        sys.modules.update({"flash_attn": package, "flash_attn.flash_attn_interface": functions})
-    if found is not None:
-        # Its module alone: the package also imports adapters that not every version of transformers bears.
-        bare = types.ModuleType("ring_flash_attn")
-        bare.__path__ = list(found.submodule_search_locations or ())
-        sys.modules["ring_flash_attn"] = bare
+    package, functions = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    functions._flash_attn_forward = _flash_attn_forward
+    functions._flash_attn_backward = _flash_attn_backward
+    functions._flash_attn_varlen_forward = functions._flash_attn_varlen_backward = None
+    package.flash_attn_interface = functions
+    # Its module alone: the package also imports adapters that not every version of transformers bears.
+    bare = types.ModuleType("ring_flash_attn")
+    bare.__path__ = list(found.submodule_search_locations or ())
+    sys.modules.update({"ring_flash_attn": bare, "flash_attn": package, functions.__name__: functions})
     zigzag = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn")
 
     def attend(*qkv: Tensor) -> Tensor:

@@ -32,11 +32,10 @@ def parts_of(block: Any) -> list[tuple[Any, tuple[str, ...], str]]:
     return [(block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")]
 
 
-def say_absent(*without: str) -> None:
-    """Prints these, but for some."""
+def say_absent() -> None:
+    """Prints these."""
     for name, reason in absent().items():
-        if name not in without:
-            print(f"absent: {name} ({reason})")
+        print(f"absent: {name} ({reason})")
 
 
 def with_megatron(block: nn.Module, sequence_parallel: bool) -> nn.Module:

@@ -71,12 +71,21 @@ def needing(extras: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What cannot be written ends the command."""
+def writing(path: Path, what: str = "written", *, below: bool = False) -> Iterator[None]:
+    """What cannot be written, or read, ends the command; `below`: of a folder the file of the error is named."""
     try:
         yield
     except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+        where = (below and error.filename) or path
+        raise click.ClickException(f"{where} cannot be {what}: {error.strerror}") from None
+
+
+def save(file: Path, content: str | bytes) -> None:
+    """Writes a file whole; where that cannot be done, the command ends."""
+    from parcompile.atomic import write_file  # not for --version alone
+
+    with writing(file):
+        write_file(file, content)
 
 
 class _Commands(click.Group):

@@ -16,7 +16,7 @@ from parcompile.plan.sections import summary
 from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
-from . import SPEC_HAS_ERRORS, say, told
+from . import SPEC_HAS_ERRORS, say, told, writing
 from .options import chosen_targets, no_estimate_option, target_option
 
 
@@ -99,10 +99,8 @@ def _print_losses(plan: Plan, targets: tuple[str, ...]) -> None:
 
 def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool) -> None:
     contents = render(plan, targets)
-    try:
+    with writing(output, "read", below=True):
         found = differences(contents, output)
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or output} cannot be read: {error.strerror}") from None
     if found:
         say(found, nl=False)
         say(f"{output} is not what the spec compiles to: compile it again with -o {output}", err=True)
@@ -113,7 +111,5 @@ def _compare(plan: Plan, output: Path, targets: tuple[str, ...], *, quiet: bool)
 
 def _write(plan: Plan, output: Path, targets: tuple[str, ...]) -> list[Path]:
     contents = render(plan, targets)
-    try:
+    with writing(output, below=True):
         return write(contents, output)
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or output} cannot be written: {error.strerror}") from None

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import click
 
-from parcompile.atomic import write_file
 from parcompile.cli.profile import read_set
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.context_time import candidates, cheapest
@@ -33,7 +32,7 @@ from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
-from . import SPEC_HAS_ERRORS, say, told, writing
+from . import SPEC_HAS_ERRORS, save, say, told
 from .options import positive_number
 
 MOST_CELLS = 4096
@@ -155,9 +154,7 @@ def _plot(file: Path, plan: Plan, result: Estimate) -> None:
     from parcompile.show.pictures.svg import svg
 
     subject = Subject(plan, result)
-    drawn = svg(picture("memory", subject), picture("timeline", subject))
-    with writing(file):
-        write_file(file, drawn)
+    save(file, svg(picture("memory", subject), picture("timeline", subject)))
 
 
 def checked_spec(spec: str, *, ignore_open: bool = False, whole: bool = False) -> Checked:
@@ -217,24 +214,26 @@ def _print_sweep(
     fitted: CoefficientSet | None,
     document_length: int | None,
 ) -> None:
-    cells = list(itertools.product(*axes.values()))
+    cells = [dict(zip(axes, cell, strict=True)) for cell in itertools.product(*axes.values())]
     if len(cells) > MOST_CELLS:
         raise click.UsageError(f"{len(cells)} layouts exceed the limit of {MOST_CELLS}")
     _refuse_wrong_values(tree, axes)
+
+    def estimated(changes: Mapping[str, object]) -> Estimate | str:
+        found = variant(tree, changes, folder, executable=False)
+        if found.work is None:
+            return f"refused [{found.code}]"
+        return estimate(_packed(found.work, document_length), fitted=fitted)
+
     with told(ValueError, by=click.UsageError):
-        found = [
-            (cell, _cell(tree, dict(zip(axes, cell, strict=True)), folder, fitted, document_length)) for cell in cells
-        ]
+        found = [(cell, estimated(cell)) for cell in cells]
     if form == "json":
-        rows = [
-            {**dict(zip(axes, cell, strict=True)), **(one.to_json() if isinstance(one, Estimate) else {"refused": one})}
-            for cell, one in found
-        ]
+        rows = [{**cell, **(one.to_json() if isinstance(one, Estimate) else {"refused": one})} for cell, one in found]
         say(json.dumps(rows, indent=2))
         return
     lines = [(*axes, Axis.DP, "memory", "fits", "step", "tokens/s/GPU", "MFU")]
     for cell, one in found:
-        shown = tuple(str(value) for value in cell)
+        shown = tuple(map(str, cell.values()))
         if isinstance(one, str):
             lines.append((*shown, "-", one, "", "", "", ""))
             continue
@@ -262,16 +261,3 @@ def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[ob
             wrong = [one.message for one in found if one.is_error]
             if wrong:
                 raise click.UsageError(f"--sweep {name}={value}: {wrong[0]}")
-
-
-def _cell(
-    tree: Mapping[str, Any],
-    changes: Mapping[str, object],
-    folder: Path,
-    fitted: CoefficientSet | None,
-    document_length: int | None,
-) -> Estimate | str:
-    found = variant(tree, changes, folder, executable=False)
-    if found.work is None:
-        return f"refused [{found.code}]"
-    return estimate(_packed(found.work, document_length), fitted=fitted)

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from parcompile.atomic import write_file
 from parcompile.backends.importers import kinds
 from parcompile.backends.reading import Outcome, RefusedError, SpecPath
 from parcompile.diagnostics.reporters import Style, hanging
@@ -20,7 +19,7 @@ from parcompile.text import SourceError
 from parcompile.units import first_of
 from parcompile.user_files import parse_json
 
-from . import SPEC_HAS_ERRORS, say, told, writing
+from . import SPEC_HAS_ERRORS, save, say, told
 from .init import chosen_model
 from .options import accelerator_option, sequence_length_option
 
@@ -116,8 +115,7 @@ def _write_spec(result: Imported, output: Path | None) -> None:
     if output is None:
         say(text, nl=False)
         return
-    with writing(output):
-        write_file(output, text)
+    save(output, text)
 
 
 _MOST_LINES = 5

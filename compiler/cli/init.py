@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from parcompile.atomic import write_file
-from parcompile.cli import say, told
+from parcompile.cli import say, told, writing
 from parcompile.cli.compile import command as compile_command
 from parcompile.cli.options import (
     accelerator_name,
@@ -409,10 +409,8 @@ def new_command(
             extra["config.json"] = read_text(file)
             spec = spec.replace(json.dumps(file), '"config.json"')
     files = project_files(Path(where).name, spec, arguments) | extra
-    try:
+    with writing(directory, below=True):
         _write_files(directory, files)
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or directory} cannot be written: {error.strerror}") from None
     for name in files:
         say(f"wrote {directory / name}")
     for line in lines:

@@ -192,12 +192,10 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
     """
     from parcompile.plan import load_plan
 
-    try:
+    with told(SourceError):
         if is_plan(path):
             return load_plan(path), None
         plan, checked = compile_file(path, must_fit=False)
-    except SourceError as error:
-        raise click.ClickException(str(error)) from None
     if plan is None:
         errors = [one for one in checked.diagnostics if one.is_error]
         report(errors, [checked.text], "text", sys.stderr)

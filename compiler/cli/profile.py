@@ -13,10 +13,9 @@ from typing import Any
 import click
 
 from parcompile import schema
-from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.backends.writing import write
-from parcompile.cli import needing, say, told, writing
+from parcompile.cli import needing, save, say, told, writing
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
@@ -182,9 +181,7 @@ def calibrate_command(
     text = _coefficients_text(found, time_bounds(rows[0].work), judge(rest, found) if rest else None)
     say(text, nl=False)
     if output is not None:
-        tree = {"sets": {"own": found.to_json()}}
-        with writing(output):
-            write_file(output, json.dumps(tree, indent=1) + "\n")
+        save(output, json.dumps({"sets": {"own": found.to_json()}}, indent=1) + "\n")
         say(f"wrote {output}")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from parcompile.atomic import write_file
 from parcompile.cli.profile import read_set
 from parcompile.cost.table import columns, headed, verdict
 from parcompile.diagnostics.reporters import Style, hanging, wrapped
@@ -24,7 +23,7 @@ from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
-from . import say, writing
+from . import save, say
 from .estimate import checked_spec, refuse, refuse_longer
 
 
@@ -91,8 +90,7 @@ def command(
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
-        with writing(output):
-            write_file(output, json.dumps(chosen, indent=2) + "\n")
+        save(output, json.dumps(chosen, indent=2) + "\n")
         if form == "text":
             say(f"wrote {output}")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from parcompile.api import compile as compiled
-from parcompile.atomic import write_file
 from parcompile.backends.artefacts import to_text
 from parcompile.diagnostics.reporters import Style
 from parcompile.doctor import judge, read_all
@@ -22,7 +21,7 @@ from parcompile.show.pictures.front import KINDS, as_markdown, as_text, picture
 from parcompile.show.pictures.svg import PngError, png, svg
 from parcompile.show.run import NoRunError, Run, figures, read_run
 
-from . import say, told, writing
+from . import save, say, told
 from .options import read_plan
 from .preflight import preflight_builder
 
@@ -82,8 +81,7 @@ def command(
         assert isinstance(content, str)
         say(content, nl=False)
         return
-    with writing(output):
-        write_file(output, content)
+    save(output, content)
     say(f"wrote {output}")
 
 
@@ -151,8 +149,7 @@ def report_command(run: Path, plan: str | None, form: str, page: Path | None) ->
             say(f"{read.file}:{number} is no row of metrics with a step, and is left out: {line!r}", err=True)
         subject, note = _given(read, plan) if plan is not None else _beside(read)
     if page is not None:
-        with writing(page):
-            write_file(page, run_page(read, subject, note))
+        save(page, run_page(read, subject, note))
     if form == "json":
         say(to_text(figures(read, subject)), nl=False)
         return
@@ -225,8 +222,7 @@ def doctor_command(
     if page is not None:
         from parcompile.show.page.run_page import doctor_page
 
-        with writing(page):
-            write_file(page, doctor_page(verdict, found))
+        save(page, doctor_page(verdict, found))
     say(to_text(verdict.to_json()) if form == "json" else verdict.text(), nl=form == "text")
     if verdict.kind != "nothing":
         context.exit(1)

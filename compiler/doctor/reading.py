@@ -18,13 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from parcompile.units import MIB
 from parcompile.user_files import read_start, shipped
 
 from .metrics import RUN, read_metrics
 from .records import DamagedError, Rank, read_dump, read_records, read_ring
 
 WORDS: Mapping[str, Any] = shipped("parcompile.doctor", "words.json")
-"""What kinds of verdicts are called, what to do about a cause, and how ranks say that a connection broke."""
+"""What kinds of verdicts are called, what to do about a cause, how ranks say that a connection broke, and what `lines`
+say of which kind: regular expressions, tried in this order."""
 KINDS: Mapping[str, str] = WORDS["kinds"]
 
 
@@ -135,7 +137,6 @@ MOST_FACTS = 200
 """Of one kind and one file: a loop that logs an error would otherwise fill the memory."""
 LINE = 2000
 """Characters of a line that are looked at."""
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,40 +153,10 @@ class Fact:
         return f"{self.place}: {self.text}"
 
 
-_PATTERNS = (
-    ("versions", r"the ranks do not run the same: .*"),
-    ("stopped", r"rank (?P<who>\d+)\b[^;]*?(has given no sign of life|has answered nothing)[^;]*"),
-    ("dead", r"rank (?P<who>\d+)\b[^;]*?ended without a message[^;]*"),
-    ("dead", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): (Killed|Segmentation fault|Bus error|Aborted).*)"),
-    ("dead", r"^ +exitcode +: -(?!15 |2 )\d+ .*|.*\bfailed \(exitcode: -(?!15\)|2\))\d+\).*"),
-    ("dead", r"(Fatal Python error: (Segmentation fault|Bus error|Aborted)|(Segmentation fault|Bus error) \(core).*"),
-    ("exit", r"^ +exitcode +: [1-9].*|srun: error: .*\btasks? (?P<who>[\d,-]+): Exited with exit code [1-9].*"),
-    ("killed", r".*\[launch\.py:.* exits with return code = -(?!15$|2$)\d+$"),
-    ("build", r"Using (?P<root>\S+) as PyTorch extensions root.*"),
-    ("host memory", r"(srun: error: .*\btasks? (?P<who>[\d,-]+): Out Of Memory.*)"),
-    ("host memory", r".*(oom[-_]kill event|Out of memory: Killed process|OOM Killed|OUT_OF_MEMORY).*"),
-    ("host memory", r"^(\S*: )?MemoryError\b.*|.*DefaultCPUAllocator: can't allocate memory.*"),
-    ("device memory", r"(torch\.)?(cuda\.)?(OutOfMemoryError: )?CUDA out of memory\..*|.*CUDA error: out of memory.*"),
-    (
-        "watchdog",
-        r".*Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+).*",
-    ),
-    ("store", r".*(DistStoreError|wait timeout after \d+ ?ms|Timed out after \d+ seconds waiting for clients).*"),
-    ("network", r".*(NCCL WARN NET|ibv_\w+ failed|Connection timed out|No route to host|unhandled system error).*"),
-    ("lost", r".*(Connection closed by peer|Connection reset by peer|remote process exited).*"),
-    (
-        "nonfinite",
-        r".*(is not a finite number|\b(loss|grad(ient)?[ _]norm)\S{0,2} +(is |= )?'?[-+]?(nan|inf)\b"
-        r"|Unexpected result (nan|inf)\b|Current loss scale already at minimum).*",
-    ),
-    ("time limit", r".*(DUE TO TIME LIMIT|CANCELLED AT .*).*"),
-    ("data", r"^(\S*: )?(StopIteration\b.*|.*the batches ended after .*)"),
-    ("error", r"^(\[rank\d+\]: |\w+: )?(?P<name>[A-Za-z_.]*(Error|Exception)): .*|.*terminated with exception: .*"),
-)
 OF_RANKS = ("host memory", "device memory", "watchdog", "store", "network", "lost", "nonfinite", "data", "error")
 """What a rank says of itself, and not another process of it."""
 _FINDERS = tuple(
-    (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in _PATTERNS
+    (kind, re.compile(pattern, re.IGNORECASE if kind == "nonfinite" else 0)) for kind, pattern in WORDS["lines"]
 )
 _SIGNS = re.compile(
     r"rank|oom|OOM|[Mm]emory|srun|Error|Exception|exception|WARN|ibv_|[Tt]imed out|route|unhandled|finite|nan|NAN|inf"

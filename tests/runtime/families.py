@@ -740,7 +740,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpt, 6 heads": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.8}}),
 }
-"""Other layouts of a family's parameters, or another way to attend: `benchmarks/models.py` runs them too."""
+"""Other layouts of a family's parameters, or another way to attend."""
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
@@ -776,6 +776,6 @@ RELATIVES = (
     "hy_v4",
 )
 """Families that differ from others in what is one's own of several already: the tests run them in few layouts, the
-others in each; `benchmarks/models.py` runs all in each."""
+others in each, and `--family all` runs all in each."""
 
 __all__ = ["FAMILIES", "ONE_LAYOUT", "RELATIVES", "tiny_config"]

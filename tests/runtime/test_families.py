@@ -1,18 +1,20 @@
 """Contract: every family that the runtime injects gives, in any layout, the numbers of the original in one process.
 
 Two AdamW steps with clipping, in fp32: losses, gradient norms and gathered parameters, as `closeness.py` judges them.
-All families share one world per layout.
+All families share one world per layout. `pytest tests/runtime/test_families.py --family TYPE …` trains these types, or
+variants, in tp 2, cp 2, tp 2 × cp 2 with sequence parallelism and pp 2; `--family all` trains all of them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
 import pytest
 from closeness import assert_close, judge
-from families import ONE_LAYOUT, RELATIVES
+from families import ONE_LAYOUT, RELATIVES, VARIANTS
 from family_runs import family_plan, train_injected, train_plain
 from ranks import run_ranks
 from training_runs import compared
@@ -46,6 +48,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "pp2": (2, {"pp": 2}, (*(family for family in RUNTIME_FAMILIES if family not in ONE_LAYOUT), *BETWEEN)),
     "pp2 × tp2, sequence parallel": (4, {"pp": 2, "tp": 2, "sequence_parallel": True}, STAGED),
 }
+EVERY = ("tp2", "cp2", "tp2 × cp2, sequence parallel", "pp2")
+"""Layouts in which the families of `--family` are trained: each that it does not refuse."""
+
+
+def able(named: list[str], parallelism: dict[str, Any]) -> tuple[str, ...]:
+    families = [*RUNTIME_FAMILIES, *VARIANTS] if named == ["all"] else named
+    refused = {name: FAMILIES[VARIANTS.get(name, (name,))[0]].refused_axes for name in families}
+    return tuple(name for name in families if not parallelism.keys() & set(refused[name]))
+
+
+if named := os.environ.get("TEST_FAMILIES", "").splitlines():
+    LAYOUTS = {layout: (*LAYOUTS[layout][:2], able(named, LAYOUTS[layout][1])) for layout in EVERY}
 
 Results = Callable[[str, str], list[dict[str, Any]]]
 

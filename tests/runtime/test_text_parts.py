@@ -7,6 +7,7 @@ import copy
 import importlib
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,7 @@ PUBLISHED_FLAT = "qwen2_5_vl"
 TRAINED = ("gemma3", "mistral3", PUBLISHED_FLAT, "cosmos3_edge", "granite_docling", "hunyuan_vl", "paddleocr_vl")
 TRAINED = (*TRAINED, "qwen3_omni_moe_thinker", "muse_glimmer", "muse_spark", "glm5_next", "deepseek_ocr2")
 SAMPLE = (*TRAINED, "llava", "qwen3_vl", "lfm2_vl", "cosmos3_omni", "glm46v", "granite4_vision", "unlimited_ocr")
-"""`python benchmarks/models.py --texts` compares all of them."""
+"""With `--family all` all of them are compared."""
 ALIKE = tuple(sorted(name for name in TEXT_PARTS if model_types()[name].text_kind in TEXT_ALIKE))
 """Types whose text part is trained as one of another type."""
 _TOWER = {
@@ -217,7 +218,7 @@ def difference(name: str) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", sorted(TEXT_PARTS) if os.environ.get("TEST_FAMILIES") == "all" else SAMPLE)
 def test_a_text_part_computes_what_the_whole_does_with_text_alone(name: str) -> None:
     assert name in TEXT_PARTS
     assert_within(difference(name), 1e-5, name)

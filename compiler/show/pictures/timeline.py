@@ -237,7 +237,7 @@ def timetable(work: Workload, step: StepTime) -> Timetable:
     for stage, seconds in zip(work.stages, step.stages, strict=True):
         ahead = forward_share(work.of_stage(stage))
         times.append((seconds * ahead / virtual + hop, seconds * (1 - ahead) / virtual + hop))
-    passes = _laid_out(times, replace(work.schedule, micro_batches=laid))
+    passes = laid_out(replace(work.schedule, micro_batches=laid), [[pair] * virtual for pair in times])
     seconds = max(one.stop for one in passes)
     left_out = work.micro_batches - laid
     longer = left_out * max(sum(pair) for pair in times) * virtual
@@ -253,7 +253,11 @@ def timetable(work: Workload, step: StepTime) -> Timetable:
     )
 
 
-def _laid_out(times: Sequence[tuple[float, float]], schedule: Schedule) -> list[TimedPass]:
+def laid_out(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]]) -> list[TimedPass]:
+    """The passes of a schedule, each as soon as its stage is free and its input is there.
+
+    `times` are the seconds of each rank and chunk, forward and backward.
+    """
     pp = schedule.pp
     orders = [schedule.passes(rank) for rank in range(pp)]
     done: dict[tuple[bool, int, int], float] = {}
@@ -269,7 +273,7 @@ def _laid_out(times: Sequence[tuple[float, float]], schedule: Schedule) -> list[
                 if needs is not None and needs not in done:
                     break
                 start = max(free[stage], done[needs] if needs else 0.0)
-                stop = start + times[stage][not one.forward]
+                stop = start + times[stage][one.chunk][not one.forward]
                 done[one.forward, here, one.micro_batch] = free[stage] = stop
                 found.append(TimedPass(stage, one.forward, one.micro_batch, one.chunk, start, stop))
                 at[stage] += 1
