@@ -6,6 +6,7 @@ import enum
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,18 +74,23 @@ def _encodable(text: str) -> bool:
 # Who wrote an artefact: the lines that stand at the head of files which are not JSON.
 
 
-def header(plan: Plan, about: str) -> list[str]:
+def header(plan: Plan, about: str) -> str:
     """Comment lines with the plan's identity.
 
     The name is written as a JSON string: quotes and control characters of it are escaped, so it cannot end the comment.
     """
     name = json.dumps(plan.spec.name, ensure_ascii=True)
-    lines = [
-        about,
-        f"plan {name}, {plan.world_size} ranks",
-        f"parcompile {plan.compiler_version}, spec {plan.spec_hash}",
-    ]
-    return [f"# {line}" for line in lines]
+    identity = f"parcompile {plan.compiler_version}, spec {plan.spec_hash}"
+    return f"# {about}\n# plan {name}, {plan.world_size} ranks\n# {identity}"
+
+
+def from_template(name: str, plan: Plan, about: str = "", **more: object) -> str:
+    """A file of `templates/`: a name in capitals between two @ stands for a value of the plan, or one of `more`."""
+    sizes = {"NODES": plan.spec.cluster.nodes, "RANKS": plan.spec.cluster.gpus_per_node, "WORLD": plan.world_size}
+    exports = "\n".join(f"# {one.why}\nexport {one.name}={shlex.quote(one.value)}" for one in variables(plan))
+    values = {**sizes, "HEADER": header(plan, about), "EXPORTS": exports, **more}
+    text = shipped("parcompile.backends", f"templates/{name}.txt")
+    return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), text)
 
 
 def slug(name: str) -> str:
@@ -209,7 +215,7 @@ def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper) -> str:
     """A tree as YAML, with the plan's identity at its head."""
-    return "\n".join(header(plan, about)) + "\n" + yaml.dump(tree, Dumper=dumper, sort_keys=False)
+    return f"{header(plan, about)}\n{yaml.dump(tree, Dumper=dumper, sort_keys=False)}"
 
 
 @dataclass(frozen=True, slots=True)

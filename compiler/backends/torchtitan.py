@@ -18,7 +18,7 @@ from parcompile.text.typed import WrongValueError, integer, list_of, number, wor
 from parcompile.user_files import shipped
 
 from . import reading
-from .artefacts import Loss, end_of_schedule, header, losses_of
+from .artefacts import Loss, end_of_schedule, from_template, losses_of
 from .reading import (
     Arguments,
     Draft,
@@ -45,34 +45,6 @@ FLAVORS: Mapping[str, str] = _STORED["flavors"]
 """Presets that torchtitan has a configuration for, as MODEL.FUNCTION, of that model's `config_registry`: those whose
 parameters are as many there as here."""
 
-_TEMPLATE = '''{header}
-"""The plan as a torchtitan {version} configuration.
-
-    torchrun … -m torchtitan.train --module torchtitan_config --config plan
-"""
-
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
-
-def apply(config):
-    """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
-    config.parallelism = ParallelismConfig(
-{parallelism}
-    )
-{settings}
-    return config
-'''
-_MODEL = '''
-
-def plan():
-    """torchtitan's configuration of {preset} with the plan applied."""
-    from torchtitan.models.{module}.config_registry import {function}
-
-    return apply({function}())
-'''
-
 
 def files(plan: Plan) -> dict[str, str]:
     """torchtitan_config.py."""
@@ -84,11 +56,11 @@ def files(plan: Plan) -> dict[str, str]:
     rows = "\n".join(f"        {name}={value!r}," for name, value in sections.pop("parallelism").items())
     settings = "\n".join(f"    config.{name} = {value}" for name, value in _settings(sections))
     about = f"Written for torchtitan {VERSION}; apply() is the plan, plan() the plan with torchtitan's own model."
-    text = _TEMPLATE.format(header="\n".join(header(plan, about)), version=VERSION, parallelism=rows, settings=settings)
+    text = from_template("torchtitan.py", plan, about, VERSION=VERSION, PARALLELISM=rows, SETTINGS=settings)
     flavor = FLAVORS.get(spec.model.source)
     if flavor is not None:
         module, function = flavor.split(".")
-        text += _MODEL.format(preset=spec.model.source, module=module, function=function)
+        text += from_template("torchtitan_model.py", plan, PRESET=spec.model.source, MODULE=module, FUNCTION=function)
     return {"torchtitan_config.py": text}
 
 
