@@ -149,8 +149,7 @@ def _read_batch(source: Source, draft: Draft) -> None:
     local, total = source.integer(_LOCAL, path, least=1), source.integer(_GLOBAL, _BATCH, least=-1)
     micro = draft.carry(source, _MICRO if stages != 1 else _LOCAL, path, integer)
     if stages == 1:
-        for name in (_MICRO, _SCHEDULE_OF_STAGES):
-            source.ignore(name, "there is one stage")
+        source.ignore((_MICRO, _SCHEDULE_OF_STAGES), "there is one stage")
     elif schedule in _SCHEDULES:
         draft.set(("parallelism", _VIRTUAL), _SCHEDULES[schedule], said=schedule != "1F1B")
     else:
@@ -217,8 +216,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     if decay == 0:
         if warmup:
             draft.set(_RATES, {"type": "constant", "warmup_steps": warmup}, said=True)
-        for name in _RATE_OPTIONS[2:]:
-            source.ignore(name, "the rate never falls")
+        source.ignore(_RATE_OPTIONS[2:], "the rate never falls")
         return
     found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
     if total is not None:
@@ -235,8 +233,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             return
         fall = steps - warmup if decay is None else min(round(steps * decay), steps - warmup)
         found |= {"type": "wsd", "decay_steps": fall, "decay_type": kind}
-    for key, value in found.items():
-        draft.set((*_RATES, key), value, said=True)
+    draft.fill(_RATES, found)
 
 
 def _limit(value: Any, name: str) -> float:
@@ -345,10 +342,9 @@ def _read(source: Source, draft: Draft) -> None:
             draft.ask(("model",), f"{flavor} of torchtitan's {module} is no preset")
     reading.read(ROWS, source, draft)
     if not source.given.get("model.converters"):
-        if source.has("model.converters"):
-            source.ignore("model.converters", "it names none")
-        for option in [one for section in ("float8", "mx", "quantize") for one in source.under(section)]:
-            source.ignore(option, "model.converters does not name it")
+        source.ignore("model.converters", "it names none")
+        for section in ("float8", "mx", "quantize"):
+            source.ignore(source.under(section), "model.converters does not name it")
 
 
 def _meaning(given: Mapping[str, Any]) -> dict[str, Any]:

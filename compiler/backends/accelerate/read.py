@@ -62,9 +62,7 @@ def read(source: Source, draft: Draft) -> None:
         if not any(known[: len(path)] == path for known in draft.values):
             draft.ask(path, why)
     _settle(source, "file")
-    for name in list(source.unread()):
-        if source.given[name] in (None, {}):
-            source.ignore(name, "empty")
+    source.ignore([name for name in source.unread() if source.given[name] in (None, {})], "empty")
 
 
 def _settle(source: Source, section: str, prefix: str = "") -> None:
@@ -105,8 +103,7 @@ def _joined(source: Source, draft: Draft, inner: Draft) -> None:
         source.ignore(name, "the DeepSpeed configuration decides the type of the weights")
     elif said:
         draft.ask(_PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
-    for path in inner.said:
-        draft.set(path, inner.values[path], said=True)
+    draft.take(source, (), {path: inner.values[path] for path in inner.said})
     if not said and not source.has(name) and decided is not None:
         draft.set(_PRECISION, decided, said=True)
     for path, question in inner.questions.items():
@@ -214,9 +211,7 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
         kind = "ulysses" if sp > 1 else "all_gather" if strategy == "allgather" else "ring"
         draft.set(("parallelism", "cp"), cp * sp, said=True)
         draft.take(source, settings, {("parallelism", "cp_implementation"): kind})
-    for name in settings:
-        if name not in source.used:
-            source.ignore(name, "cp and sp are 1")
+    source.ignore([name for name in settings if name not in source.used], "cp and sp are 1")
     shard, replicate = size("dp_shard_size"), size("dp_replicate_size")
     if shard is not None or replicate is not None:
         names = (prefix + "dp_shard_size", prefix + "dp_replicate_size")

@@ -83,8 +83,7 @@ def read(source: Source, draft: Draft) -> None:
     if None in (sizes["hidden_size"], sizes["num_attention_heads"]):
         return
     wanted, own = _layers(source, sizes["hidden_size"], sizes["num_attention_heads"])
-    for key, value in config_of(wanted, own).items():
-        draft.set((*_MODEL, key), value, said=True)
+    draft.fill(_MODEL, config_of(wanted, own))
 
 
 def _layers(source: Source, hidden: int, heads: int) -> tuple[Architecture, dict[str, int]]:
@@ -162,8 +161,7 @@ def _positions(source: Source) -> Rope | None:
     if kind not in ("learned", "rotary"):
         raise InexpressibleError(f"pos_emb {kind}", "a spec has rotary and learned positions")
     if kind == "learned":
-        for name in ("rotary_pct", "rotary_emb_base"):
-            source.ignore(name, "pos_emb is learned")
+        source.ignore(("rotary_pct", "rotary_emb_base"), "pos_emb is learned")
         return None
     percent, base = (_number(source, name) for name in ("rotary_pct", "rotary_emb_base"))
     return Rope(base, percent, interleaved=source.value("rotary_interleaved", _MODEL) is True)
@@ -190,9 +188,8 @@ def _window(source: Source) -> int | None:
 
 def _deviation(source: Source) -> float:
     deviation = _number(source, "init_method_std")
-    for name in ("init_method", "output_layer_init_method"):
-        if source.has(name):
-            source.lose(name, "a spec draws all weights from a normal distribution: load a checkpoint to start alike")
+    why = "a spec draws all weights from a normal distribution: load a checkpoint to start alike"
+    source.lose(("init_method", "output_layer_init_method"), why)
     return deviation
 
 

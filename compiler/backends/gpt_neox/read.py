@@ -182,10 +182,8 @@ def _precision(source: Source, draft: Draft) -> None:
     draft.set(_PRECISION, precision, said=bool(on) or said is not None)
     if precision == "fp16":
         draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
-    for section in ("fp16", "bf16"):
-        for name in source.under(section):
-            if section != precision and name != f"{section}.enabled":
-                source.ignore(name, f"{section} is off")
+    for section in {"fp16", "bf16"} - {precision}:
+        source.ignore({*source.under(section)} - {f"{section}.enabled"}, f"{section} is off")
     if source.has("data_types.grad_accum_dtype"):
         carry_sums(source, draft, precision)
     else:
@@ -230,12 +228,9 @@ def _schedule(source: Source, draft: Draft) -> None:
     elif round(rise) < 2:
         why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {rise:g}"
     if why is not None:
-        for name in names:
-            source.lose(name, why)
-            source.used.pop(name, None)
+        source.lose(names, why)
         return
-    for key, value in (("type", style), ("warmup_steps", round(rise))):
-        draft.set((*_SCHEDULE, key), value, said=True)
+    draft.fill(_SCHEDULE, {"type": style, "warmup_steps": round(rise)})
     floor = 0.0 if style == "constant" else least
     draft.set((*_SCHEDULE, "min_lr"), floor, said=bool(floor))
     if floor:

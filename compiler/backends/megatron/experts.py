@@ -116,8 +116,7 @@ def read_training(source: Source, draft: Draft, router: Router) -> None:
         raise InexpressibleError(f"{_TYPE} {balancing}", "a spec's routers take the highest scores")
     scope = {theirs: ours for ours, theirs in SCOPES.items()}.get(str(balancing))
     if not (any(coefficient) if isinstance(coefficient, list) else coefficient) or balancing == "none":
-        for name in (_TYPE, _COEFFICIENT):
-            source.ignore(name, "no loss balances experts")
+        source.ignore((_TYPE, _COEFFICIENT), "no loss balances experts")
     elif scope is None or isinstance(coefficient, list):
         source.lose(_COEFFICIENT, "a spec has one loss that balances experts", changes=True)
         source.ignore(_TYPE, "a spec has one loss that balances experts")
@@ -130,8 +129,7 @@ def _read_capacity(source: Source, draft: Draft, *, moves: bool) -> None:
     factor, policy, pads = (source.value(name, _CAPACITY) for name in (_FACTOR, _POLICY, _PAD))
     # Megatron-LM takes a negative one for none.
     if factor is None or number(factor, _FACTOR) <= 0:
-        for name in (_FACTOR, _POLICY, _PAD):
-            source.ignore(name, "no choice is refused")
+        source.ignore((_FACTOR, _POLICY, _PAD), "no choice is refused")
         return
     draft.set(_CAPACITY, number(factor, _FACTOR), said=True)
     if policy != "probs":

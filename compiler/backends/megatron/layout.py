@@ -48,8 +48,7 @@ def _read_context(source: Source, draft: Draft) -> None:
     sizes = source.value("hierarchical_context_parallel_sizes", _SIZES)
     cp = source.value("context_parallel_size")
     if not isinstance(cp, int) or cp == 1:
-        source.ignore("cp_comm_type", "one rank holds the whole sequence")
-        source.ignore("hierarchical_context_parallel_sizes", "one rank holds the whole sequence")
+        source.ignore(("cp_comm_type", "hierarchical_context_parallel_sizes"), "one rank holds the whole sequence")
         return
     kinds = list_of(word, kinds if isinstance(kinds, list) else [kinds], "cp_comm_type")
     if len(set(kinds)) != 1 or kinds[0] not in _IMPLEMENTATIONS:

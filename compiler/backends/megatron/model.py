@@ -204,9 +204,7 @@ def _read(source: Source, draft: Draft) -> None:
     """
     refuse_other_models(source)
     if not described(source):
-        for name in OPTIONS:
-            if name in source.given:
-                source.used.setdefault(name, set()).add(_MODEL)
+        source.note(OPTIONS, _MODEL)
         return
     sizes: dict[str, Any] = {}
     for name, key in SIZES.items():
@@ -221,10 +219,8 @@ def _read(source: Source, draft: Draft) -> None:
         _read_layers(source, draft, sizes)
     except UndecidedError as error:
         draft.leave_open(source, error, _MODEL)
-    for name in OPTIONS:
-        # What is left open elsewhere in the model still counts as part of it.
-        if name in source.given and name not in source.used and name not in source.reasons:
-            source.used[name] = {_MODEL}
+    # What is left open elsewhere in the model still counts as part of it.
+    source.use({*OPTIONS}.intersection(source.unread()), _MODEL)
 
 
 def _positive(value: object, name: str) -> int:
@@ -294,8 +290,7 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
         names = {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim"}
         own = {"intermediate_size": ffn, "num_key_value_heads": heads}
         own |= {names.get(name, name): size for name, size in latents.items()}
-    for key, one in config_of(wanted, own, moe).items():
-        draft.set((*_MODEL, key), one, said=True)
+    draft.fill(_MODEL, config_of(wanted, own, moe))
 
 
 def default_ffn(hidden: int, *, swiglu: bool) -> int:

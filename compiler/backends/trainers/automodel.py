@@ -140,8 +140,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             elif style != "constant" and (steps is None or end < steps):
                 said = f"a spec's {found['type']} does not drop to the lowest rate after {end} steps"
                 source.lose(_SCHEDULE[2], said, changes=True)
-        for key, value in found.items():
-            draft.set((*_RATES, key), value, said=True)
+        draft.fill(_RATES, found)
 
 
 def _recompute(value: Any, _name: str) -> str:
@@ -191,8 +190,7 @@ def _read(source: Source, draft: Draft) -> None:
     table.read(ROWS, source, draft)
     for section, why in _CHANGING.items():
         if source.given.get(f"{section}.enabled", True) is not False:
-            for name in source.under(section):
-                source.lose(name, why, changes=True)
+            source.lose(source.under(section), why, changes=True)
     kind = str(source.given.get("recipe", ""))
     if kind and "NextTokenPrediction" not in kind:
         source.lose("recipe", METHOD, changes=True)

@@ -42,15 +42,13 @@ def _read_axolotl(source: Source, draft: Draft) -> None:
     _sharding(source, draft)
     kind = source.given.get("ring_attn_func")
     if isinstance(kind, str) and kind in _RINGS:
-        for key, value in _RINGS[kind].items():
-            draft.set(("parallelism", key), value, said=True)
+        draft.fill(("parallelism",), _RINGS[kind])
         source.use(["ring_attn_func"], ("parallelism", "cp_implementation"))
     if source.given.get("batch_size") is not None:
         source.lose("batch_size", "write gradient_accumulation_steps, which is batch_size / micro_batch_size")
     source.ignore("parcompile.plan", "the plan that the plug-in trains by")
-    for name in source.under("parcompile"):
-        if name != "parcompile.plan":
-            source.lose(name, "the plug-in refuses it: the section has one key, plan")
+    others = [name for name in source.under("parcompile") if name != "parcompile.plan"]
+    source.lose(others, "the plug-in refuses it: the section has one key, plan")
     reader(_AXOLOTL)(source, draft)
 
 
@@ -63,9 +61,7 @@ def _sharding(source: Source, draft: Draft) -> None:
         for name in ("bf16", "fp16"):
             if source.given.get(name) is True:
                 reduced_by_fsdp(source, draft, name, name)
-        for name in fsdp:
-            if name not in _OF_STAGE:
-                source.lose(name, "FSDP's own: ZeRO has no such setting")
+        source.lose([name for name in fsdp if name not in _OF_STAGE], "FSDP's own: ZeRO has no such setting")
     shards, replicas = (source.given.get(name) for name in ("dp_shard_size", "dp_replicate_size"))
     if isinstance(shards, int):
         sizes = [one for one in (shards, replicas) if isinstance(one, int)]
