@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.deepspeed.table import find
-from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, replaced_fields, versions
+from parcompile.backends.deepspeed.table import as_schema, find
+from parcompile.backends.gpt_neox import ANY, DEEPSPEED_VERSION, REPLACED, VERSIONS, Field, fields
 from parcompile.backends.gpt_neox.beside import Beside, beside
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
@@ -53,11 +53,12 @@ def check_file(document: Document) -> list[Diagnostic]:
 def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
     tree = part.document.tree
     assert isinstance(tree, dict)
-    keys = configuration.check(part.document, deepspeed(), needs_batch=False)
+    keys = configuration.check(part.document, DEEPSPEED_VERSION, needs_batch=False)
     made = () if _is_deepspeeds(tree.get("optimizer")) else _MADE_BY_GPT_NEOX
     passed = {key: value for key, value in keys.tree.items() if key not in made}
     rules = check_settings(
-        Settings(passed, keys.invalid_paths, UsageContext(deepspeed(), "gpt-neox's requirements", BARE)), DEEPSPEED
+        Settings(passed, keys.invalid_paths, UsageContext(DEEPSPEED_VERSION, "gpt-neox's requirements", BARE)),
+        DEEPSPEED,
     )
     for one in (*keys.diagnostics, *(part.document.locate(one) for one in rules if one.code[0] != "A")):
         top = one.path[0] if one.path else ""
@@ -69,7 +70,7 @@ def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
 
 def _is_ignored(one: Diagnostic) -> bool:
     """Whether DeepSpeed never looks at a key: gpt-neox's own files have such, and run."""
-    holder = find(deepspeed(), *one.path[:-1]) if one.code == "K001" and one.is_error else None
+    holder = find(DEEPSPEED_VERSION, *one.path[:-1]) if one.code == "K001" and one.is_error else None
     return holder is not None and not holder.strict
 
 
@@ -82,23 +83,7 @@ def _is_deepspeeds(optimizer: object) -> bool:
 
 TUNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
 """Keys that hold several values, or "auto", while DeepSpeed's autotuning looks for the best (AUTOTUNING_ARGS)."""
-_SCHEMAS = {
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "str": {"type": "string"},
-    "bool": {"type": "boolean"},
-    "dict": {"type": "object"},
-    "list": {"type": "array"},
-}
 _EXPONENT = re.compile(r"[-+]?[0-9_.]+[eE]([-+]?)[0-9]+")
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where keys stand, for guesses at misspelt ones."""
-
-    name: str
-    places: tuple[tuple[str, ...], ...]
 
 
 _NEEDED = {
@@ -129,8 +114,8 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     assert isinstance(tree, dict)
     found = Findings(tree, document.invalid)
     current, past = (_current(), fields()) if fork is None else (fork.fields, fork.fields)
-    replaced = replaced_fields() if fork is None else fork.replaced
-    places = _Places(GPT_NEOX, tuple((name,) for name in current))
+    replaced = REPLACED if fork is None else fork.replaced
+    places = configuration.KeyPlaces(GPT_NEOX, tuple((name,) for name in current))
     unguessed = Severity.WARNING if fork is None else Severity.ERROR
     consequence = f": {'gpt-neox' if fork is None else 'the gpt-neox of this file'} refuses it"
     strange = [name for name in tree if name not in past]
@@ -169,7 +154,7 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
 
 
 def _gone(name: str, field: Field, found: Findings) -> None:
-    message = f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {versions()[-1]} refuses it"
+    message = f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {VERSIONS[-1]} refuses it"
     found.say("K010", (name,), message, "remove it, or run the file with that version", at_key=True, severity=_OLD)
 
 
@@ -185,7 +170,8 @@ def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
         if value not in field.choices and not (isinstance(value, str) and value.lower() in known):
             choice(path, value, list(field.choices), [{"enum": list(field.choices)}], found)
     elif not _is_of(value, field):
-        mismatch(path, value, [_SCHEMAS[one] for one in field.types if one in _SCHEMAS], found)
+        schemas = (as_schema({"type": one}) for one in field.types)
+        mismatch(path, value, [one for one in schemas if one], found)
 
 
 def _is_of(value: Any, field: Field) -> bool:
