@@ -17,7 +17,7 @@ and the variables SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS and SKYPILOT_NUM_NODES o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -33,6 +33,7 @@ from parcompile.backends.artefacts import (
     yaml_file,
 )
 from parcompile.plan import Plan
+from parcompile.user_files import shipped
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
@@ -63,22 +64,8 @@ def _mpi(plan: Plan) -> str:
     return from_template("mpirun.sh", plan, HANDED_ON=" ".join(f"-x {name}" for name in names))
 
 
-_NAMES = {
-    "a100-40gb": "A100",
-    "a100-80gb": "A100-80GB",
-    "h100-sxm": "H100",
-    "h100-pcie": "H100",
-    "h200": "H200",
-    "b200": "B200",
-    "gb200": "GB200",
-    "mi300x": "MI300X",
-    "l40s": "L40S",
-    "a10": "A10G",
-    "rtx-a6000": "RTXA6000",
-    "rtx-3090": "RTX3090",
-    "rtx-4090": "RTX4090",
-    "rtx-5090": "RTX5090",
-}
+_NAMES: Mapping[str, str] = shipped("parcompile.backends", "skypilot.json")
+"""SkyPilot's names of accelerators."""
 
 
 class _Text(yaml.SafeDumper):

@@ -385,13 +385,14 @@ Arguments = dict[str, Any]
 class Entry:
     """An option that stands for one value of the spec.
 
-    `write` and `read` turn one into the other; what `write` gives None for is not written.
+    `write` and `read` turn one into the other; what `write` gives None for is not written. Without `read` an option is
+    read by the type that the spec has there.
     """
 
     option: str
     path: SpecPath
     write: Callable[[Any], Any] = lambda value: value
-    read: Callable[[Any, str], Any] = lambda value, _name: value
+    read: Callable[[Any, str], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,20 +400,27 @@ class Bundle:
     """Options that stand for values of the spec only together, and what of those values they cannot say."""
 
     options: tuple[str, ...]
-    write: Callable[[Spec], Arguments]
     read: Reader
+    write: Callable[[Spec], Arguments] = lambda _spec: {}
     losses: Callable[[Spec], Iterable[Loss]] = lambda _spec: ()
 
 
 Row = Entry | Bundle
 
 
+def carried(name: str) -> tuple[Entry, ...]:
+    """The options that `carried.json` has by this name, each with the path of its value, and a type to read it by."""
+    rows: Mapping[str, str] = shipped("parcompile.backends", "carried.json")[name]
+    found = ((option, *said.partition(" ")) for option, said in rows.items())
+    return tuple(Entry(option, tuple(path.split(".")), read=_TYPED.get(kind)) for option, path, _, kind in found)
+
+
 def stored_bundle(name: str, read: Reader, *others: str, facts: Facts | None = None) -> Bundle:
     """Options that `files.json` has by this name, with losses that `losses.json` may have; `others` are only read."""
     known, options = facts or {}, (*option_names(name), *others)
     if name in shipped("parcompile.backends", "losses.json"):
-        return Bundle(options, stored_options(name, known), read, stored_losses(name, known))
-    return Bundle(options, stored_options(name, known), read)
+        return Bundle(options, read, stored_options(name, known), stored_losses(name, known))
+    return Bundle(options, read, stored_options(name, known))
 
 
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:

@@ -11,7 +11,7 @@ from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
-from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, carried
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, reduced_by_fsdp, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
@@ -170,15 +170,8 @@ def _fsdp(source: Source, draft: Draft) -> None:
 
 def _megatron(source: Source, draft: Draft) -> None:
     prefix = "megatron_lm_config.megatron_lm_"
-    carried: dict[str, SpecPath] = {
-        "tp_degree": ("parallelism", "tp"),
-        "pp_degree": ("parallelism", "pp"),
-        "sequence_parallelism": ("parallelism", "sequence_parallel"),
-        "gradient_clipping": ("training", "gradient_clipping"),
-        "num_micro_batches": ("training", "gradient_accumulation_steps"),
-    }
-    for key, path in carried.items():
-        draft.carry(source, prefix + key, path, lambda value, _name: _literal(value))
+    for row in carried("accelerate.megatron"):
+        draft.carry(source, prefix + row.option, row.path, lambda value, _name: _literal(value))
     if _literal(source.given.get(prefix + "recompute_activations")) is True:
         path = ("training", "activation_checkpointing")
         draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")

@@ -15,7 +15,7 @@ from parcompile.model import families as model_families
 from parcompile.model.shape import ModelShape, MoeShape
 from parcompile.model.tables import class_default, reads
 
-from .families import ACTIVATIONS, FAMILIES, Architecture, InexpressibleError, Rope, Router, Switches
+from .families import ACTIVATIONS, FAMILIES, SCALING_KEYS, Architecture, InexpressibleError, Rope, Router, Switches
 
 
 def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | None = None) -> dict[str, Any]:
@@ -169,20 +169,6 @@ def _described(wanted: Architecture) -> str:
 Config = Mapping[str, Any]
 
 _NO_SCALING = ("default", None)
-_SCALING_KEYS = (
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
 
 
 def architecture_of(config: Config, shape: ModelShape) -> Architecture:
@@ -275,7 +261,7 @@ def _rope(config: Config, family: Switches) -> Rope | None:
     kind = given.get("rope_type", given.get("type"))
     scaling: dict[str, Any] = {}
     if kind not in _NO_SCALING:
-        kept = {key: given[key] for key in _SCALING_KEYS if given.get(key) is not None}
+        kept = {key: given[key] for key in SCALING_KEYS if given.get(key) is not None}
         original = config.get("original_max_position_embeddings")
         if original is not None:
             kept.setdefault("original_max_position_embeddings", original)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from parcompile.backends.artefacts import effective_order, stored_losses
-from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open, stored_bundle
+from parcompile.backends.reading import (
+    Arguments,
+    Bundle,
+    Draft,
+    Entry,
+    Row,
+    Source,
+    carried,
+    flag,
+    leaving_open,
+    stored_bundle,
+)
 from parcompile.backends.statements import Facts
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
@@ -132,18 +143,15 @@ _FACTS: Facts = {
 }
 
 ROWS: tuple[Row, ...] = (
-    Entry("tensor_model_parallel_size", ("parallelism", "tp")),
-    Entry("context_parallel_size", ("parallelism", "cp")),
-    Entry("pipeline_model_parallel_size", ("parallelism", "pp")),
-    Entry("expert_model_parallel_size", ("parallelism", "ep")),
+    *carried("megatron.axes"),
     Bundle(
         ("expert_tensor_parallel_size",),
-        lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
         _read_experts,
+        lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
     ),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
     stored_bundle("megatron.context", _read_context, facts=_FACTS),
-    Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, stored_losses("megatron.order")),
+    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, stored_losses("megatron.order")),
     # Megatron-LM takes a number of virtual stages also where the first or last stage has a number of its own.
     stored_bundle(
         "megatron.stages", _read_stages, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"

@@ -300,6 +300,6 @@ def default_ffn(hidden: int, *, swiglu: bool) -> int:
 
 ROWS: tuple[Row, ...] = (
     Entry("make_vocab_size_divisible_by", ("parallelism", "make_vocab_size_divisible_by")),
-    Bundle(OPTIONS, _write, _read, _losses),
+    Bundle(OPTIONS, _read, _write, _losses),
 )
 """The model, in the order in which it is written."""

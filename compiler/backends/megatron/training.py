@@ -16,6 +16,7 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    carried,
     leaving_open,
     refuse_optimizer,
     stored_bundle,
@@ -391,11 +392,7 @@ _FACTS: Facts = {
 }
 
 ROWS: tuple[Row, ...] = (
-    Entry("seq_length", ("training", "sequence_length")),
-    Entry("micro_batch_size", ("training", "micro_batch_size")),
-    Entry("global_batch_size", ("training", "global_batch_size")),
-    Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
-    Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
+    *carried("megatron.batch"),
     stored_bundle("megatron.ramp", _read_ramp),
     stored_bundle("megatron.length", _read_length, facts=_FACTS),
     stored_bundle("megatron.optimizer", _read_optimizer, facts=_FACTS),
@@ -408,8 +405,8 @@ ROWS: tuple[Row, ...] = (
             *("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
             "recompute_modules",
         ),
-        _write_recomputation,
         _read_recomputation,
+        _write_recomputation,
         _recomputation_losses,
     ),
 )

@@ -40,10 +40,6 @@ _SCHEDULE = tuple(
 )
 
 
-def _unwritten(*_spec: Any) -> dict[str, Any]:
-    return {}
-
-
 def _read_model(source: Source, draft: Draft) -> None:
     name = next((one for one in _NAMES if isinstance(source.given.get(one), str)), None)
     if name is not None:
@@ -148,19 +144,16 @@ def _recompute(value: Any, _name: str) -> str:
 
 
 ROWS: tuple[Row, ...] = (
-    Bundle(_NAMES, _unwritten, _read_model),
-    *(Entry(f"distributed.{axis}_size", ("parallelism", axis), read=integer) for axis in ("tp", "cp", "pp", "ep")),
-    Entry("distributed.sequence_parallel", ("parallelism", "sequence_parallel")),
-    Bundle((_STRATEGY, _RESHARD, _ZERO3, _DP), _unwritten, _read_sharding),
-    Entry("step_scheduler.local_batch_size", ("training", "micro_batch_size"), read=integer),
-    Entry("step_scheduler.global_batch_size", ("training", "global_batch_size"), read=integer),
-    Entry("step_scheduler.max_steps", ("training", "train_steps"), read=integer),
-    Bundle(_LENGTHS, _unwritten, _read_length),
+    Bundle(_NAMES, _read_model),
+    *table.carried("automodel.axes"),
+    Bundle((_STRATEGY, _RESHARD, _ZERO3, _DP), _read_sharding),
+    *table.carried("automodel.batch"),
+    Bundle(_LENGTHS, _read_length),
     Entry("clip_grad_norm.max_norm", ("training", "gradient_clipping"), read=number),
-    Bundle(_SEEDS, _unwritten, _read_seed),
-    Bundle(_DTYPES, _unwritten, _read_precision),
-    Bundle((_TARGET,), _unwritten, _read_optimizer),
-    Bundle(_SCHEDULE, _unwritten, _read_schedule),
+    Bundle(_SEEDS, _read_seed),
+    Bundle(_DTYPES, _read_precision),
+    Bundle((_TARGET,), _read_optimizer),
+    Bundle(_SCHEDULE, _read_schedule),
     Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
 )
 DEFAULTS: Mapping[str, Any] = {

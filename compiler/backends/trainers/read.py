@@ -25,6 +25,7 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    carried,
     refuse_optimizer,
 )
 from parcompile.layout.shards import BIASES_AND_NORMS
@@ -192,14 +193,8 @@ def read_model(option: str, source: Source, draft: Draft) -> None:
 
 
 def _training(tool: Tool, source: Source, draft: Draft) -> None:
-    carried: tuple[tuple[str, str, Callable[[object, str], Any]], ...] = (
-        ("per_device_train_batch_size", "micro_batch_size", integer),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", integer),
-        ("max_grad_norm", "gradient_clipping", number),
-        ("seed", "seed", integer),
-    )
-    for argument, name, convert in carried:
-        draft.carry(source, tool.own(argument), ("training", name), convert)
+    for row in carried("trainer"):
+        draft.carry(source, tool.own(row.option), row.path, row.read)
     draft.carry(source, tool.length, ("training", "sequence_length"), integer)
     steps = _number(source, tool.own("max_steps"))
     if steps is not None and steps > 0:
