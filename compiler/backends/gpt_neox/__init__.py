@@ -68,13 +68,7 @@ def fields() -> Mapping[str, Field]:
 # What keys of gpt-neox do that have no place in a spec. Every key of the newest version is read or in `effects.json`.
 
 
-_DERIVED = frozenset(
-    {
-        *("batch_size", "clip_grad", "dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "lr"),
-        *("min_scale", "optimizer_type", "zero_allgather_bucket_size", "zero_contiguous_gradients"),
-        *("zero_reduce_bucket_size", "zero_reduce_scatter", "zero_stage"),
-    }
-)
+_DERIVED = frozenset(shipped(__package__, "words.json")["derived"])
 """Keys that `calculate_derived` sets from others, whatever a file says."""
 
 

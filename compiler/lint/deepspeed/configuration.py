@@ -103,15 +103,9 @@ def check(document: Document, version: str, *, needs_batch: bool = True) -> Conf
         findings.say("K003", (), f"a configuration is an object, found {quoted(tree)}", "start with {")
     found = [document.locate(one, key=(one.code, one.path) in findings.at_key) for one in findings.diagnostics()]
     wrong = document.invalid | document.duplicates | findings.unusable
-    return Configuration(tuple(found), wrong, _with_switches(tree, walk.switches))
-
-
-def _with_switches(tree: Any, switches: Mapping[Path, bool]) -> Any:
-    if not switches:
-        return tree
-    for path, value in switches.items():
+    for path, value in walk.switches.items():
         tree = _with(tree, path, value)
-    return tree
+    return Configuration(tuple(found), wrong, tree)
 
 
 def _with(tree: Any, path: Path, value: Any) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.deepspeed import (
@@ -97,8 +98,21 @@ def _count(*path: str) -> Callable[[Settings], int]:
     return lambda settings: int(settings.number(*path) or 1)
 
 
+def _scaling(settings: Settings) -> dict[str, Any]:
+    """How gradients are averaged, as `refused_scaling` and `wrong_scale` ask for it."""
+    factor = settings.number("gradient_predivide_factor")
+    return {
+        "stage": stage_of(settings),
+        "reduce_scatter": settings.get(ZERO, "reduce_scatter", default=True) is not False,
+        "prescale": settings.get("prescale_gradients") is True,
+        "predivide": 1.0 if factor is None else factor,
+    }
+
+
 _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "stage": stage_of,
+    "refused_scaling": lambda settings: refused_scaling(**_scaling(settings)),
+    "wrong_scale": lambda settings: wrong_scale(**_scaling(settings), ranks=ranks(settings) or 0),
     "ranks": ranks,
     "tp": _count("tensor_parallel", "autotp_size"),
     "ep": _count("expert_parallel", "autoep_size"),
@@ -233,35 +247,6 @@ def rates_rise(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, _parameter(names[0]), help="exchange the two", fixes=(fix,), related=related)
 
 
-_PREDIVIDE, _PRESCALE, _SCATTER = "gradient_predivide_factor", "prescale_gradients", (ZERO, "reduce_scatter")
-
-
-@file_rule("F009", DEEPSPEED)
-def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
-    """Fires for what DeepSpeed refuses, and for a factor that is not taken back."""
-    stage = stage_of(settings)
-    if stage is None or settings.get("gradient_allreduce_op") == "sum":
-        return
-    scatter = settings.get(*_SCATTER, default=True) is not False
-    factor = settings.number(_PREDIVIDE)
-    prescale = settings.get(_PRESCALE) is True
-    predivide = 1.0 if factor is None else factor
-    path: Path = (_PREDIVIDE,) if predivide != 1 else (_PRESCALE,)
-    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide)
-    fixes = (Fix.removing(path, Safety.CHANGES_NUMERICS),)
-    related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
-    if refused:
-        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=fixes, related=related)
-        return
-    wrong = wrong_scale(
-        stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide, ranks=ranks(settings) or 0
-    )
-    if wrong:
-        yield Finding(
-            f"{_PREDIVIDE} {predivide:g}: gradients are {wrong}", path, help="write another factor", fixes=fixes
-        )
-
-
 def _is_on(settings: Settings, key: str) -> bool:
     """Whether a key asks for something: an offload to nowhere, a false or a default asks for nothing."""
     value = settings.get(ZERO, key)
@@ -290,26 +275,21 @@ def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
         )
     rest = [key for key in idle if key not in heavy]
     if rest:
-        have = "has" if len(rest) == 1 else "have"
-        edits = tuple(Edit((ZERO, key), remove=True) for key in rest)
-        yield Finding(
-            f"{first_of(rest, 3)} {have} no effect at stage {stage}",
-            (ZERO, rest[0]),
-            help="remove what is not read",
-            fixes=(Fix("remove what is not read", Safety.SAFE, edits),),
-            related=(*related, *(Related("and here", (ZERO, key)) for key in rest[1:])),
-            severity=Severity.INFO,
-        )
+        message = f"{first_of(rest, 3)} {'has' if len(rest) == 1 else 'have'} no effect at stage {stage}"
+        one = _idle(message, [(ZERO, key) for key in rest], "remove what is not read", Severity.INFO)
+        yield replace(one, help="remove what is not read", related=(*related, *one.related))
+
+
+def _idle(message: str, paths: Sequence[Path], title: str, severity: Severity | None) -> Finding:
+    """Keys that are not read, with a fix of this title that removes them."""
+    fix = Fix(title, Safety.SAFE, tuple(Edit(path, remove=True) for path in paths))
+    related = tuple(Related("and here", path) for path in paths[1:])
+    return Finding(message, paths[0], fixes=(fix,), related=related, severity=severity)
 
 
 _ONLY_NVME = (
-    "nvme_path",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+    *("pipeline_read", "pipeline_write", "fast_init"),
 )
 _DEFAULT_OFF = (None, False)
 
@@ -331,16 +311,10 @@ def offload_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
             names = ", ".join(idle)
             if len(idle) > 1:
                 does = does.replace("has", "have", 1).replace("it is", "they are")
-            yield Finding(
-                f"{part}: {names} {does}",
-                (ZERO, part, idle[0]),
-                help='remove it, or set device to "nvme"' if device == "cpu" else 'remove it, or set device to "cpu"',
-                fixes=(
-                    Fix(f"remove {names}", Safety.SAFE, tuple(Edit((ZERO, part, key), remove=True) for key in idle)),
-                ),
-                related=tuple(Related("and here", (ZERO, part, key)) for key in idle[1:]),
-                severity=Severity.INFO if device == "none" else None,
-            )
+            paths, other = [(ZERO, part, key) for key in idle], "nvme" if device == "cpu" else "cpu"
+            severity = Severity.INFO if device == "none" else None
+            one = _idle(f"{part}: {names} {does}", paths, f"remove {names}", severity)
+            yield replace(one, help=f'remove it, or set device to "{other}"')
 
 
 # Keys of old that still work.
