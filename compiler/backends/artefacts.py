@@ -168,7 +168,10 @@ def _rows(name: str) -> tuple[Row, ...]:
     return tuple(rows_of(table[name], {}, table))
 
 
-_FORMATS: Mapping[str, Callable[[Any], str]] = {"first two": lambda names: first_of(names, 2)}
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "first two": lambda names: first_of(names, 2),
+    "and": " and ".join,
+}
 
 
 def _value(spec: Spec, name: str) -> Any:

@@ -8,12 +8,16 @@ set, so that both directions follow from one table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.backends.artefacts import losses_of
+from parcompile.backends.statements import Facts
 from parcompile.model import families as model_families
 from parcompile.model.shape import ModelShape, MoeShape
 from parcompile.model.tables import class_default, reads
+from parcompile.spec import Spec
 
 from .families import ACTIVATIONS, FAMILIES, SCALING_KEYS, Architecture, InexpressibleError, Rope, Router, Switches
 
@@ -269,3 +273,20 @@ def _rope(config: Config, family: Switches) -> Rope | None:
     if family.latent and config.get("rope_interleave") is False:
         raise InexpressibleError("rope_interleave false", "latent attention turns neighbouring elements together")
     return Rope(float(theta), float(percent), scaling)
+
+
+def facts_of(found: Architecture) -> Facts:
+    """What tables read of a model: its switches as "found.NAME"."""
+    return {
+        "found.": lambda _spec, path: functools.reduce(lambda one, key: getattr(one, key, None), path.split("."), found)
+    }
+
+
+def refuse(name: str, spec: Spec, facts: Facts) -> None:
+    """Refuses what a tool cannot express at all: the rows that `losses.json` has by this name.
+
+    Raises:
+        InexpressibleError: there is such a thing.
+    """
+    for one in losses_of(name, spec, facts):
+        raise InexpressibleError(one.what, one.why)

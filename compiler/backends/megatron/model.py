@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
+from parcompile.backends.architecture import (
+    Architecture,
+    InexpressibleError,
+    architecture_of,
+    config_of,
+    facts_of,
+    refuse,
+)
 from parcompile.backends.artefacts import Loss, losses_of, tree_of
 from parcompile.backends.reading import (
     Arguments,
@@ -31,58 +38,6 @@ from parcompile.user_files import shipped
 from . import experts, positions
 
 ACTIVATION_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["activations"])
-
-_ACTIVATIONS: Mapping[tuple[bool, str], str | None] = {
-    (True, "silu"): "swiglu",
-    (True, "quick_gelu"): "quick_geglu",
-    (False, "squared_relu"): "squared_relu",
-    (False, "gelu"): None,
-    (False, "gelu_tanh"): None,
-}
-"""The flag of each activation, gated or not."""
-
-
-def write(found: Architecture) -> Arguments:
-    """The flags of a layer.
-
-    Raises:
-        InexpressibleError: Megatron-LM has no flag for something.
-    """
-    flags: Arguments = {
-        "normalization": "RMSNorm" if found.rms_norm else "LayerNorm",
-        "norm_epsilon": found.epsilon,
-        **({"apply_layernorm_1p": True} if found.centered_norm else {}),
-        **_write_biases(found),
-        # Latent attention has a norm of its compressed parts only with this flag.
-        **({"qk_layernorm": True} if found.qk_norm or found.latent else {}),
-    }
-    kind = found.gated, found.activation
-    if kind not in _ACTIVATIONS:
-        gated = "a gated MLP" if found.gated else "an MLP without a gate"
-        raise InexpressibleError(f"{found.activation} in {gated}", "Megatron-LM has no flag for it")
-    if found.activation == "gelu_tanh" and not all(found.biases):
-        raise InexpressibleError("gelu by tanh without biases", "Megatron-LM computes it only with its fused bias")
-    flag = _ACTIVATIONS[kind]
-    if flag is not None:
-        flags[flag] = True
-    if found.activation in ("gelu", "squared_relu") and not found.gated and all(found.biases):
-        # The fused kernel of bias and GELU computes its approximation with tanh, and there is none of squared ReLU.
-        flags["no_bias_gelu_fusion"] = True
-    return flags
-
-
-def _write_biases(found: Architecture) -> Arguments:
-    if all(found.biases):
-        return {}
-    if not any(found.biases):
-        return {"disable_bias_linear": True}
-    if found.biases == (True, False, False):
-        return {"disable_bias_linear": True, "add_qkv_bias": True}
-    where = [name for name, on in zip(("qkv", "attention output", "MLP"), found.biases, strict=True) if on]
-    raise InexpressibleError(
-        f"biases of {' and '.join(where)} alone",
-        "Megatron-LM has biases of all linears, of queries, keys and values, or none",
-    )
 
 
 def read(source: Source) -> dict[str, Any]:
@@ -153,27 +108,17 @@ def architecture(spec: Spec) -> Architecture:
 
 
 def _write(spec: Spec) -> Arguments:
-    found, shape = architecture(spec), spec.model.shape
-    if found.parallel:
-        raise InexpressibleError("use_parallel_residual", "Megatron-LM runs the MLP after the attention, not beside it")
-    options: Arguments = {
-        "num_layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "max_position_embeddings": max(shape.max_position_embeddings, spec.training.sequence_length),
-        "vocab_size": shape.vocab_size,
-        **write(found),
-        **positions.write(found),
+    found = architecture(spec)
+    biased = [name for name, on in zip(("qkv", "attention output", "MLP"), found.biases, strict=True) if on]
+    facts = {**facts_of(found), "biased": lambda _spec: biased}
+    refuse("megatron.layers", spec, facts)
+    return {
+        **tree_of("megatron.layers", spec, facts),
+        **positions.write(found, spec),
         **experts.write(found, spec),
         **tree_of("megatron.heads", spec, {"is_latent": _is_latent}),
-        "init_method_std": found.initializer_range,
-        "attention_dropout": found.attention_dropout,
-        "hidden_dropout": found.hidden_dropout,
+        **tree_of("megatron.weights", spec, facts),
     }
-    if not found.tied:
-        options["untie_embeddings_and_output_weights"] = True
-    return options
 
 
 def _is_latent(spec: Spec) -> bool:
