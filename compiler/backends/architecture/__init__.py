@@ -8,7 +8,6 @@ set, so that both directions follow from one table.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -277,9 +276,14 @@ def _rope(config: Config, family: Switches) -> Rope | None:
 
 def facts_of(found: Architecture) -> Facts:
     """What tables read of a model: its switches as "found.NAME"."""
-    return {
-        "found.": lambda _spec, path: functools.reduce(lambda one, key: getattr(one, key, None), path.split("."), found)
-    }
+
+    def read(_spec: Spec, path: str) -> Any:
+        one: Any = found
+        for key in path.split("."):
+            one = getattr(one, key, None)
+        return one
+
+    return {"found.": read}
 
 
 def refuse(name: str, spec: Spec, facts: Facts) -> None:

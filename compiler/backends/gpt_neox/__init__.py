@@ -18,7 +18,7 @@ from typing import Any
 from parcompile.backends.reading import Account, Outcome, effect_of
 from parcompile.user_files import shipped
 
-_STORED = shipped(__package__, "fields.json")
+_STORED, WORDS = (shipped(__package__, f"{name}.json") for name in ("fields", "words"))
 VERSIONS: Sequence[str] = _STORED["versions"]
 """The known versions of gpt-neox, oldest first."""
 DEEPSPEED_VERSION: str = _STORED["deepspeed"]
@@ -68,7 +68,7 @@ def fields() -> Mapping[str, Field]:
 # What keys of gpt-neox do that have no place in a spec. Every key of the newest version is read or in `effects.json`.
 
 
-_DERIVED = frozenset(shipped(__package__, "words.json")["derived"])
+_DERIVED = frozenset(WORDS["derived"])
 """Keys that `calculate_derived` sets from others, whatever a file says."""
 
 

@@ -12,16 +12,16 @@ from typing import Any
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, config_of
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided
 from parcompile.text.typed import integer, number
-from parcompile.user_files import shipped
+
+from . import WORDS
 
 _MODEL: SpecPath = ("model",)
-_WORDS = shipped(__package__, "words.json")
-SIZES: Sequence[str] = _WORDS["sizes"]
-OPTIONS: Sequence[str] = [*SIZES, *_WORDS["options"]]
+SIZES: Sequence[str] = WORDS["sizes"]
+OPTIONS: Sequence[str] = [*SIZES, *WORDS["options"]]
 """The keys that this module reads."""
-_ACTIVATIONS: Mapping[str, tuple[bool, str]] = _WORDS["activations"]
+_ACTIVATIONS: Mapping[str, tuple[bool, str]] = WORDS["activations"]
 """Whether each is gated, and what it computes."""
-_NORMS: Mapping[str, bool] = _WORDS["norms"]
+_NORMS: Mapping[str, bool] = WORDS["norms"]
 """Whether each is an RMSNorm."""
 
 
@@ -196,7 +196,7 @@ def _refuse_other_models(source: Source) -> None:
     experts = source.value("moe_num_experts", _MODEL)
     if isinstance(experts, int) and experts > 1:
         raise InexpressibleError(f"moe_num_experts {experts}", "gpt-neox routes its experts as no model type here does")
-    for name, what in _WORDS["other models"].items():
+    for name, what in WORDS["other models"].items():
         value = source.value(name, _MODEL)
         if value not in (None, False) and not isinstance(value, Undecided):
             raise InexpressibleError(f"{name} {value}".removesuffix(" True"), what)

@@ -21,7 +21,7 @@ from parcompile.backends.reading import (
 from parcompile.backends.recipes import flattened
 from parcompile.text.typed import integer, list_of, number, word
 
-from . import ADAPTER, METHOD, QUANTISED
+from . import AUTOMODEL, METHOD, REASONS
 from .read import read_model
 
 _LENGTHS = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
@@ -156,19 +156,8 @@ ROWS: tuple[Row, ...] = (
     Bundle(_SCHEDULE, _read_schedule),
     Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
 )
-DEFAULTS: Mapping[str, Any] = {
-    **{f"distributed.{axis}_size": 1 for axis in ("tp", "cp", "pp", "ep")},
-    _STRATEGY: "fsdp2",
-    _ZERO3: 3,
-    _RECOMPUTE: False,
-    "clip_grad_norm.max_norm": 1.0,
-    _TARGET: "AdamW",
-    "optimizer.betas": [0.9, 0.999],
-    "optimizer.eps": 1e-8,
-    "optimizer.weight_decay": 0.01,
-    "lr_scheduler.lr_decay_style": "cosine",
-}
-_CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization": QUANTISED, "teacher_model": METHOD}
+DEFAULTS: Mapping[str, Any] = AUTOMODEL["defaults"]
+_CHANGING = {section: REASONS[why] for section, why in AUTOMODEL["changing"].items()}
 """Sections that make another training."""
 
 

@@ -12,9 +12,8 @@ from parcompile.backends import launch
 from parcompile.backends.artefacts import file_tree, from_template, to_text, tree_of, yaml_file
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.statements import Facts
-from parcompile.layout.sequence import CpImplementation
 from parcompile.plan import Plan
-from parcompile.spec import Precision, Spec
+from parcompile.spec import Spec
 
 from . import Tool, stored_tool
 
@@ -50,16 +49,7 @@ def _schedule(spec: Spec) -> str:
 
 def axolotl_layout(plan: Plan) -> dict[str, Any]:
     """Axolotl's words for the axes and the ring; what it has none for is the plan's all the same."""
-    axes = plan.spec.parallelism
-    found: dict[str, Any] = {
-        names[0]: size for axis, names in AXOLOTL.parallel.items() if (size := getattr(axes, axis)) > 1
-    }
-    rings = {"contiguous": "batch_ring", "zigzag": "batch_zigzag", "striped": "batch_stripe"}
-    if axes.cp > 1 and axes.cp_implementation is CpImplementation.ALL_GATHER:
-        found["ring_attn_func"] = "varlen_llama3"
-    elif axes.cp > 1 and axes.cp_implementation is CpImplementation.RING and axes.cp_layout.value in rings:
-        found["ring_attn_func"] = rings[axes.cp_layout.value]
-    return found
+    return dict(tree_of("axolotl_layout", plan.spec))
 
 
 def axolotl_files(plan: Plan) -> dict[str, Any]:
@@ -87,16 +77,7 @@ def llama_factory_files(plan: Plan) -> dict[str, Any]:
 
 def trl_files(plan: Plan) -> dict[str, Any]:
     """trl_sft.py, a script of trl with the line that makes it train by the plan, and what starts its ranks."""
-    training, cpu = plan.spec.training, plan.spec.cluster.accelerator == "cpu"
-    arguments: dict[str, Any] = {"max_length": training.sequence_length, "logging_steps": 1}
-    if training.train_steps is not None:
-        arguments["max_steps"] = training.train_steps
-    if training.lr_scheduler is None:
-        arguments["lr_scheduler_type"] = "constant"
-    if plan.spec.model.shape.moe is not None:
-        arguments["router_aux_loss_coef"] = 0.0
-    arguments |= {"bf16": training.precision is Precision.BF16, "report_to": []} | ({"use_cpu": True} if cpu else {})
-    said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    said = ", ".join(f"{name}={value!r}" for name, value in tree_of("trl", plan.spec).items())
     script = from_template("trl_sft.py", plan, "Written for trl " + TRL_VERSION, ARGUMENTS=said)
     return {"trl_sft.py": script, **launch.torchrun_script(plan)}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.deepspeed.table import as_schema, find
-from parcompile.backends.gpt_neox import ANY, DEEPSPEED_VERSION, REPLACED, VERSIONS, Field, fields
+from parcompile.backends.gpt_neox import ANY, DEEPSPEED_VERSION, REPLACED, VERSIONS, WORDS, Field, fields
 from parcompile.backends.gpt_neox.beside import Beside, beside
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
@@ -86,19 +86,11 @@ TUNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _EXPONENT = re.compile(r"[-+]?[0-9_.]+[eE]([-+]?)[0-9]+")
 
 
-_NEEDED = {
-    **dict.fromkeys(("optimizer", "scheduler"), ("type", "params")),
-    **dict.fromkeys(("fp16", "amp", "flops_profiler"), ("enabled",)),
-}
+_NEEDED: Mapping[str, Sequence[str]] = WORDS["needed"]
 """Keys of sections that `validate_types` asks for; a section of one file takes the place of that of another."""
 _ASKS = "must contain key"
-_DERIVED = {
-    ("zero_optimization", "reduce_bucket_size"): "zero_reduce_bucket_size",
-    ("zero_optimization", "allgather_bucket_size"): "zero_allgather_bucket_size",
-    ("zero_optimization", "reduce_scatter"): "zero_reduce_scatter",
-    ("zero_optimization", "contiguous_gradients"): "zero_contiguous_gradients",
-}
-"""Fields that gpt-neox fills from keys of a section before it looks at types."""
+_OF_ZERO: Mapping[str, str] = WORDS["of zero_optimization"]
+"""Fields that gpt-neox fills from keys of zero_optimization before it looks at types."""
 _SEVERAL = 2
 """From so many unknown keys on, a file may be one of a fork, which is not at hand."""
 
@@ -132,10 +124,11 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
             message = f"the gpt-neox of this file refuses its own {field.default!r} for {name}"
             help_ = f"write {name}, {' or '.join(field.types)}, unless another file of the run does"
             found.say("K003", (next(iter(tree)),), message, help_, at_key=True, severity=Severity.WARNING)
-    for (section, key), name in _DERIVED.items():
-        holder = tree.get(section)
-        if isinstance(holder, dict) and key in holder and name in current and not tree.get("autotuning"):
-            _value((section, key), holder[key], current[name], found)
+    section = tree.get("zero_optimization")
+    zero: Mapping[str, Any] = section if isinstance(section, dict) and not tree.get("autotuning") else {}
+    for key, name in _OF_ZERO.items():
+        if key in zero and name in current:
+            _value(("zero_optimization", key), zero[key], current[name], found)
     for section, keys in _NEEDED.items():
         holder = tree.get(section)
         for key in keys if fork is None or _ASKS in fork.checks else ():
