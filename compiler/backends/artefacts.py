@@ -232,20 +232,14 @@ class Variable:
 
 def variables(plan: Plan) -> tuple[Variable, ...]:
     """What every rank of the plan needs in its environment, in a fixed order."""
-    parallelism, accelerator = plan.spec.parallelism, plan.spec.cluster.accelerator
-    found = [Variable("OMP_NUM_THREADS", "1", "several ranks share the cores of a node")]
-    if accelerator == "cpu":
-        found.append(Variable("DS_ACCELERATOR", "cpu", "DeepSpeed does not look for an accelerator"))
-    if find_accelerator(accelerator).starts_kernels_in_turn and (parallelism.tp > 1 or parallelism.cp > 1):
-        found.append(
-            Variable(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                "1",
-                "kernels start in the order of their issue, so that tp and cp communication overlaps with computation "
-                "(Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)",
-            )
-        )
-    return tuple(found)
+    facts: Facts = {
+        "starts_kernels_in_turn": lambda spec: find_accelerator(spec.cluster.accelerator).starts_kernels_in_turn
+    }
+    values, rows = (
+        Values(plan.spec, facts, functools.partial(_value, plan.spec)),
+        shipped("parcompile.backends", "files.json")["variables"],
+    )
+    return tuple(Variable(row["name"], row["value"], row["why"]) for row in rows if holds(row, values))
 
 
 def gpu_resource(plan: Plan) -> str | None:

@@ -285,7 +285,11 @@ def leaving_open(path: SpecPath) -> Callable[[Reader], Reader]:
 
 
 Reader = Callable[[Source, Draft], None]
-_TYPED: Mapping[str | None, Callable[[object, str], Any]] = {"integer": typed.integer, "number": typed.number}
+_TYPED: Mapping[str | None, Callable[[object, str], Any]] = {
+    "integer": typed.integer,
+    "number": typed.number,
+    "numbers": lambda value, name: typed.list_of(typed.number, value, name),
+}
 
 
 def _of_spec(path: SpecPath, value: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from parcompile.plan import Plan
 from parcompile.spec import Spec
 from parcompile.text.python import Made
-from parcompile.text.typed import WrongValueError, integer, list_of, number, word
+from parcompile.text.typed import WrongValueError, integer, number, word
 from parcompile.user_files import shipped
 
 from . import reading
@@ -187,9 +187,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     else:
         refuse_optimizer(source, draft, "optimizer.name", kind, whole=False)
     source.used["optimizer.name"] = {(*_OPTIMIZER, "type")}
-    for name in ("lr", "eps", "weight_decay"):
-        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
-    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+    reading.read(reading.carried("optimizer"), source, draft)
 
 
 _RATES: SpecPath = ("training", "lr_scheduler")

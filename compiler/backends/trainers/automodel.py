@@ -19,7 +19,7 @@ from parcompile.backends.reading import (
     refuse_optimizer,
 )
 from parcompile.backends.recipes import flattened
-from parcompile.text.typed import integer, list_of, number, word
+from parcompile.text.typed import integer, number, word
 
 from . import AUTOMODEL, METHOD, REASONS
 from .read import read_model
@@ -102,9 +102,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
             )
             source.used[f"optimizer.{name}"] = {(*_OPTIMIZER, name)}
         return
-    for name in ("lr", "eps", "weight_decay"):
-        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
-    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+    table.read(table.carried("optimizer"), source, draft)
 
 
 def _read_schedule(source: Source, draft: Draft) -> None:
