@@ -6,14 +6,13 @@ import ast
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Router, refuse
-from parcompile.backends.artefacts import option_names, tree_of
+from parcompile.backends.artefacts import tree_of
 from parcompile.backends.reading import Arguments, Draft, Source, SpecPath
 from parcompile.backends.statements import Facts
 from parcompile.model.shape import MoeShape
 from parcompile.spec import Spec
 from parcompile.text.typed import decimal, number
 
-OPTIONS = option_names("megatron.experts")
 SCOPES = {"sequence": "seq_aux_loss", "micro_batch_per_layer": "aux_loss", "global_batch": "global_aux_loss"}
 """Megatron-LM's words for the tokens over which a loss balances experts; it has none for all layers as one."""
 _ROUTER: SpecPath = ("training", "router")

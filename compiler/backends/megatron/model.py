@@ -16,7 +16,7 @@ from parcompile.backends.architecture import (
     facts_of,
     refuse,
 )
-from parcompile.backends.artefacts import Loss, losses_of, tree_of
+from parcompile.backends.artefacts import Loss, losses_of, option_names, tree_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -36,8 +36,6 @@ from parcompile.text.typed import WrongValueError, integer
 from parcompile.user_files import shipped
 
 from . import experts, positions
-
-ACTIVATION_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["activations"])
 
 
 def read(source: Source) -> dict[str, Any]:
@@ -71,30 +69,17 @@ def read(source: Source) -> dict[str, Any]:
 
 
 _MODEL: SpecPath = ("model",)
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-}
+SIZES: Mapping[str, str] = shipped(__package__, "groups.json")["sizes"]
 """Sizes that every file has to say, and what Hugging Face calls them."""
-_OTHER_SIZES = ("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "vocab_size")
-_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-_OTHERS = ("untie_embeddings_and_output_weights", "init_method_std")
+_PARTS = ("layers", "positions", "experts", "heads", "weights")
+_ONLY_READ = ("use_rotary_position_embeddings", "rope_scaling_factor")
+_FREE = frozenset({"no_rope_fusion"})
+"""Written for latent attention, but a spec may say otherwise: it chooses between kernels."""
+OPTIONS = (*(name for part in _PARTS for name in option_names(f"megatron.{part}") if name not in _FREE), *_ONLY_READ)
 
-OPTIONS = (
-    *SIZES,
-    *_OTHER_SIZES,
-    *_LATENT,
-    *ACTIVATION_OPTIONS,
-    *positions.OPTIONS,
-    *experts.OPTIONS,
-    *_DROPOUTS,
-    *_OTHERS,
-)
-
-OTHER_MODELS: Mapping[str, str] = shipped("parcompile.backends.megatron", "other_models.json")
+OTHER_MODELS: Mapping[str, str] = shipped(__package__, "other_models.json")
 """Options of models that a spec cannot express, and what those models are."""
 
 
@@ -211,7 +196,7 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
     untied = value("untie_embeddings_and_output_weights") is True
     dropouts = {name: float(value(name)) for name in _DROPOUTS}
     deviation = float(value("init_method_std"))
-    latents = {name: value(name) for name in _LATENT if name != "multi_latent_attention"} if latent else {}
+    latents = {name: value(name) for name in _LATENT} if latent else {}
     if None in (hidden, heads, layers, groups, ffn):
         return  # asked for already
     router, moe = experts.read(source, ffn=ffn, layers=layers)

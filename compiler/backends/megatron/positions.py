@@ -14,17 +14,11 @@ from parcompile.spec import Spec
 from parcompile.text.typed import decimal
 from parcompile.user_files import shipped
 
-OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["positions"])
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_SCALINGS = shipped(__package__, "groups.json")["scalings"]
+LLAMA3: Mapping[str, float] = _SCALINGS["llama3"]
 """What --use-rope-scaling computes. --rope-scaling-factor is read by nothing: the builder of the model does not pass it
 on, and the default of core/models/common/embeddings/rotary_pos_embedding.py stays."""
-LATENT_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+LATENT_YARN: Mapping[str, float] = _SCALINGS["yarn of latent attention"]
 """What latent attention computes YaRN with: these have no option."""
 
 
