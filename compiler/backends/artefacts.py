@@ -60,15 +60,8 @@ def _joined(parts: list[str], start: str, stop: str, indent: int, *, one_line: b
 def _scalar(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     # Half of a surrogate pair, which JSON can escape, has no UTF-8.
-    return text if text.isascii() or _encodable(text) else json.dumps(value)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    is_whole = text.isascii() or text.encode(errors="ignore").decode() == text
+    return text if is_whole else json.dumps(value)
 
 
 # Who wrote an artefact: the lines that stand at the head of files which are not JSON.

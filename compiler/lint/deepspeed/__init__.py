@@ -18,6 +18,7 @@ where commas are missing. The Trainer of transformers, accelerate and Lightning 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -181,22 +182,16 @@ def _text(file: Path) -> str:
 
 
 def _in_requirements(text: str) -> str | None:
-    locked = _LOCKED.search(text)
-    if locked is not None:
-        return _nearest(locked[1])
+    if (locked := _LOCKED.search(text)) is not None:
+        with contextlib.suppress(UnknownVersionError):
+            return nearest(locked[1])
+        return None
     for named in _NAMED.finditer(text):
         bounds = _BOUND.findall(named[1])
         allowed = [version for version in known() if all(_allows(version, *bound) for bound in bounds)]
         if bounds and allowed:
             return allowed[-1]
     return None
-
-
-def _nearest(version: str) -> str | None:
-    try:
-        return nearest(version)
-    except UnknownVersionError:
-        return None
 
 
 def _allows(version: str, sign: str, bound: str) -> bool:

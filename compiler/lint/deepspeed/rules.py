@@ -5,7 +5,6 @@ Most of it stands in `rules.json`; here is what its expressions read, and the ru
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -365,21 +364,11 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
 
 def _deprecated(settings: Settings) -> Iterator[tuple[Path, Key]]:
     """The deprecated keys of the file; they stand in sections at the top."""
-    for name, known in _deprecated_keys(settings.usage.version).items():
+    for name, section in table(settings.usage.version).keys.items():
         for inner, value in settings.section(name).items():
-            key = known.get(inner)
-            if key is not None and value != "auto":
+            key = section.keys.get(inner)
+            if key is not None and key.deprecated is not None and value != "auto":
                 yield (name, inner), key
-
-
-@functools.cache
-def _deprecated_keys(version: str) -> dict[str, dict[str, Key]]:
-    """Those of a version, by the name of their section and their own."""
-    found = {
-        name: {inner: key for inner, key in section.keys.items() if key.deprecated is not None}
-        for name, section in table(version).keys.items()
-    }
-    return {name: keys for name, keys in found.items() if keys}
 
 
 # What is left to somebody else, and what those refuse.

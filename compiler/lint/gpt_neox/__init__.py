@@ -116,7 +116,11 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
         if field is None:
             unknown_key((name,), current, tree, found, places, consequence=consequence, unguessed=unguessed)
         elif not field.is_current:
-            _gone(name, field, found)
+            message = (
+                f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {VERSIONS[-1]} refuses it"
+            )
+            help_ = "remove it, or run the file with that version"  # which the file does not say
+            found.say("K010", (name,), message, help_, at_key=True, severity=Severity.WARNING)
         elif not (tree.get("autotuning") and (value == "auto" or name in TUNED)):
             _value((name,), value, field, found)
     for name, field in current.items() if fork is not None and tree else ():
@@ -144,15 +148,6 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     if fork is None and len(strange) >= _SEVERAL:
         said = [replace(one, severity=Severity.WARNING) if one.path[0] in strange else one for one in said]
     return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in said]
-
-
-def _gone(name: str, field: Field, found: Findings) -> None:
-    message = f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {VERSIONS[-1]} refuses it"
-    found.say("K010", (name,), message, "remove it, or run the file with that version", at_key=True, severity=_OLD)
-
-
-_OLD = Severity.WARNING
-"""A file does not say for which version it was written."""
 
 
 def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
