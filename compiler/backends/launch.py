@@ -61,7 +61,8 @@ def _resources(plan: Plan) -> dict[str, Any]:
 def _mpi(plan: Plan) -> str:
     """Starts the ranks by mpirun, on the hosts that the operator lists, and tells each its place as torchrun would."""
     names = ("MASTER_ADDR", "MASTER_PORT", *(one.name for one in variables(plan)))
-    return from_template("mpirun.sh", plan, HANDED_ON=" ".join(f"-x {name}" for name in names))
+    first = 'head -n1 "$OMPI_MCA_orte_default_hostfile" | cut -d" " -f1'
+    return from_template("mpirun.sh", plan, FIRST_HOST=first, HANDED_ON=" ".join(f"-x {name}" for name in names))
 
 
 _NAMES: Mapping[str, str] = shipped("parcompile.backends", "skypilot.json")

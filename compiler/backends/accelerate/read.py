@@ -47,16 +47,13 @@ def read(source: Source, draft: Draft) -> None:
         _joined(source, draft, inner)
     if inner is not None or (kind == "DEEPSPEED" and not source.has(_DEEPSPEED_FILE)):
         sum_as_deepspeed(draft, inner)
-    if kind == "DEEPSPEED":
-        _deepspeed(source, draft)
-    elif kind == "FSDP":
-        _fsdp(source, draft)
-    elif kind == "MEGATRON_LM":
-        _megatron(source, draft)
-    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        source.lose("distributed_type", "a spec is for GPUs of CUDA, and for CPUs")
-    if kind in ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM"):
+    sections = {"DEEPSPEED": _deepspeed, "FSDP": _fsdp, "MEGATRON_LM": _megatron}
+    if kind in sections:
+        sections[kind](source, draft)
+    if kind in (*sections, "NO", "MULTI_GPU", "MULTI_CPU"):
         source.ignore("distributed_type", "the sections of the file say what it stands for")
+    else:
+        source.lose("distributed_type", "a spec is for GPUs of CUDA, and for CPUs")
     _parallelism(source, draft, _PARALLELISM + _OF_ACCELERATE)
     for path, why in _OF_THE_SCRIPT.items():
         if not any(known[: len(path)] == path for known in draft.values):

@@ -19,6 +19,8 @@ ACTIVATIONS: Mapping[str, str] = _WORDS["activations"]
 """Hugging Face's names of activations, by what they compute: gelu_tanh is GELU's approximation with tanh."""
 SCALING_KEYS: Sequence[str] = _WORDS["scaling"]
 """Keys of `rope_scaling` beside its type."""
+LACKS: Sequence[Mapping[str, str]] = _WORDS["lacks"]
+"""What a family has in place of what is wanted, the greatest difference first."""
 
 
 class InexpressibleError(ValueError):

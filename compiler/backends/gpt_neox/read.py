@@ -138,7 +138,7 @@ def read(source: Source, draft: Draft) -> None:
         raise RefusedError(f"this model cannot be carried into a spec: {error}") from None
     except UndecidedError as error:
         draft.leave_open(source, error, ("model",))
-    table.read(table.carried("gpt_neox"), source, draft)
+    table.read(table.carried("gpt-neox"), source, draft)
     if source.has("num_nodes") and source.given["num_nodes"] != -1:
         draft.carry(source, "num_nodes", ("cluster", "nodes"))
     # 0 stands for one stage without DeepSpeed's pipeline engine.

@@ -15,7 +15,7 @@ from parcompile.user_files import shipped
 ADAM = ("adam", "adamw")
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _STORED = shipped(__package__, "constructors.json")
-_CLASSES: Mapping[str, Mapping[str, str]] = _STORED["optimizers"]
+CLASSES: Mapping[str, Mapping[str, str]] = _STORED["optimizers"]
 """How the name of each optimizer is written, and its classes; those from the package mup are not known here."""
 _PASSED: Mapping[str, Sequence[str]] = _STORED["passed"]
 """Parameters that the engine passes itself: given twice, they stop the start."""
@@ -62,7 +62,7 @@ def optimizer(tree: Mapping[str, Any], version: str) -> Constructor | None:
     low = kind.lower()
     if low not in optimizers(version):
         return _of_torch("optim", kind)
-    if "class" not in _CLASSES[low]:
+    if "class" not in CLASSES[low]:
         return None
     engine = tuple(classes(version)["engine"]) if low in (*ADAM, "muon") else ()
     if low in ADAM and isinstance(params, dict) and params.get("torch_adam") and params["torch_adam"] != "auto":
@@ -71,7 +71,7 @@ def optimizer(tree: Mapping[str, Any], version: str) -> Constructor | None:
         return found and Constructor(found.name, tuple(dict.fromkeys((*found.takes, *engine))))
     if low == "adagrad" and not on_host(tree):
         return _of_torch("optim", "Adagrad")
-    name = _CLASSES[low].get("on_host" if on_host(tree) else "class", _CLASSES[low]["class"])
+    name = CLASSES[low].get("on_host" if on_host(tree) else "class", CLASSES[low]["class"])
     known = classes(version).get(name)
     if known is None:
         return None
@@ -128,7 +128,7 @@ def wrong_parameters(findings: Findings, version: str, path: Path, places: Place
 def wrong_type(findings: Findings, version: str, path: Path, kind: str) -> None:
     """An optimizer or a schedule that there is not."""
     if path[0] == "optimizer":
-        names, torch = [_CLASSES[one]["written"] for one in optimizers(version)], torch_classes("optim")
+        names, torch = [CLASSES[one]["written"] for one in optimizers(version)], torch_classes("optim")
         if kind.lower() in optimizers(version) or kind in torch:
             return
         ended = removal(kind)
