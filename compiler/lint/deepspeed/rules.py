@@ -97,6 +97,26 @@ def _count(*path: str) -> Callable[[Settings], int]:
     return lambda settings: int(settings.number(*path) or 1)
 
 
+def _names(settings: Settings, path: str) -> list[str]:
+    """The names that the version of DeepSpeed takes at a path."""
+    key = find(settings.usage.version, *path.split("."))
+    return list(key.facts.get("names", ())) if key is not None else []
+
+
+def _near(settings: Settings, path: str) -> str | None:
+    return closest(str(settings.get(*path.split("."))), _names(settings, path))
+
+
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
+
+
+def _is_no_number(settings: Settings, path: str) -> bool:
+    """Whether a switch or, but for the scale itself, the text of a fraction stands for a number."""
+    value = settings.get(*path.split("."))
+    is_text = isinstance(value, str) and not path.endswith(".loss_scale")
+    return isinstance(value, bool) or (is_text and _WHOLE.fullmatch(value) is None)
+
+
 def _scaling(settings: Settings) -> dict[str, Any]:
     """How gradients are averaged, as `refused_scaling` and `wrong_scale` ask for it."""
     factor = settings.number("gradient_predivide_factor")
@@ -108,8 +128,13 @@ def _scaling(settings: Settings) -> dict[str, Any]:
     }
 
 
-_FACTS: Mapping[str, Callable[[Settings], Any]] = {
+_FACTS: Mapping[str, Callable[..., Any]] = {
     "stage": stage_of,
+    "is_no_number.": _is_no_number,
+    "names.": _names,
+    "near.": _near,
+    "others.": lambda settings, path: f"write one of {', '.join(_names(settings, path))}",
+    "preset": _lowered("tensor_parallel", "preset_model"),
     "refused_scaling": lambda settings: refused_scaling(**_scaling(settings)),
     "wrong_scale": lambda settings: wrong_scale(**_scaling(settings), ranks=ranks(settings) or 0),
     "ranks": ranks,
@@ -154,65 +179,7 @@ def _batches_multiply(settings: Settings) -> Iterator[Finding]:
         )
 
 
-_STRICT_SINCE = "0.19.3"
-"""Before this version a switch counted as a number."""
-_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
-
-
-def _loss_scale_is_a_number(settings: Settings) -> Iterator[Finding]:
-    """Fires for switches and fractions."""
-    if order(settings.usage.version) < order(_STRICT_SINCE):
-        return
-    for key in ("loss_scale", "loss_scale_window", "min_loss_scale"):
-        value = settings.get("fp16", key)
-        fraction = isinstance(value, str) and key != "loss_scale" and _WHOLE.fullmatch(value) is None
-        if isinstance(value, bool) or fraction:
-            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.usage.version} wants a number"
-            yield Finding(message, ("fp16", key), help="write the number, without quotes")
-
-
-def _presets_are_known(settings: Settings) -> Iterator[Finding]:
-    """Fires for a preset that AutoTP does not have."""
-    path = ("tensor_parallel", "preset_model")
-    preset, names = settings.get(*path), _names(settings, path)
-    if isinstance(preset, str) and names and preset.lower() not in names:
-        near = closest(preset, names)
-        advice = f"did you mean {near}?" if near else f"write one of {', '.join(names)}"
-        message = f'AutoTP has no preset "{preset}" and takes none then'
-        yield Finding(message, path, help=advice, severity=Severity.WARNING)
-
-
-def _experts_are_known(settings: Settings) -> Iterator[Finding]:
-    """Fires for a preset and an activation that AutoEP does not have; with AutoEP switched off it is a warning."""
-    severity = None if settings.get("expert_parallel", "enabled") is True else Severity.WARNING
-    for name in ("preset_model", "expert_activation"):
-        path: Path = ("expert_parallel", name)
-        value, names = settings.get(*path), _names(settings, path)
-        if isinstance(value, str) and names and value not in names:
-            near = closest(value, names)
-            advice = f'did you mean "{near}"?' if near else f"write one of {', '.join(names)}"
-            fixes = (Fix(f"write {near}", Safety.CHANGES_NUMERICS, (Edit(path, near),)),) if near else ()
-            message = f'AutoEP has no {name.replace("_", " ")} "{value}"'
-            yield Finding(message, path, help=advice, fixes=fixes, severity=severity)
-
-
-def _names(settings: Settings, path: Path) -> list[str]:
-    """The names that the version of DeepSpeed takes at a path."""
-    key = find(settings.usage.version, *path)
-    return list(key.facts.get("names", ())) if key is not None else []
-
-
-register(
-    __package__,
-    DEEPSPEED,
-    _FACTS,
-    {
-        "F003": _batches_multiply,
-        "F015": _loss_scale_is_a_number,
-        "F030": _presets_are_known,
-        "F033": _experts_are_known,
-    },
-)
+register(__package__, DEEPSPEED, _FACTS, {"F003": _batches_multiply})
 
 
 # Rules that go through many keys.
