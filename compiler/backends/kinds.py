@@ -23,13 +23,14 @@ from .statements import Facts, Values, holds, rows_of
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
 """Kinds that have a checker."""
-ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER = "accelerate", "axolotl", "llama_factory", "trainer"
+ACCELERATE, AXOLOTL, LLAMA_FACTORY = "accelerate", "axolotl", "llama_factory"
+TRAINER, LIGHTNING = "trainer", "lightning"
 FILLERS = ("transformers", "accelerate", "lightning", "bare")
 """Who reads a DeepSpeed configuration and replaces "auto" in it; bare is `deepspeed.initialize` alone."""
 PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
 TORCHTITAN, BRIDGE, AUTOMODEL = "torchtitan", "megatron_bridge", "automodel"
 SWIFT, MEGATRON_SWIFT = "ms_swift", "megatron_swift"
-MODEL, UNKNOWN = "model_config", "unknown"
+MODEL, PACKAGE, UNKNOWN = "model_config", "package", "unknown"
 
 
 class Certainty(enum.IntEnum):

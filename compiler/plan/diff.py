@@ -26,18 +26,9 @@ from .plan import Plan
 from .sections import topology as topology_of
 
 ADAPTABLE = (
-    "make_vocab_size_divisible_by",
-    "tp",
-    "pp",
-    "layers of the stages",
-    "order of tp and pp",
-    "ep",
-    "expert_tp",
-    "order of ep and dp",
-    "optimizer shards (dp · cp)",
-    "precision",
-    "zero stage",
-    "without weight decay",
+    *("make_vocab_size_divisible_by", "tp", "pp", "layers of the stages", "order of tp and pp"),
+    *("ep", "expert_tp", "order of ep and dp", "optimizer shards (dp · cp)"),
+    *("precision", "zero stage", "without weight decay"),
 )
 """Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
 
