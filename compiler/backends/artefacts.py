@@ -6,6 +6,7 @@ import enum
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,32 +60,30 @@ def _joined(parts: list[str], start: str, stop: str, indent: int, *, one_line: b
 def _scalar(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     # Half of a surrogate pair, which JSON can escape, has no UTF-8.
-    return text if text.isascii() or _encodable(text) else json.dumps(value)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    is_whole = text.isascii() or text.encode(errors="ignore").decode() == text
+    return text if is_whole else json.dumps(value)
 
 
 # Who wrote an artefact: the lines that stand at the head of files which are not JSON.
 
 
-def header(plan: Plan, about: str) -> list[str]:
+def header(plan: Plan, about: str) -> str:
     """Comment lines with the plan's identity.
 
     The name is written as a JSON string: quotes and control characters of it are escaped, so it cannot end the comment.
     """
     name = json.dumps(plan.spec.name, ensure_ascii=True)
-    lines = [
-        about,
-        f"plan {name}, {plan.world_size} ranks",
-        f"parcompile {plan.compiler_version}, spec {plan.spec_hash}",
-    ]
-    return [f"# {line}" for line in lines]
+    identity = f"parcompile {plan.compiler_version}, spec {plan.spec_hash}"
+    return f"# {about}\n# plan {name}, {plan.world_size} ranks\n# {identity}"
+
+
+def from_template(name: str, plan: Plan, about: str = "", **more: object) -> str:
+    """A file of `templates/`: a name in capitals between two @ stands for a value of the plan, or one of `more`."""
+    sizes = {"NODES": plan.spec.cluster.nodes, "RANKS": plan.spec.cluster.gpus_per_node, "WORLD": plan.world_size}
+    exports = "\n".join(f"# {one.why}\nexport {one.name}={shlex.quote(one.value)}" for one in variables(plan))
+    values = {**sizes, "HEADER": header(plan, about), "EXPORTS": exports, **more}
+    text = shipped("parcompile.backends", f"templates/{name}.txt")
+    return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), text)
 
 
 def slug(name: str) -> str:
@@ -162,7 +161,10 @@ def _rows(name: str) -> tuple[Row, ...]:
     return tuple(rows_of(table[name], {}, table))
 
 
-_FORMATS: Mapping[str, Callable[[Any], str]] = {"first two": lambda names: first_of(names, 2)}
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "first two": lambda names: first_of(names, 2),
+    "and": " and ".join,
+}
 
 
 def _value(spec: Spec, name: str) -> Any:
@@ -209,7 +211,7 @@ def _keys(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] = yaml.SafeDumper) -> str:
     """A tree as YAML, with the plan's identity at its head."""
-    return "\n".join(header(plan, about)) + "\n" + yaml.dump(tree, Dumper=dumper, sort_keys=False)
+    return f"{header(plan, about)}\n{yaml.dump(tree, Dumper=dumper, sort_keys=False)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,20 +225,14 @@ class Variable:
 
 def variables(plan: Plan) -> tuple[Variable, ...]:
     """What every rank of the plan needs in its environment, in a fixed order."""
-    parallelism, accelerator = plan.spec.parallelism, plan.spec.cluster.accelerator
-    found = [Variable("OMP_NUM_THREADS", "1", "several ranks share the cores of a node")]
-    if accelerator == "cpu":
-        found.append(Variable("DS_ACCELERATOR", "cpu", "DeepSpeed does not look for an accelerator"))
-    if find_accelerator(accelerator).starts_kernels_in_turn and (parallelism.tp > 1 or parallelism.cp > 1):
-        found.append(
-            Variable(
-                "CUDA_DEVICE_MAX_CONNECTIONS",
-                "1",
-                "kernels start in the order of their issue, so that tp and cp communication overlaps with computation "
-                "(Megatron-LM asks for it before compute capability 10; FSDP2 must not have it)",
-            )
-        )
-    return tuple(found)
+    facts: Facts = {
+        "starts_kernels_in_turn": lambda spec: find_accelerator(spec.cluster.accelerator).starts_kernels_in_turn
+    }
+    values, rows = (
+        Values(plan.spec, facts, functools.partial(_value, plan.spec)),
+        shipped("parcompile.backends", "files.json")["variables"],
+    )
+    return tuple(Variable(row["name"], row["value"], row["why"]) for row in rows if holds(row, values))
 
 
 def gpu_resource(plan: Plan) -> str | None:

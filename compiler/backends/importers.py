@@ -9,38 +9,31 @@ from typing import Any
 from parcompile import entry_points
 
 from . import kinds as of
-from .accelerate.read import DISTRIBUTED_IMPORTER, PARALLELISM_IMPORTER
-from .accelerate.read import IMPORTER as ACCELERATE_IMPORTER
-from .deepspeed.read import IMPORTER as DEEPSPEED_IMPORTER
-from .gpt_neox.read import IMPORTER as GPT_NEOX_IMPORTER
-from .megatron.over_model import BRIDGE_IMPORTER
-from .megatron.read import IMPORTER as MEGATRON_IMPORTER
+from . import torchtitan
+from .accelerate import read as accelerate
+from .deepspeed import read as deepspeed
+from .gpt_neox import read as gpt_neox
+from .megatron import over_model
+from .megatron import read as megatron
 from .reading import Importer
-from .torchtitan import IMPORTER as TORCHTITAN_IMPORTER
-from .trainers.automodel import IMPORTER as AUTOMODEL_IMPORTER
-from .trainers.importers import (
-    AXOLOTL_IMPORTER,
-    LLAMA_FACTORY_IMPORTER,
-    MEGATRON_SWIFT_IMPORTER,
-    SWIFT_IMPORTER,
-    TRAINER_IMPORTER,
-)
+from .trainers import automodel
+from .trainers import importers as trainers
 
 IMPORTERS: Mapping[str, Importer] = {
-    of.DEEPSPEED: DEEPSPEED_IMPORTER,
-    of.MEGATRON: MEGATRON_IMPORTER,
-    of.GPT_NEOX: GPT_NEOX_IMPORTER,
-    of.ACCELERATE: ACCELERATE_IMPORTER,
-    of.PARALLELISM: PARALLELISM_IMPORTER,
-    of.DISTRIBUTED: DISTRIBUTED_IMPORTER,
-    of.AXOLOTL: AXOLOTL_IMPORTER,
-    of.LLAMA_FACTORY: LLAMA_FACTORY_IMPORTER,
-    of.TRAINER: TRAINER_IMPORTER,
-    of.TORCHTITAN: TORCHTITAN_IMPORTER,
-    of.BRIDGE: BRIDGE_IMPORTER,
-    of.AUTOMODEL: AUTOMODEL_IMPORTER,
-    of.SWIFT: SWIFT_IMPORTER,
-    of.MEGATRON_SWIFT: MEGATRON_SWIFT_IMPORTER,
+    of.DEEPSPEED: deepspeed.IMPORTER,
+    of.MEGATRON: megatron.IMPORTER,
+    of.GPT_NEOX: gpt_neox.IMPORTER,
+    of.ACCELERATE: accelerate.IMPORTER,
+    of.PARALLELISM: accelerate.PARALLELISM_IMPORTER,
+    of.DISTRIBUTED: accelerate.DISTRIBUTED_IMPORTER,
+    of.AXOLOTL: trainers.AXOLOTL_IMPORTER,
+    of.LLAMA_FACTORY: trainers.LLAMA_FACTORY_IMPORTER,
+    of.TRAINER: trainers.TRAINER_IMPORTER,
+    of.TORCHTITAN: torchtitan.IMPORTER,
+    of.BRIDGE: over_model.BRIDGE_IMPORTER,
+    of.AUTOMODEL: automodel.IMPORTER,
+    of.SWIFT: trainers.SWIFT_IMPORTER,
+    of.MEGATRON_SWIFT: trainers.MEGATRON_SWIFT_IMPORTER,
 }
 """The importers of this package."""
 
@@ -65,9 +58,7 @@ def added_kind(tree: Mapping[str, Any]) -> str | None:
     Raises:
         PluginError: a plug-in that might know it cannot be used.
     """
-    for kind in kinds():
-        if kind in IMPORTERS:
-            continue
+    for kind in (name for name in kinds() if name not in IMPORTERS):
         if entry_points.called(entry_points.IMPORTERS, kind, functools.partial(_recognises, importer(kind), tree)):
             return kind
     return None

@@ -18,16 +18,13 @@ from typing import Any
 from parcompile import entry_points
 from parcompile.user_files import shipped
 
+from .statements import Facts, Values, holds, rows_of
+
 SPEC, DEEPSPEED, MEGATRON, GPT_NEOX = "spec", "ds_config", "megatron", "gpt_neox"
 CHECKED = (SPEC, DEEPSPEED, MEGATRON, GPT_NEOX)
 """Kinds that have a checker."""
-ACCELERATE, AXOLOTL, LLAMA_FACTORY, TRAINER, LIGHTNING = (
-    "accelerate",
-    "axolotl",
-    "llama_factory",
-    "trainer",
-    "lightning",
-)
+ACCELERATE, AXOLOTL, LLAMA_FACTORY = "accelerate", "axolotl", "llama_factory"
+TRAINER, LIGHTNING = "trainer", "lightning"
 FILLERS = ("transformers", "accelerate", "lightning", "bare")
 """Who reads a DeepSpeed configuration and replaces "auto" in it; bare is `deepspeed.initialize` alone."""
 PARALLELISM, DISTRIBUTED = "parallelism_config", "distributed_config"
@@ -140,39 +137,25 @@ def _deepspeed_signs(tree: Mapping[str, Any]) -> int:
     return alone + within
 
 
-_PARALLELISM_KEYS = frozenset(_STORED["parallelism_config"])
-"""Fields of accelerate's `ParallelismConfig`."""
-_DISTRIBUTED_KEYS = frozenset(_STORED["distributed_config"])
-"""Fields of transformers' `DistributedConfig`."""
-
-
-_MEGATRON_SWIFT = frozenset({"micro_batch_size", "lr", "tensor_model_parallel_size", "expert_model_parallel_size"})
-"""Arguments of `megatron sft` that `swift sft` has not."""
+_FOREIGN = tuple(rows_of(_STORED["foreign"], {}))
 
 
 def _foreign(tree: Mapping[str, Any], keys: set[str]) -> str | None:
     """A tool whose files are not checked here, by keys that it needs."""
-    if keys <= _PARALLELISM_KEYS and keys & {"dp_shard_size", "cp_size", "sp_size"}:
-        return PARALLELISM
-    if keys <= _DISTRIBUTED_KEYS and keys & {"fsdp_size", "pp_size", "ep_size", "tp_plan"}:
-        return DISTRIBUTED
-    if "distributed_type" in keys:
-        return ACCELERATE
-    if "base_model" in keys or ("rl" in keys and "datasets" in keys):
-        return AXOLOTL
-    if isinstance(tree.get("model"), str) and keys & {"tuner_type", "train_type", "sft_type", "rlhf_type"}:
-        return MEGATRON_SWIFT if keys & _MEGATRON_SWIFT else SWIFT
-    if "model_name_or_path" in keys and keys & {"finetuning_type", "stage", "template", "adapter_name_or_path"}:
-        return LLAMA_FACTORY
-    if keys & {"model_name_or_path", "per_device_train_batch_size", "output_dir"} and not _deepspeed_signs(tree):
-        return TRAINER
-    if isinstance(tree.get("trainer"), dict) and tree["trainer"].keys() & {"devices", "accelerator", "max_epochs"}:
-        return LIGHTNING
-    if "architectures" in keys or ("model_type" in keys and "parallelism" not in keys and "cluster" not in keys):
-        return MODEL
-    if "name" in keys and keys & {"dependencies", "devdependencies", "devDependencies", "scripts"}:
-        return PACKAGE
-    return None
+
+    def is_under(_tree: Any, path: str) -> bool:
+        section, _, key = path.partition(".")
+        return isinstance(tree.get(section), dict) and key in tree[section]
+
+    facts: Facts = {
+        "has.": lambda _tree, key: key in keys,
+        "only.": lambda _tree, name: keys <= {*_STORED[name]},
+        "names.": lambda _tree, key: isinstance(tree.get(key), str),
+        "under.": is_under,
+        "is_like_deepspeed": _deepspeed_signs,
+    }
+    values = Values(tree, facts, lambda _name: None)
+    return next((row["kind"] for row in _FOREIGN if holds(row, values)), None)
 
 
 # DeepSpeed configurations that another tool's file names: they are checked with it.

@@ -122,21 +122,26 @@ class Source:
         value = self.value(name, *targets)
         return None if value is None else typed.number(value, name)
 
-    def lose(self, name: str, reason: str, *, changes: bool = False) -> None:
-        """Says why an option has no place in the spec; its value is not carried, which may change training."""
-        self._settle(name, Outcome.LOST, reason, changes)
+    def lose(self, names: str | Iterable[str], reason: str, *, changes: bool = False) -> None:
+        """Says why options have no place in the spec; their values are not carried, which may change training."""
+        self._settle(names, Outcome.LOST, reason, changes)
 
     def remark(self, name: str, said: str) -> None:
         """Carries an option and says what a user should know of it."""
         self._settle(name, Outcome.CARRIED, said, changes=True)
 
-    def ignore(self, name: str, reason: str) -> None:
-        """Says why an option changes nothing."""
-        self._settle(name, Outcome.NO_EFFECT, reason)
+    def ignore(self, names: str | Iterable[str], reason: str) -> None:
+        """Says why options change nothing."""
+        self._settle(names, Outcome.NO_EFFECT, reason)
 
     def use(self, names: Iterable[str], *targets: SpecPath) -> None:
         """Those of the options that the file gives count as used for these values of the spec, and for no other."""
         self.used |= {name: set(targets) for name in names if name in self.given}
+
+    def note(self, names: Iterable[str], target: SpecPath) -> None:
+        """Those of the options that the file gives count as used for this value, too."""
+        for name in filter(self.has, names):
+            self.used.setdefault(name, set()).add(target)
 
     def settle(self, reasons: Mapping[str, Sequence[str]], if_on: Mapping[str, Sequence[str]], under: str = "") -> None:
         """Says why options that nobody has spoken of are lost: those whose names fit a pattern behind a reason.
@@ -154,8 +159,8 @@ class Source:
             elif why is not None:
                 self.lose(name, why)
 
-    def _settle(self, name: str, outcome: Outcome, reason: str, changes: bool = False) -> None:
-        if name in self.given:
+    def _settle(self, names: str | Iterable[str], outcome: Outcome, reason: str, changes: bool = False) -> None:
+        for name in filter(self.has, [names] if isinstance(names, str) else names):
             self.reasons[name] = Account(name, outcome, reason, changes)
             self.used.pop(name, None)
 
@@ -185,6 +190,11 @@ class Draft:
         self.values[path] = value
         if said:
             self.said.add(path)
+
+    def fill(self, path: SpecPath, values: Mapping[str, Any]) -> None:
+        """Sets values of a section, which the source says."""
+        for key, value in values.items():
+            self.set((*path, key), value, said=True)
 
     def take(self, source: Source, names: Iterable[str], values: Mapping[SpecPath, Any]) -> None:
         """Sets values that these options together stand for, of which none counts for another value."""
@@ -275,7 +285,11 @@ def leaving_open(path: SpecPath) -> Callable[[Reader], Reader]:
 
 
 Reader = Callable[[Source, Draft], None]
-_TYPED: Mapping[str | None, Callable[[object, str], Any]] = {"integer": typed.integer, "number": typed.number}
+_TYPED: Mapping[str | None, Callable[[object, str], Any]] = {
+    "integer": typed.integer,
+    "number": typed.number,
+    "numbers": lambda value, name: typed.list_of(typed.number, value, name),
+}
 
 
 def _of_spec(path: SpecPath, value: Any, name: str) -> Any:
@@ -306,8 +320,7 @@ def refuse_optimizer(
     why = f"{kind} of this tool is not read" if str(kind).lower() in OPTIMIZER_KEYS else why
     path = ("training", "optimizer")
     draft.ask(path if whole else (*path, "type"), f"{option} is {kind!r}: {why}")
-    for name in (option, *settings):
-        source.lose(name, why, changes=True)
+    source.lose((option, *settings), why, changes=True)
 
 
 def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = (), *, auto: str = "") -> Iterator[tuple[str, Any]]:
@@ -376,13 +389,14 @@ Arguments = dict[str, Any]
 class Entry:
     """An option that stands for one value of the spec.
 
-    `write` and `read` turn one into the other; what `write` gives None for is not written.
+    `write` and `read` turn one into the other; what `write` gives None for is not written. Without `read` an option is
+    read by the type that the spec has there.
     """
 
     option: str
     path: SpecPath
     write: Callable[[Any], Any] = lambda value: value
-    read: Callable[[Any, str], Any] = lambda value, _name: value
+    read: Callable[[Any, str], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,20 +404,27 @@ class Bundle:
     """Options that stand for values of the spec only together, and what of those values they cannot say."""
 
     options: tuple[str, ...]
-    write: Callable[[Spec], Arguments]
     read: Reader
+    write: Callable[[Spec], Arguments] = lambda _spec: {}
     losses: Callable[[Spec], Iterable[Loss]] = lambda _spec: ()
 
 
 Row = Entry | Bundle
 
 
+def carried(name: str) -> tuple[Entry, ...]:
+    """The options that `carried.json` has by this name, each with the path of its value, and a type to read it by."""
+    rows: Mapping[str, str] = shipped("parcompile.backends", "carried.json")[name]
+    found = ((option, *said.partition(" ")) for option, said in rows.items())
+    return tuple(Entry(option, tuple(path.split(".")), read=_TYPED.get(kind)) for option, path, _, kind in found)
+
+
 def stored_bundle(name: str, read: Reader, *others: str, facts: Facts | None = None) -> Bundle:
     """Options that `files.json` has by this name, with losses that `losses.json` may have; `others` are only read."""
     known, options = facts or {}, (*option_names(name), *others)
     if name in shipped("parcompile.backends", "losses.json"):
-        return Bundle(options, stored_options(name, known), read, stored_losses(name, known))
-    return Bundle(options, stored_options(name, known), read)
+        return Bundle(options, read, stored_options(name, known), stored_losses(name, known))
+    return Bundle(options, read, stored_options(name, known))
 
 
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:

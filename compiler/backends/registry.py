@@ -43,50 +43,31 @@ class Target:
     version: str = ""
 
 
-def _stored(name: str) -> Callable[[Plan], Iterable[Loss]]:
-    return lambda plan: losses_of(name, plan.spec, trainers.FACTS)
+def _stored(name: str, files: Callable[[Plan], Mapping[str, Any]], backend: str, version: str) -> Target:
+    """One whose losses stand in `losses.json`."""
+    return Target(name, files, lambda plan: losses_of(name, plan.spec, trainers.FACTS), backend, version)
+
+
+def _deepspeed_files(plan: Plan) -> dict[str, Any]:
+    return {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)}
 
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        Target(
-            "deepspeed",
-            lambda plan: {"ds_config.json": deepspeed_write.ds_config(plan), **launch.deepspeed_script(plan)},
-            _stored("deepspeed"),
-            "deepspeed",
-            deepspeed.VERSION,
-        ),
+        _stored("deepspeed", _deepspeed_files, "deepspeed", deepspeed.VERSION),
         Target("torchrun", launch.torchrun_script),
         Target("slurm", launch.slurm_script),
         Target("kubernetes", launch.kubernetes_files),
         Target("skypilot", launch.skypilot_files, launch.skypilot_losses),
         Target("megatron", megatron.files, megatron.losses, "megatron-lm", megatron.MEGATRON_VERSION),
         Target("torchtitan", torchtitan.files, torchtitan.losses, "torchtitan", torchtitan.VERSION),
-        Target("accelerate", accelerate.files, _stored("accelerate"), "accelerate", accelerate.ACCELERATE_VERSION),
-        Target(
-            "accelerate-deepspeed",
-            accelerate.files_with_deepspeed,
-            _stored("accelerate-deepspeed"),
-            "accelerate",
-            accelerate.ACCELERATE_VERSION,
-        ),
-        Target(
-            "transformers",
-            accelerate.distributed_files,
-            _stored("transformers"),
-            "transformers",
-            accelerate.TRANSFORMERS_VERSION,
-        ),
-        Target("trl", trainers.trl_files, _stored("trl"), "trl", trainers.TRL_VERSION),
-        Target("axolotl", trainers.axolotl_files, _stored("axolotl"), "axolotl", trainers.AXOLOTL_VERSION),
-        Target(
-            "llamafactory",
-            trainers.llama_factory_files,
-            _stored("llamafactory"),
-            "llamafactory",
-            trainers.LLAMA_FACTORY_VERSION,
-        ),
+        _stored("accelerate", accelerate.files, "accelerate", accelerate.VERSION),
+        _stored("accelerate-deepspeed", accelerate.files_with_deepspeed, "accelerate", accelerate.VERSION),
+        _stored("transformers", accelerate.distributed_files, "transformers", accelerate.TRANSFORMERS_VERSION),
+        _stored("trl", trainers.trl_files, "trl", trainers.TRL_VERSION),
+        _stored("axolotl", trainers.axolotl_files, "axolotl", trainers.AXOLOTL_VERSION),
+        _stored("llamafactory", trainers.llama_factory_files, "llamafactory", trainers.LLAMA_FACTORY_VERSION),
     )
 }
 """The targets of this package."""

@@ -14,11 +14,11 @@ from typing import Any
 from parcompile.plan import Plan
 from parcompile.spec import Spec
 from parcompile.text.python import Made
-from parcompile.text.typed import WrongValueError, integer, list_of, number, word
+from parcompile.text.typed import WrongValueError, integer, number, word
 from parcompile.user_files import shipped
 
 from . import reading
-from .artefacts import Loss, end_of_schedule, header, losses_of
+from .artefacts import Loss, end_of_schedule, from_template, losses_of
 from .reading import (
     Arguments,
     Draft,
@@ -45,34 +45,6 @@ FLAVORS: Mapping[str, str] = _STORED["flavors"]
 """Presets that torchtitan has a configuration for, as MODEL.FUNCTION, of that model's `config_registry`: those whose
 parameters are as many there as here."""
 
-_TEMPLATE = '''{header}
-"""The plan as a torchtitan {version} configuration.
-
-    torchrun … -m torchtitan.train --module torchtitan_config --config plan
-"""
-
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
-
-def apply(config):
-    """Changes a `Trainer.Config` into the plan's layout, batch, optimizer and schedule."""
-    config.parallelism = ParallelismConfig(
-{parallelism}
-    )
-{settings}
-    return config
-'''
-_MODEL = '''
-
-def plan():
-    """torchtitan's configuration of {preset} with the plan applied."""
-    from torchtitan.models.{module}.config_registry import {function}
-
-    return apply({function}())
-'''
-
 
 def files(plan: Plan) -> dict[str, str]:
     """torchtitan_config.py."""
@@ -84,11 +56,11 @@ def files(plan: Plan) -> dict[str, str]:
     rows = "\n".join(f"        {name}={value!r}," for name, value in sections.pop("parallelism").items())
     settings = "\n".join(f"    config.{name} = {value}" for name, value in _settings(sections))
     about = f"Written for torchtitan {VERSION}; apply() is the plan, plan() the plan with torchtitan's own model."
-    text = _TEMPLATE.format(header="\n".join(header(plan, about)), version=VERSION, parallelism=rows, settings=settings)
+    text = from_template("torchtitan.py", plan, about, VERSION=VERSION, PARALLELISM=rows, SETTINGS=settings)
     flavor = FLAVORS.get(spec.model.source)
     if flavor is not None:
         module, function = flavor.split(".")
-        text += _MODEL.format(preset=spec.model.source, module=module, function=function)
+        text += from_template("torchtitan_model.py", plan, PRESET=spec.model.source, MODULE=module, FUNCTION=function)
     return {"torchtitan_config.py": text}
 
 
@@ -177,8 +149,7 @@ def _read_batch(source: Source, draft: Draft) -> None:
     local, total = source.integer(_LOCAL, path, least=1), source.integer(_GLOBAL, _BATCH, least=-1)
     micro = draft.carry(source, _MICRO if stages != 1 else _LOCAL, path, integer)
     if stages == 1:
-        for name in (_MICRO, _SCHEDULE_OF_STAGES):
-            source.ignore(name, "there is one stage")
+        source.ignore((_MICRO, _SCHEDULE_OF_STAGES), "there is one stage")
     elif schedule in _SCHEDULES:
         draft.set(("parallelism", _VIRTUAL), _SCHEDULES[schedule], said=schedule != "1F1B")
     else:
@@ -216,9 +187,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     else:
         refuse_optimizer(source, draft, "optimizer.name", kind, whole=False)
     source.used["optimizer.name"] = {(*_OPTIMIZER, "type")}
-    for name in ("lr", "eps", "weight_decay"):
-        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
-    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+    reading.read(reading.carried("optimizer"), source, draft)
 
 
 _RATES: SpecPath = ("training", "lr_scheduler")
@@ -245,8 +214,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     if decay == 0:
         if warmup:
             draft.set(_RATES, {"type": "constant", "warmup_steps": warmup}, said=True)
-        for name in _RATE_OPTIONS[2:]:
-            source.ignore(name, "the rate never falls")
+        source.ignore(_RATE_OPTIONS[2:], "the rate never falls")
         return
     found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
     if total is not None:
@@ -263,8 +231,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             return
         fall = steps - warmup if decay is None else min(round(steps * decay), steps - warmup)
         found |= {"type": "wsd", "decay_steps": fall, "decay_type": kind}
-    for key, value in found.items():
-        draft.set((*_RATES, key), value, said=True)
+    draft.fill(_RATES, found)
 
 
 def _limit(value: Any, name: str) -> float:
@@ -373,10 +340,9 @@ def _read(source: Source, draft: Draft) -> None:
             draft.ask(("model",), f"{flavor} of torchtitan's {module} is no preset")
     reading.read(ROWS, source, draft)
     if not source.given.get("model.converters"):
-        if source.has("model.converters"):
-            source.ignore("model.converters", "it names none")
-        for option in [one for section in ("float8", "mx", "quantize") for one in source.under(section)]:
-            source.ignore(option, "model.converters does not name it")
+        source.ignore("model.converters", "it names none")
+        for section in ("float8", "mx", "quantize"):
+            source.ignore(source.under(section), "model.converters does not name it")
 
 
 def _meaning(given: Mapping[str, Any]) -> dict[str, Any]:

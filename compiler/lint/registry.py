@@ -144,27 +144,7 @@ def _decided(check: Check, settings: Settings) -> Iterator[Finding]:
         yield from check(settings)
 
 
-GROUPS = {
-    "A": "Numerics advisories: versions that compute something else",
-    "B": "Batch sizes and micro-batches",
-    "C": "Context parallelism",
-    "D": "Further DeepSpeed keys",
-    "E": "Plug-ins",
-    "F": "DeepSpeed, Megatron-LM and gpt-neox files on their own",
-    "G": "Options of other backends",
-    "H": "Memory and accelerator",
-    "J": "The text of a file",
-    "K": "Keys and values",
-    "L": "Layers and stages",
-    "M": "Mixtures of experts, latent attention",
-    "P": "Precision and optimizer",
-    "R": "Activation checkpointing",
-    "S": "Model and sequence length",
-    "T": "Tensor parallelism",
-    "W": "World size and order of the axes",
-    "X": "What the runtime refuses",
-    "Z": "ZeRO",
-}
+GROUPS: Mapping[str, str] = shipped(__package__, "groups.json")
 """What the letters of codes stand for."""
 
 

@@ -26,18 +26,9 @@ from .plan import Plan
 from .sections import topology as topology_of
 
 ADAPTABLE = (
-    "make_vocab_size_divisible_by",
-    "tp",
-    "pp",
-    "layers of the stages",
-    "order of tp and pp",
-    "ep",
-    "expert_tp",
-    "order of ep and dp",
-    "optimizer shards (dp · cp)",
-    "precision",
-    "zero stage",
-    "without weight decay",
+    *("make_vocab_size_divisible_by", "tp", "pp", "layers of the stages", "order of tp and pp"),
+    *("ep", "expert_tp", "order of ep and dp", "optimizer shards (dp · cp)"),
+    *("precision", "zero stage", "without weight decay"),
 )
 """Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
 
@@ -66,26 +57,28 @@ class Resumption:
 def file_layout(plan: Plan) -> dict[str, Any]:
     """What two plans have to share for DeepSpeed to load the one's checkpoint as it is into the other's run."""
     parallelism, training = plan.spec.parallelism, plan.spec.training
+    expert_dp = plan.groups.expert_grid.size((Axis.DP,)) if parallelism.ep > 1 else 1
     return {
         "model": plan.spec.model.architecture,
         "make_vocab_size_divisible_by": parallelism.make_vocab_size_divisible_by,
         "tp": parallelism.tp,
         "pp": parallelism.pp,
         "layers of the stages": _layers(plan) if parallelism.pp > 1 else None,
-        "order of tp and pp": "-".join(axis for axis in parallelism.order if axis in (Axis.TP, Axis.PP))
-        if parallelism.pp > 1 and parallelism.tp > 1
-        else None,
+        "order of tp and pp": _order(plan, Axis.TP, Axis.PP) if parallelism.pp > 1 and parallelism.tp > 1 else None,
         "ep": parallelism.ep if parallelism.ep > 1 else None,
         "expert_tp": parallelism.expert_tp if parallelism.folds_experts else None,
-        "order of ep and dp": "-".join(axis for axis in parallelism.order if axis in (Axis.EP, Axis.DP))
-        if parallelism.ep > 1 and plan.groups.expert_grid.size((Axis.DP,)) > 1
-        else None,
+        "order of ep and dp": _order(plan, Axis.EP, Axis.DP) if expert_dp > 1 else None,
         "optimizer shards (dp · cp)": plan.spec.optimizer_shards,
         "zero stage": plan.spec.zero_stage,
         "precision": training.precision.value,
         "optimizer": training.optimizer.type,
         "without weight decay": training.optimizer.no_weight_decay,
     }
+
+
+def _order(plan: Plan, *axes: Axis) -> str:
+    """These axes as they follow on one another, innermost first."""
+    return "-".join(axis for axis in plan.spec.parallelism.order if axis in axes)
 
 
 def layout_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:

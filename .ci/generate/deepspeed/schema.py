@@ -127,7 +127,8 @@ def gone(key: Key, inner: Any) -> dict[str, Any]:
 def optimizer() -> dict[str, Any]:
     """Which parameters each optimizer takes, in whatever way it is run."""
     version = newest()
-    own = [name for name in constructors.WRITTEN.values() if name.lower() in constructors.optimizers(version)]
+    known = constructors.optimizers(version)
+    own = [one["written"] for name, one in constructors.CLASSES.items() if name in known]
     spelt = [spelling for name in own for spelling in dict.fromkeys((name, name.lower(), name.upper()))]
     conditions = []
     for name in CLASSES:

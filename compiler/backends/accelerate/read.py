@@ -11,7 +11,7 @@ from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
-from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, carried
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, reduced_by_fsdp, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
@@ -47,24 +47,19 @@ def read(source: Source, draft: Draft) -> None:
         _joined(source, draft, inner)
     if inner is not None or (kind == "DEEPSPEED" and not source.has(_DEEPSPEED_FILE)):
         sum_as_deepspeed(draft, inner)
-    if kind == "DEEPSPEED":
-        _deepspeed(source, draft)
-    elif kind == "FSDP":
-        _fsdp(source, draft)
-    elif kind == "MEGATRON_LM":
-        _megatron(source, draft)
-    elif kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        source.lose("distributed_type", "a spec is for GPUs of CUDA, and for CPUs")
-    if kind in ("DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO", "MEGATRON_LM"):
+    sections = {"DEEPSPEED": _deepspeed, "FSDP": _fsdp, "MEGATRON_LM": _megatron}
+    if kind in sections:
+        sections[kind](source, draft)
+    if kind in (*sections, "NO", "MULTI_GPU", "MULTI_CPU"):
         source.ignore("distributed_type", "the sections of the file say what it stands for")
+    else:
+        source.lose("distributed_type", "a spec is for GPUs of CUDA, and for CPUs")
     _parallelism(source, draft, _PARALLELISM + _OF_ACCELERATE)
     for path, why in _OF_THE_SCRIPT.items():
         if not any(known[: len(path)] == path for known in draft.values):
             draft.ask(path, why)
     _settle(source, "file")
-    for name in list(source.unread()):
-        if source.given[name] in (None, {}):
-            source.ignore(name, "empty")
+    source.ignore([name for name in source.unread() if source.given[name] in (None, {})], "empty")
 
 
 def _settle(source: Source, section: str, prefix: str = "") -> None:
@@ -105,8 +100,7 @@ def _joined(source: Source, draft: Draft, inner: Draft) -> None:
         source.ignore(name, "the DeepSpeed configuration decides the type of the weights")
     elif said:
         draft.ask(_PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
-    for path in inner.said:
-        draft.set(path, inner.values[path], said=True)
+    draft.take(source, (), {path: inner.values[path] for path in inner.said})
     if not said and not source.has(name) and decided is not None:
         draft.set(_PRECISION, decided, said=True)
     for path, question in inner.questions.items():
@@ -173,15 +167,8 @@ def _fsdp(source: Source, draft: Draft) -> None:
 
 def _megatron(source: Source, draft: Draft) -> None:
     prefix = "megatron_lm_config.megatron_lm_"
-    carried: dict[str, SpecPath] = {
-        "tp_degree": ("parallelism", "tp"),
-        "pp_degree": ("parallelism", "pp"),
-        "sequence_parallelism": ("parallelism", "sequence_parallel"),
-        "gradient_clipping": ("training", "gradient_clipping"),
-        "num_micro_batches": ("training", "gradient_accumulation_steps"),
-    }
-    for key, path in carried.items():
-        draft.carry(source, prefix + key, path, lambda value, _name: _literal(value))
+    for row in carried("accelerate.megatron"):
+        draft.carry(source, prefix + row.option, row.path, lambda value, _name: _literal(value))
     if _literal(source.given.get(prefix + "recompute_activations")) is True:
         path = ("training", "activation_checkpointing")
         draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")
@@ -214,9 +201,7 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
         kind = "ulysses" if sp > 1 else "all_gather" if strategy == "allgather" else "ring"
         draft.set(("parallelism", "cp"), cp * sp, said=True)
         draft.take(source, settings, {("parallelism", "cp_implementation"): kind})
-    for name in settings:
-        if name not in source.used:
-            source.ignore(name, "cp and sp are 1")
+    source.ignore([name for name in settings if name not in source.used], "cp and sp are 1")
     shard, replicate = size("dp_shard_size"), size("dp_replicate_size")
     if shard is not None or replicate is not None:
         names = (prefix + "dp_shard_size", prefix + "dp_replicate_size")

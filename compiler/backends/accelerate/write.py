@@ -13,7 +13,7 @@ from parcompile.backends.artefacts import file_tree, to_text, yaml_file
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.plan import Plan
 
-ACCELERATE_VERSION = "1.15.0"
+VERSION = "1.15.0"
 """Version of accelerate whose configuration classes were read."""
 TRANSFORMERS_VERSION = "5.23.0"
 """Version of transformers whose configuration class was read."""

@@ -8,14 +8,27 @@ set, so that both directions follow from one table.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from parcompile.backends.artefacts import losses_of
+from parcompile.backends.statements import Facts, Values, holds
 from parcompile.model import families as model_families
 from parcompile.model.shape import ModelShape, MoeShape
 from parcompile.model.tables import class_default, reads
+from parcompile.spec import Spec
 
-from .families import ACTIVATIONS, FAMILIES, Architecture, InexpressibleError, Rope, Router, Switches
+from .families import (
+    ACTIVATIONS,
+    FAMILIES,
+    LACKS,
+    SCALING_KEYS,
+    Architecture,
+    InexpressibleError,
+    Rope,
+    Router,
+    Switches,
+)
 
 
 def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | None = None) -> dict[str, Any]:
@@ -40,27 +53,15 @@ def config_of(wanted: Architecture, sizes: Mapping[str, int], moe: MoeShape | No
 
 def _lacks(family: Switches, name: str, wanted: Architecture) -> list[str]:
     """What a family has in place of what is wanted, the greatest difference first."""
-    router, turned = wanted.router, wanted.rope and wanted.rope.percent
-    has_head_dim = family.reads_head_dim and reads(name, "head_dim")
-    checks = (
-        (family.latent == wanted.latent, "another attention"),
-        ((family.router is None) == (router is None), "a dense MLP" if router else "experts"),
-        (family.rms_norm == wanted.rms_norm, "another norm"),
-        ((family.theta is None) == (wanted.rope is None), "positions of another kind"),
-        (family.gated == wanted.gated, "another MLP"),
-        (wanted.qk_norm in family.qk_norm, "no such norm of queries and keys"),
-        (wanted.parallel in family.parallel, "attention and MLP in another arrangement"),
-        (family.centered_norm == wanted.centered_norm, "a norm with another offset"),
-        (wanted.biases in family.biases, "biases in other places"),
-        (family.grouped or not wanted.grouped, "as many key/value heads as query heads"),
-        (wanted.latent or has_head_dim or not wanted.own_head_dim, "heads of another width"),
-        (wanted.window is None or family.windowed is None, "no window"),
-        (_has_dropouts(family, wanted), "one dropout for two places"),
-        (router is None or family.router is None or _has_router(family, router), "another router"),
-        (turned in (None, 1.0) or family.percent is not None, "whole heads turned"),
-        (wanted.rope is None or not wanted.rope.interleaved, "rotary positions that are not interleaved"),
-    )
-    return [lack for holds, lack in checks if not holds]
+    facts: Facts = {
+        "family.": _switch_of(family),
+        "wanted.": _switch_of(wanted),
+        "has_head_dim": lambda _wanted: family.reads_head_dim and reads(name, "head_dim"),
+        "has_dropouts": lambda _wanted: _has_dropouts(family, wanted),
+        "has_router": lambda _wanted: _has_router(family.router, wanted.router, family),
+    }
+    values = Values(wanted, facts, lambda _name: None)
+    return [row["lack"] for row in LACKS if holds(row, values)]
 
 
 def _has_dropouts(family: Switches, wanted: Architecture) -> bool:
@@ -72,9 +73,9 @@ def _has_dropouts(family: Switches, wanted: Architecture) -> bool:
     )
 
 
-def _has_router(family: Switches, wanted: Router) -> bool:
-    fixed = family.router
-    assert fixed is not None
+def _has_router(fixed: Router | None, wanted: Router | None, family: Switches) -> bool:
+    if fixed is None or wanted is None:
+        return True
     parts = {one.name for one in dataclasses.fields(Router)} - {"dense_layers", *family.router_keys}
     same = all(getattr(fixed, part) == getattr(wanted, part) for part in parts)
     return same and (family.has_dense_layers or not wanted.dense_layers)
@@ -169,20 +170,6 @@ def _described(wanted: Architecture) -> str:
 Config = Mapping[str, Any]
 
 _NO_SCALING = ("default", None)
-_SCALING_KEYS = (
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
 
 
 def architecture_of(config: Config, shape: ModelShape) -> Architecture:
@@ -275,7 +262,7 @@ def _rope(config: Config, family: Switches) -> Rope | None:
     kind = given.get("rope_type", given.get("type"))
     scaling: dict[str, Any] = {}
     if kind not in _NO_SCALING:
-        kept = {key: given[key] for key in _SCALING_KEYS if given.get(key) is not None}
+        kept = {key: given[key] for key in SCALING_KEYS if given.get(key) is not None}
         original = config.get("original_max_position_embeddings")
         if original is not None:
             kept.setdefault("original_max_position_embeddings", original)
@@ -283,3 +270,28 @@ def _rope(config: Config, family: Switches) -> Rope | None:
     if family.latent and config.get("rope_interleave") is False:
         raise InexpressibleError("rope_interleave false", "latent attention turns neighbouring elements together")
     return Rope(float(theta), float(percent), scaling)
+
+
+def facts_of(found: Architecture) -> Facts:
+    """What tables read of a model: its switches as "found.NAME"."""
+    return {"found.": _switch_of(found)}
+
+
+def _switch_of(switches: Architecture | Switches) -> Callable[[Any, str], Any]:
+    def read(_subject: Any, path: str) -> Any:
+        one: Any = switches
+        for key in path.split("."):
+            one = getattr(one, key, None)
+        return one
+
+    return read
+
+
+def refuse(name: str, spec: Spec, facts: Facts) -> None:
+    """Refuses what a tool cannot express at all: the rows that `losses.json` has by this name.
+
+    Raises:
+        InexpressibleError: there is such a thing.
+    """
+    for one in losses_of(name, spec, facts):
+        raise InexpressibleError(one.what, one.why)

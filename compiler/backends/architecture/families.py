@@ -5,7 +5,7 @@ Sources: the modeling files and configuration classes of transformers 5.23; the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +14,13 @@ from parcompile.user_files import shipped
 Biases = tuple[bool, bool, bool]
 """Biases of queries, keys and values; of the attention's output; of the MLP."""
 
-ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-}
+_WORDS = shipped(__package__, "words.json")
+ACTIVATIONS: Mapping[str, str] = _WORDS["activations"]
 """Hugging Face's names of activations, by what they compute: gelu_tanh is GELU's approximation with tanh."""
+SCALING_KEYS: Sequence[str] = _WORDS["scaling"]
+"""Keys of `rope_scaling` beside its type."""
+LACKS: Sequence[Mapping[str, str]] = _WORDS["lacks"]
+"""What a family has in place of what is wanted, the greatest difference first."""
 
 
 class InexpressibleError(ValueError):

@@ -92,9 +92,7 @@ def _precision(source: Source, draft: Draft) -> None:
         on = [name for name in ("fp16", "bf16", "bfloat16") if source.value(f"{name}.enabled", _PRECISION) is True]
     except UndecidedError as error:
         draft.leave_open(source, error, _PRECISION)
-        for name in ("fp16", "bf16"):
-            if source.has(f"{name}.enabled"):
-                source.used.setdefault(f"{name}.enabled", set()).add(_PRECISION)
+        source.note(("fp16.enabled", "bf16.enabled"), _PRECISION)
         precision = draft.answers.get(_PRECISION)
     else:
         precision = "fp32" if not on else "fp16" if on[0] == "fp16" else "bf16"
@@ -102,9 +100,7 @@ def _precision(source: Source, draft: Draft) -> None:
     if precision in ("fp16", None):
         draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
     else:
-        for name in source.under("fp16"):
-            if name != "fp16.enabled":
-                source.ignore(name, "fp16 is off")
+        source.ignore({*source.under("fp16")} - {"fp16.enabled"}, "fp16 is off")
     if source.has("data_types.grad_accum_dtype") and source.given["data_types.grad_accum_dtype"] is not None:
         carry_sums(source, draft, precision)
     elif precision is not None:
@@ -197,8 +193,7 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     open_names = [name for name in names if isinstance(source.given[name], Undecided)]
     if open_names:
         draft.ask(_SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} sets them")
-        for name in names:
-            source.used.setdefault(name, set()).add(_SCHEDULE)
+        source.note(names, _SCHEDULE)
         return
     if not isinstance(kind, str) or kind not in deepspeed.SCHEDULERS:
         return
@@ -207,8 +202,7 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     if found is None:
         return
     rate, schedule = found
-    for key, value in schedule.items():
-        draft.set((*_SCHEDULE, key), value, said=True)
+    draft.fill(_SCHEDULE, schedule)
     if rate is not None:
         # The schedule sets the rate, whatever the optimizer was given.
         draft.set((*_OPTIMIZER, "lr"), rate, said=True)
@@ -216,8 +210,7 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     if "total_num_steps" in given:
         total = integer(given["total_num_steps"], "scheduler.params.total_num_steps")
         draft.set(("training", "train_steps"), total, said=True)
-    for name in names:
-        source.value(name, _SCHEDULE)
+    source.note(names, _SCHEDULE)
 
 
 def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[float | None, dict[str, Any]] | None:
@@ -258,15 +251,13 @@ def read_offload(source: Source, draft: Draft, part: str, device: str = "") -> N
             draft.carry(source, pinned, (*path, "pin_memory"))
         if part == "optimizer":
             source.value("optimizer.params.fused", (*path, "device"))
-        for name in _OF_DRIVES if part == "param" else ():
-            if source.has(f"{host}.{name}"):
-                source.ignore(f"{host}.{name}", "DeepSpeed reads it for nvme alone")
+        else:
+            source.ignore((f"{host}.{name}" for name in _OF_DRIVES), "DeepSpeed reads it for nvme alone")
     elif where == "nvme" and reaches:
         source.lose(device, deepspeed.NO_NVME)
     elif where in ("none", None, "cpu", "nvme"):
-        for name in {device, *source.under(host)}:
-            if source.has(name):
-                source.ignore(name, "off" if reaches else f"DeepSpeed reads it from stage {_FIRST_STAGE[part]} on")
+        why = "off" if reaches else f"DeepSpeed reads it from stage {_FIRST_STAGE[part]} on"
+        source.ignore({device, *source.under(host)}, why)
     if part == "optimizer":
         _implementation(source, draft, path)
 

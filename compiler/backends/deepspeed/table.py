@@ -7,8 +7,9 @@ which refuses what it does not know; from the others DeepSpeed takes what it kno
 from __future__ import annotations
 
 import functools
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,7 +227,17 @@ _TYPES = {
     "section": "object",
     "none": "null",
 }
-_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "ge": ("minimum", operator.ge),
+    "gt": ("exclusiveMinimum", operator.gt),
+    "le": ("maximum", operator.le),
+    "lt": ("exclusiveMaximum", operator.lt),
+}
+
+
+def broken(value: float, facts: Mapping[str, Any]) -> Iterator[str]:
+    """The bounds of a key that a number does not keep."""
+    return (name for name, (_, holds) in BOUNDS.items() if name in facts and not holds(value, facts[name]))
 
 
 def as_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +254,7 @@ def as_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _TYPES:
         null = facts.get("null") and kind != "none"
         schema["type"] = [_TYPES[kind], "null"] if null else _TYPES[kind]
-    schema.update({_BOUNDS[name]: facts[name] for name in _BOUNDS if name in facts})
+    schema.update({keyword: facts[name] for name, (keyword, _) in BOUNDS.items() if name in facts})
     if "of" in facts:
         schema["items"] = as_schema(facts["of"])
     if "length" in facts:

@@ -11,13 +11,22 @@ as a whole number, null stands for the default, and the case of a choice does no
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parcompile.backends.reading import Account, Outcome, effect_of
 from parcompile.user_files import shipped
 
+_STORED, WORDS = (shipped(__package__, f"{name}.json") for name in ("fields", "words"))
+VERSIONS: Sequence[str] = _STORED["versions"]
+"""The known versions of gpt-neox, oldest first."""
+DEEPSPEED_VERSION: str = _STORED["deepspeed"]
+"""The version of DeepSpeed that the newest one requires."""
+ATTENTION_KINDS: Sequence[str] = _STORED["attention"]
+"""ATTENTION_TYPE_CHOICES of the newest version; older ones have fewer."""
+REPLACED: frozenset[str] = frozenset(_STORED["replaced"])
+"""The fields that the newest version sets before it looks at types, whatever a file says."""
 ANY = "any"
 """The type of a field that takes everything."""
 
@@ -37,14 +46,7 @@ class Field:
     @property
     def is_current(self) -> bool:
         """Whether the newest version has it."""
-        return self.versions[-1] == versions()[-1]
-
-
-@functools.cache
-def _facts() -> dict[str, Any]:
-    tree = shipped("parcompile.backends.gpt_neox", "fields.json")
-    assert isinstance(tree, dict)
-    return tree
+        return self.versions[-1] == VERSIONS[-1]
 
 
 @functools.cache
@@ -59,40 +61,14 @@ def fields() -> Mapping[str, Field]:
             entry.get("default"),
             bool(entry.get("deepspeed")),
         )
-        for name, entry in _facts()["fields"].items()
+        for name, entry in _STORED["fields"].items()
     }
-
-
-def attention_kinds() -> tuple[str, ...]:
-    """ATTENTION_TYPE_CHOICES of the newest version; older ones have fewer."""
-    return tuple(_facts()["attention"])
-
-
-def replaced_fields() -> frozenset[str]:
-    """The fields that the newest version sets before it looks at types, whatever a file says."""
-    return frozenset(_facts()["replaced"])
-
-
-def versions() -> tuple[str, ...]:
-    """The known versions of gpt-neox, oldest first."""
-    return tuple(_facts()["versions"])
-
-
-def deepspeed() -> str:
-    """The version of DeepSpeed that the newest one requires."""
-    return str(_facts()["deepspeed"])
 
 
 # What keys of gpt-neox do that have no place in a spec. Every key of the newest version is read or in `effects.json`.
 
 
-_DERIVED = frozenset(
-    {
-        *("batch_size", "clip_grad", "dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "lr"),
-        *("min_scale", "optimizer_type", "zero_allgather_bucket_size", "zero_contiguous_gradients"),
-        *("zero_reduce_bucket_size", "zero_reduce_scatter", "zero_stage"),
-    }
-)
+_DERIVED = frozenset(WORDS["derived"])
 """Keys that `calculate_derived` sets from others, whatever a file says."""
 
 

@@ -17,7 +17,7 @@ from parcompile.text import SourceError, SourceText
 from parcompile.text.python import parsed_python
 from parcompile.user_files import read_bytes
 
-from . import ANY, Field, versions
+from . import ANY, VERSIONS, Field
 
 _CLASSES = Path("megatron", "neox_arguments")
 _FILES = ("deepspeed_args.py", "neox_args.py", "arguments.py")
@@ -59,7 +59,7 @@ def _read(texts: tuple[bytes, ...]) -> Beside:
             if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                 types, choices = _described(one.annotation)
                 default = one.value.value if isinstance(one.value, ast.Constant) else None
-                found[one.target.id] = Field(one.target.id, versions()[-1:], types, choices, default, handed_on=False)
+                found[one.target.id] = Field(one.target.id, (VERSIONS[-1],), types, choices, default, handed_on=False)
             elif isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "ATTENTION_TYPE_CHOICES":
                 with suppress(ValueError, TypeError):
                     attention = tuple(ast.literal_eval(one.value))

@@ -6,37 +6,22 @@ Read off gpt-neox of 2026-05-20: megatron/model/transformer.py, activations.py, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, config_of
 from parcompile.backends.reading import Draft, Source, SpecPath, Undecided
 from parcompile.text.typed import integer, number
 
-_MODEL: SpecPath = ("model",)
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-OPTIONS = (
-    *SIZES,
-    *("num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "activation", "bias_gelu_fusion"),
-    *("norm", "layernorm_epsilon", "rms_norm_epsilon", "use_bias_in_norms", "use_bias_in_attn_linear"),
-    *("use_bias_in_mlp", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "gpt_j_tied"),
-    *("no_weight_tying", "attention_dropout", "hidden_dropout", "init_method", "init_method_std"),
-    *("output_layer_init_method", "attention_config", "sliding_window_width", "moe_num_experts", "use_qk_layernorm"),
-    *("use_mup", "mlp_type", "rotary_interleaved"),
-)
-"""The keys that this module reads."""
+from . import WORDS
 
-_ACTIVATIONS: Mapping[str, tuple[bool, str]] = {
-    "gelu": (False, "gelu"),
-    "relu": (False, "relu"),
-    "swish": (False, "silu"),
-    "silu": (False, "silu"),
-    "swiglu": (True, "silu"),
-    "geglu": (True, "gelu"),
-    "reglu": (True, "relu"),
-}
+_MODEL: SpecPath = ("model",)
+SIZES: Sequence[str] = WORDS["sizes"]
+OPTIONS: Sequence[str] = [*SIZES, *WORDS["options"]]
+"""The keys that this module reads."""
+_ACTIVATIONS: Mapping[str, tuple[bool, str]] = WORDS["activations"]
 """Whether each is gated, and what it computes."""
-_NORMS: Mapping[str, bool] = {"layernorm": False, "te_layernorm": False, "rmsnorm": True, "te_rmsnorm": True}
+_NORMS: Mapping[str, bool] = WORDS["norms"]
 """Whether each is an RMSNorm."""
 
 
@@ -83,8 +68,7 @@ def read(source: Source, draft: Draft) -> None:
     if None in (sizes["hidden_size"], sizes["num_attention_heads"]):
         return
     wanted, own = _layers(source, sizes["hidden_size"], sizes["num_attention_heads"])
-    for key, value in config_of(wanted, own).items():
-        draft.set((*_MODEL, key), value, said=True)
+    draft.fill(_MODEL, config_of(wanted, own))
 
 
 def _layers(source: Source, hidden: int, heads: int) -> tuple[Architecture, dict[str, int]]:
@@ -162,8 +146,7 @@ def _positions(source: Source) -> Rope | None:
     if kind not in ("learned", "rotary"):
         raise InexpressibleError(f"pos_emb {kind}", "a spec has rotary and learned positions")
     if kind == "learned":
-        for name in ("rotary_pct", "rotary_emb_base"):
-            source.ignore(name, "pos_emb is learned")
+        source.ignore(("rotary_pct", "rotary_emb_base"), "pos_emb is learned")
         return None
     percent, base = (_number(source, name) for name in ("rotary_pct", "rotary_emb_base"))
     return Rope(base, percent, interleaved=source.value("rotary_interleaved", _MODEL) is True)
@@ -190,9 +173,8 @@ def _window(source: Source) -> int | None:
 
 def _deviation(source: Source) -> float:
     deviation = _number(source, "init_method_std")
-    for name in ("init_method", "output_layer_init_method"):
-        if source.has(name):
-            source.lose(name, "a spec draws all weights from a normal distribution: load a checkpoint to start alike")
+    why = "a spec draws all weights from a normal distribution: load a checkpoint to start alike"
+    source.lose(("init_method", "output_layer_init_method"), why)
     return deviation
 
 
@@ -214,11 +196,7 @@ def _refuse_other_models(source: Source) -> None:
     experts = source.value("moe_num_experts", _MODEL)
     if isinstance(experts, int) and experts > 1:
         raise InexpressibleError(f"moe_num_experts {experts}", "gpt-neox routes its experts as no model type here does")
-    for name, what in (
-        ("use_qk_layernorm", "queries and keys have a LayerNorm over all heads of a rank"),
-        ("use_mup", "its scales are those of µP"),
-        ("mlp_type", "the key belongs to another version of gpt-neox, which builds another MLP"),
-    ):
+    for name, what in WORDS["other models"].items():
         value = source.value(name, _MODEL)
         if value not in (None, False) and not isinstance(value, Undecided):
             raise InexpressibleError(f"{name} {value}".removesuffix(" True"), what)

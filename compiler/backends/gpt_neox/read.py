@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parcompile.backends import reading as table
 from parcompile.backends.architecture import InexpressibleError
 from parcompile.backends.deepspeed.read import ADAM_ON_HOST, carry_sums, read_further, read_offload, sum_as_weights
 from parcompile.backends.reading import (
@@ -103,22 +104,6 @@ _TUNING = "DeepSpeed's autotuning"
 _PRECISION: SpecPath = ("training", "precision")
 _OPTIMIZER: SpecPath = ("training", "optimizer")
 _SCHEDULE: SpecPath = ("training", "lr_scheduler")
-_PLAIN: Mapping[str, SpecPath] = {
-    "make_vocab_size_divisible_by": ("parallelism", "make_vocab_size_divisible_by"),
-    "model_parallel_size": ("parallelism", "tp"),
-    "sequence_parallel": ("parallelism", "sequence_parallel"),
-    "seq_length": ("training", "sequence_length"),
-    "gradient_accumulation_steps": ("training", "gradient_accumulation_steps"),
-    "gradient_clipping": ("training", "gradient_clipping"),
-    "train_iters": ("training", "train_steps"),
-    "seed": ("training", "seed"),
-    "zero_optimization.stage": ("zero", "stage"),
-}
-_IF_GIVEN: Mapping[str, SpecPath] = {
-    "train_batch_size": ("training", "global_batch_size"),
-    "train_micro_batch_size_per_gpu": ("training", "micro_batch_size"),
-    "num_gpus": ("cluster", "gpus_per_node"),
-}
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
@@ -153,11 +138,7 @@ def read(source: Source, draft: Draft) -> None:
         raise RefusedError(f"this model cannot be carried into a spec: {error}") from None
     except UndecidedError as error:
         draft.leave_open(source, error, ("model",))
-    for name, path in _PLAIN.items():
-        draft.carry(source, name, path)
-    for name, path in _IF_GIVEN.items():
-        if source.has(name):
-            draft.carry(source, name, path)
+    table.read(table.carried("gpt-neox"), source, draft)
     if source.has("num_nodes") and source.given["num_nodes"] != -1:
         draft.carry(source, "num_nodes", ("cluster", "nodes"))
     # 0 stands for one stage without DeepSpeed's pipeline engine.
@@ -182,10 +163,8 @@ def _precision(source: Source, draft: Draft) -> None:
     draft.set(_PRECISION, precision, said=bool(on) or said is not None)
     if precision == "fp16":
         draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
-    for section in ("fp16", "bf16"):
-        for name in source.under(section):
-            if section != precision and name != f"{section}.enabled":
-                source.ignore(name, f"{section} is off")
+    for section in {"fp16", "bf16"} - {precision}:
+        source.ignore({*source.under(section)} - {f"{section}.enabled"}, f"{section} is off")
     if source.has("data_types.grad_accum_dtype"):
         carry_sums(source, draft, precision)
     else:
@@ -230,12 +209,9 @@ def _schedule(source: Source, draft: Draft) -> None:
     elif round(rise) < 2:
         why = f"a spec's warm-up has 2 steps or more, this one {warmup:g} · {steps} = {rise:g}"
     if why is not None:
-        for name in names:
-            source.lose(name, why)
-            source.used.pop(name, None)
+        source.lose(names, why)
         return
-    for key, value in (("type", style), ("warmup_steps", round(rise))):
-        draft.set((*_SCHEDULE, key), value, said=True)
+    draft.fill(_SCHEDULE, {"type": style, "warmup_steps": round(rise)})
     floor = 0.0 if style == "constant" else least
     draft.set((*_SCHEDULE, "min_lr"), floor, said=bool(floor))
     if floor:

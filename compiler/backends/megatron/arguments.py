@@ -106,19 +106,13 @@ def spelling(flag: str) -> str:
 
 
 @functools.cache
-def _table() -> Mapping[str, Any]:
-    table: Mapping[str, Any] = shipped("parcompile.backends.megatron", "options.json")
-    return table
-
-
-@functools.cache
 def line(name: str = NVIDIA) -> Line:
     """The parsers of a project.
 
     Raises:
         KeyError: there are no facts of it.
     """
-    table = _table()
+    table = shipped(__package__, "options.json")
     numbers = {one["name"]: number for number, one in enumerate(table["lines"])}
     number = numbers[name]
     options = {
@@ -132,13 +126,13 @@ def line(name: str = NVIDIA) -> Line:
 @functools.cache
 def lines() -> tuple[str, ...]:
     """The projects of which there are facts."""
-    return tuple(one["name"] for one in _table()["lines"])
+    return tuple(one["name"] for one in shipped(__package__, "options.json")["lines"])
 
 
 @functools.cache
 def elsewhere() -> Mapping[str, str]:
     """Flags that scripts and forks add to the parser, as names are written here, with where."""
-    return {spelling(flag): where for flag, where in _table()["elsewhere"].items()}
+    return {spelling(flag): where for flag, where in shipped(__package__, "options.json")["elsewhere"].items()}
 
 
 def _facts(row: list[Any]) -> Facts:

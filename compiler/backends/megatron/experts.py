@@ -5,20 +5,17 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from parcompile.backends.architecture import Architecture, InexpressibleError, Router
-from parcompile.backends.artefacts import option_names, tree_of
+from parcompile.backends.architecture import Architecture, InexpressibleError, Router, refuse
+from parcompile.backends.artefacts import tree_of
 from parcompile.backends.reading import Arguments, Draft, Source, SpecPath
 from parcompile.backends.statements import Facts
 from parcompile.model.shape import MoeShape
 from parcompile.spec import Spec
 from parcompile.text.typed import decimal, number
 
-OPTIONS = option_names("megatron.experts")
 SCOPES = {"sequence": "seq_aux_loss", "micro_batch_per_layer": "aux_loss", "global_batch": "global_aux_loss"}
 """Megatron-LM's words for the tokens over which a loss balances experts; it has none for all layers as one."""
 _ROUTER: SpecPath = ("training", "router")
-GROUP_TOPK = 2
-"""Experts of a group whose scores are added to choose groups, in DeepSeek-V3's router of transformers."""
 
 
 def write(found: Architecture, spec: Spec) -> Arguments:
@@ -33,14 +30,6 @@ def write(found: Architecture, spec: Spec) -> Arguments:
     moe, router, training = spec.model.shape.moe, found.router, spec.training.router
     if moe is None or router is None:
         return {}
-    if router.score == "sigmoid" and not router.normalized and moe.num_experts_per_token > 1:
-        raise InexpressibleError("norm_topk_prob false", "Megatron-LM makes the weights of sigmoid scores add up to 1")
-    if router.groups > 1 and (counted := moe.num_experts_per_token // router.groups_per_token) != GROUP_TOPK:
-        raise InexpressibleError(
-            f"topk_group {router.groups_per_token} of {router.groups}",
-            f"Megatron-LM chooses groups by {moe.num_experts_per_token} / {router.groups_per_token} = {counted} "
-            f"experts of each, transformers by {GROUP_TOPK}",
-        )
     layers, kind, frequency = spec.model.shape.num_hidden_layers, None, None
     if training is not None and training.aux_loss:
         kind = SCOPES.get(training.aux_loss_scope)
@@ -53,6 +42,7 @@ def write(found: Architecture, spec: Spec) -> Arguments:
         "balancing": lambda _spec: kind or "none",
         "layer_frequency": lambda _spec: frequency,
     }
+    refuse("megatron.experts", spec, facts)
     options: Arguments = tree_of("megatron.experts", spec, facts)
     return options
 
@@ -116,8 +106,7 @@ def read_training(source: Source, draft: Draft, router: Router) -> None:
         raise InexpressibleError(f"{_TYPE} {balancing}", "a spec's routers take the highest scores")
     scope = {theirs: ours for ours, theirs in SCOPES.items()}.get(str(balancing))
     if not (any(coefficient) if isinstance(coefficient, list) else coefficient) or balancing == "none":
-        for name in (_TYPE, _COEFFICIENT):
-            source.ignore(name, "no loss balances experts")
+        source.ignore((_TYPE, _COEFFICIENT), "no loss balances experts")
     elif scope is None or isinstance(coefficient, list):
         source.lose(_COEFFICIENT, "a spec has one loss that balances experts", changes=True)
         source.ignore(_TYPE, "a spec has one loss that balances experts")
@@ -130,8 +119,7 @@ def _read_capacity(source: Source, draft: Draft, *, moves: bool) -> None:
     factor, policy, pads = (source.value(name, _CAPACITY) for name in (_FACTOR, _POLICY, _PAD))
     # Megatron-LM takes a negative one for none.
     if factor is None or number(factor, _FACTOR) <= 0:
-        for name in (_FACTOR, _POLICY, _PAD):
-            source.ignore(name, "no choice is refused")
+        source.ignore((_FACTOR, _POLICY, _PAD), "no choice is refused")
         return
     draft.set(_CAPACITY, number(factor, _FACTOR), said=True)
     if policy != "probs":

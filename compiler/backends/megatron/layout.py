@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from parcompile.backends.artefacts import effective_order, stored_losses
-from parcompile.backends.reading import Arguments, Bundle, Draft, Entry, Row, Source, flag, leaving_open, stored_bundle
+from parcompile.backends.reading import (
+    Arguments,
+    Bundle,
+    Draft,
+    Entry,
+    Row,
+    Source,
+    carried,
+    flag,
+    leaving_open,
+    stored_bundle,
+)
 from parcompile.backends.statements import Facts
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import CpImplementation
@@ -48,8 +59,7 @@ def _read_context(source: Source, draft: Draft) -> None:
     sizes = source.value("hierarchical_context_parallel_sizes", _SIZES)
     cp = source.value("context_parallel_size")
     if not isinstance(cp, int) or cp == 1:
-        source.ignore("cp_comm_type", "one rank holds the whole sequence")
-        source.ignore("hierarchical_context_parallel_sizes", "one rank holds the whole sequence")
+        source.ignore(("cp_comm_type", "hierarchical_context_parallel_sizes"), "one rank holds the whole sequence")
         return
     kinds = list_of(word, kinds if isinstance(kinds, list) else [kinds], "cp_comm_type")
     if len(set(kinds)) != 1 or kinds[0] not in _IMPLEMENTATIONS:
@@ -133,18 +143,15 @@ _FACTS: Facts = {
 }
 
 ROWS: tuple[Row, ...] = (
-    Entry("tensor_model_parallel_size", ("parallelism", "tp")),
-    Entry("context_parallel_size", ("parallelism", "cp")),
-    Entry("pipeline_model_parallel_size", ("parallelism", "pp")),
-    Entry("expert_model_parallel_size", ("parallelism", "ep")),
+    *carried("megatron.axes"),
     Bundle(
         ("expert_tensor_parallel_size",),
-        lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
         _read_experts,
+        lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
     ),
     Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
     stored_bundle("megatron.context", _read_context, facts=_FACTS),
-    Bundle(("use_tp_pp_dp_mapping",), _write_order, _read_order, stored_losses("megatron.order")),
+    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, stored_losses("megatron.order")),
     # Megatron-LM takes a number of virtual stages also where the first or last stage has a number of its own.
     stored_bundle(
         "megatron.stages", _read_stages, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"

@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.architecture import Architecture, InexpressibleError, architecture_of, config_of
-from parcompile.backends.artefacts import Loss, losses_of, tree_of
+from parcompile.backends.architecture import (
+    Architecture,
+    InexpressibleError,
+    architecture_of,
+    config_of,
+    facts_of,
+    refuse,
+)
+from parcompile.backends.artefacts import Loss, losses_of, option_names, tree_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -29,60 +36,6 @@ from parcompile.text.typed import WrongValueError, integer
 from parcompile.user_files import shipped
 
 from . import experts, positions
-
-ACTIVATION_OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["activations"])
-
-_ACTIVATIONS: Mapping[tuple[bool, str], str | None] = {
-    (True, "silu"): "swiglu",
-    (True, "quick_gelu"): "quick_geglu",
-    (False, "squared_relu"): "squared_relu",
-    (False, "gelu"): None,
-    (False, "gelu_tanh"): None,
-}
-"""The flag of each activation, gated or not."""
-
-
-def write(found: Architecture) -> Arguments:
-    """The flags of a layer.
-
-    Raises:
-        InexpressibleError: Megatron-LM has no flag for something.
-    """
-    flags: Arguments = {
-        "normalization": "RMSNorm" if found.rms_norm else "LayerNorm",
-        "norm_epsilon": found.epsilon,
-        **({"apply_layernorm_1p": True} if found.centered_norm else {}),
-        **_write_biases(found),
-        # Latent attention has a norm of its compressed parts only with this flag.
-        **({"qk_layernorm": True} if found.qk_norm or found.latent else {}),
-    }
-    kind = found.gated, found.activation
-    if kind not in _ACTIVATIONS:
-        gated = "a gated MLP" if found.gated else "an MLP without a gate"
-        raise InexpressibleError(f"{found.activation} in {gated}", "Megatron-LM has no flag for it")
-    if found.activation == "gelu_tanh" and not all(found.biases):
-        raise InexpressibleError("gelu by tanh without biases", "Megatron-LM computes it only with its fused bias")
-    flag = _ACTIVATIONS[kind]
-    if flag is not None:
-        flags[flag] = True
-    if found.activation in ("gelu", "squared_relu") and not found.gated and all(found.biases):
-        # The fused kernel of bias and GELU computes its approximation with tanh, and there is none of squared ReLU.
-        flags["no_bias_gelu_fusion"] = True
-    return flags
-
-
-def _write_biases(found: Architecture) -> Arguments:
-    if all(found.biases):
-        return {}
-    if not any(found.biases):
-        return {"disable_bias_linear": True}
-    if found.biases == (True, False, False):
-        return {"disable_bias_linear": True, "add_qkv_bias": True}
-    where = [name for name, on in zip(("qkv", "attention output", "MLP"), found.biases, strict=True) if on]
-    raise InexpressibleError(
-        f"biases of {' and '.join(where)} alone",
-        "Megatron-LM has biases of all linears, of queries, keys and values, or none",
-    )
 
 
 def read(source: Source) -> dict[str, Any]:
@@ -116,30 +69,17 @@ def read(source: Source) -> dict[str, Any]:
 
 
 _MODEL: SpecPath = ("model",)
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-}
+SIZES: Mapping[str, str] = shipped(__package__, "groups.json")["sizes"]
 """Sizes that every file has to say, and what Hugging Face calls them."""
-_OTHER_SIZES = ("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "vocab_size")
-_LATENT = ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-_OTHERS = ("untie_embeddings_and_output_weights", "init_method_std")
+_PARTS = ("layers", "positions", "experts", "heads", "weights")
+_ONLY_READ = ("use_rotary_position_embeddings", "rope_scaling_factor")
+_FREE = frozenset({"no_rope_fusion"})
+"""Written for latent attention, but a spec may say otherwise: it chooses between kernels."""
+OPTIONS = (*(name for part in _PARTS for name in option_names(f"megatron.{part}") if name not in _FREE), *_ONLY_READ)
 
-OPTIONS = (
-    *SIZES,
-    *_OTHER_SIZES,
-    *_LATENT,
-    *ACTIVATION_OPTIONS,
-    *positions.OPTIONS,
-    *experts.OPTIONS,
-    *_DROPOUTS,
-    *_OTHERS,
-)
-
-OTHER_MODELS: Mapping[str, str] = shipped("parcompile.backends.megatron", "other_models.json")
+OTHER_MODELS: Mapping[str, str] = shipped(__package__, "other_models.json")
 """Options of models that a spec cannot express, and what those models are."""
 
 
@@ -153,27 +93,17 @@ def architecture(spec: Spec) -> Architecture:
 
 
 def _write(spec: Spec) -> Arguments:
-    found, shape = architecture(spec), spec.model.shape
-    if found.parallel:
-        raise InexpressibleError("use_parallel_residual", "Megatron-LM runs the MLP after the attention, not beside it")
-    options: Arguments = {
-        "num_layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "max_position_embeddings": max(shape.max_position_embeddings, spec.training.sequence_length),
-        "vocab_size": shape.vocab_size,
-        **write(found),
-        **positions.write(found),
+    found = architecture(spec)
+    biased = [name for name, on in zip(("qkv", "attention output", "MLP"), found.biases, strict=True) if on]
+    facts = {**facts_of(found), "biased": lambda _spec: biased}
+    refuse("megatron.layers", spec, facts)
+    return {
+        **tree_of("megatron.layers", spec, facts),
+        **positions.write(found, spec),
         **experts.write(found, spec),
         **tree_of("megatron.heads", spec, {"is_latent": _is_latent}),
-        "init_method_std": found.initializer_range,
-        "attention_dropout": found.attention_dropout,
-        "hidden_dropout": found.hidden_dropout,
+        **tree_of("megatron.weights", spec, facts),
     }
-    if not found.tied:
-        options["untie_embeddings_and_output_weights"] = True
-    return options
 
 
 def _is_latent(spec: Spec) -> bool:
@@ -204,9 +134,7 @@ def _read(source: Source, draft: Draft) -> None:
     """
     refuse_other_models(source)
     if not described(source):
-        for name in OPTIONS:
-            if name in source.given:
-                source.used.setdefault(name, set()).add(_MODEL)
+        source.note(OPTIONS, _MODEL)
         return
     sizes: dict[str, Any] = {}
     for name, key in SIZES.items():
@@ -221,10 +149,8 @@ def _read(source: Source, draft: Draft) -> None:
         _read_layers(source, draft, sizes)
     except UndecidedError as error:
         draft.leave_open(source, error, _MODEL)
-    for name in OPTIONS:
-        # What is left open elsewhere in the model still counts as part of it.
-        if name in source.given and name not in source.used and name not in source.reasons:
-            source.used[name] = {_MODEL}
+    # What is left open elsewhere in the model still counts as part of it.
+    source.use({*OPTIONS}.intersection(source.unread()), _MODEL)
 
 
 def _positive(value: object, name: str) -> int:
@@ -270,7 +196,7 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
     untied = value("untie_embeddings_and_output_weights") is True
     dropouts = {name: float(value(name)) for name in _DROPOUTS}
     deviation = float(value("init_method_std"))
-    latents = {name: value(name) for name in _LATENT if name != "multi_latent_attention"} if latent else {}
+    latents = {name: value(name) for name in _LATENT} if latent else {}
     if None in (hidden, heads, layers, groups, ffn):
         return  # asked for already
     router, moe = experts.read(source, ffn=ffn, layers=layers)
@@ -294,8 +220,7 @@ def _read_layers(source: Source, draft: Draft, sizes: dict[str, Any]) -> None:
         names = {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim"}
         own = {"intermediate_size": ffn, "num_key_value_heads": heads}
         own |= {names.get(name, name): size for name, size in latents.items()}
-    for key, one in config_of(wanted, own, moe).items():
-        draft.set((*_MODEL, key), one, said=True)
+    draft.fill(_MODEL, config_of(wanted, own, moe))
 
 
 def default_ffn(hidden: int, *, swiglu: bool) -> int:
@@ -305,6 +230,6 @@ def default_ffn(hidden: int, *, swiglu: bool) -> int:
 
 ROWS: tuple[Row, ...] = (
     Entry("make_vocab_size_divisible_by", ("parallelism", "make_vocab_size_divisible_by")),
-    Bundle(OPTIONS, _write, _read, _losses),
+    Bundle(OPTIONS, _read, _write, _losses),
 )
 """The model, in the order in which it is written."""

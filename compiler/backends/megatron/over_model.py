@@ -129,8 +129,8 @@ def _precision(source: Source, draft: Draft) -> None:
     draft.set(("training", "precision"), kind, said=True)
     draft.set(_SUMS, "fp32" if kind == "bf16" else kind, said=True)
     source.used["mixed_precision"] = {("training", "precision")}
-    for option in ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "optimizer.bf16", "optimizer.fp16"):
-        source.ignore(option, "set by mixed_precision")
+    types = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "optimizer.bf16", "optimizer.fp16")
+    source.ignore(types, "set by mixed_precision")
     if isinstance(source.given.get(sums := "mixed_precision.grad_reduce_in_fp32"), bool):
         draft.carry(source, sums, _SUMS, lambda value, _name: "fp32" if value else kind)
     if any(word.startswith(("fp8", "mxfp8", "nvfp4")) for word in words):

@@ -6,87 +6,56 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from parcompile.backends.architecture import Architecture, InexpressibleError, Rope
+from parcompile.backends.architecture import Architecture, InexpressibleError, Rope, facts_of, refuse
+from parcompile.backends.artefacts import tree_of
 from parcompile.backends.reading import Arguments, Source
+from parcompile.backends.statements import Facts
+from parcompile.spec import Spec
 from parcompile.text.typed import decimal
 from parcompile.user_files import shipped
 
-OPTIONS: tuple[str, ...] = tuple(shipped("parcompile.backends.megatron", "groups.json")["positions"])
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_SCALINGS = shipped(__package__, "groups.json")["scalings"]
+LLAMA3: Mapping[str, float] = _SCALINGS["llama3"]
 """What --use-rope-scaling computes. --rope-scaling-factor is read by nothing: the builder of the model does not pass it
 on, and the default of core/models/common/embeddings/rotary_pos_embedding.py stays."""
-LATENT_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+LATENT_YARN: Mapping[str, float] = _SCALINGS["yarn of latent attention"]
 """What latent attention computes YaRN with: these have no option."""
 
 
-def write(found: Architecture) -> Arguments:
+def write(found: Architecture, spec: Spec) -> Arguments:
     """The options of positions and window.
 
     Raises:
         InexpressibleError: Megatron-LM has no option for something.
     """
-    window: Arguments = {}
-    if found.window is not None:
-        # Megatron-LM counts the tokens before a query, Hugging Face counts the query too.
-        window["window_size"] = f"({found.window - 1},0)"
-    rope = found.rope
-    if rope is None:
-        return {"position_embedding_type": "learned_absolute", **window}
-    if rope.theta % 1:
-        raise InexpressibleError(f"rope_theta {rope.theta}", "--rotary-base is a whole number")
-    options: Arguments = {"position_embedding_type": "rope", "rotary_base": int(rope.theta)}
-    if found.latent:
-        return {**options, **_write_latent(rope), **window}
-    options["rotary_percent"] = rope.percent
-    if rope.interleaved:
-        options["rotary_interleaved"] = True
-    return {**options, **_write_scaling(rope.scaling), **window}
-
-
-def _write_latent(rope: Rope) -> Arguments:
-    if not rope.scaling:
-        return {"rope_type": "rope", "no_rope_fusion": True}  # the fused kernel of latent attention knows YaRN alone
-    _refuse_other(rope.scaling, "yarn", LATENT_YARN, "latent attention")
-    return {"rope_type": "yarn", **_write_yarn(rope.scaling)}
-
-
-def _write_scaling(scaling: Mapping[str, Any]) -> Arguments:
+    facts = facts_of(found)
+    refuse("megatron.positions", spec, facts)
+    scaling: Mapping[str, Any] = {} if found.rope is None else found.rope.scaling
     kind = scaling.get("rope_type")
-    if not scaling:
-        return {}
-    if kind == "llama3":
+    if scaling and found.latent:
+        _refuse_other(scaling, "yarn", LATENT_YARN, "latent attention")
+    elif kind == "llama3":
         _refuse_other(scaling, "llama3", LLAMA3, "--use-rope-scaling")
-        return {"use_rope_scaling": True}
-    if kind == "linear" and float(scaling.get("factor", 1.0)) % 1 == 0:
-        return {"rotary_seq_len_interpolation_factor": int(scaling["factor"])}
-    if kind == "yarn":
-        truncated = bool(scaling.get("truncate", True))
-        return {
-            "position_embedding_type": "yarn",
-            **_write_yarn(scaling),
-            "yarn_original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
-            "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
-            "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
-            ("" if truncated else "no_") + "yarn_correction_range_round_to_int": True,
-        }
-    raise InexpressibleError(f"rope_scaling {kind}", "Megatron-LM scales rotary positions as llama3, linear or yarn do")
+    elif scaling and kind != "yarn" and (kind != "linear" or float(scaling.get("factor", 1.0)) % 1):
+        what = "Megatron-LM scales rotary positions as llama3, linear or yarn do"
+        raise InexpressibleError(f"rope_scaling {kind}", what)
+    yarn = _write_yarn(scaling) if kind == "yarn" else {}
+    of_scaling: Facts = {"scaling.": lambda _spec, key: scaling.get(key), "yarn.": lambda _spec, key: yarn[key]}
+    options: Arguments = tree_of("megatron.positions", spec, {**facts, **of_scaling})
+    return options
 
 
-def _write_yarn(scaling: Mapping[str, Any]) -> Arguments:
-    """Factor and the scales of the attention; Hugging Face uses the two scales only together."""
+def _write_yarn(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Factor, bounds and the scales of the attention; Hugging Face uses the two scales only together."""
     factor = float(scaling["factor"])
     first, second = scaling.get("mscale"), scaling.get("mscale_all_dim")
     scales = (float(first), float(second)) if first and second else (1.0, 0.0)
     given, computed = scaling.get("attention_factor"), _magnitude(factor, scales[0]) / _magnitude(factor, scales[1])
     if given is not None and not math.isclose(given, computed, rel_tol=1e-6):
         raise InexpressibleError(f"rope_scaling attention_factor {given}", f"Megatron-LM computes {computed:.6g}")
-    return {"rotary_scaling_factor": factor, "mscale": scales[0], "mscale_all_dim": scales[1]}
+    bounds = {key: float(scaling.get(key, LATENT_YARN[key])) for key in ("beta_fast", "beta_slow")}
+    known = {"factor": factor, "mscale": scales[0], "mscale_all_dim": scales[1], **bounds}
+    return {**known, "truncate": bool(scaling.get("truncate", True))}
 
 
 def _magnitude(factor: float, scale: float) -> float:

@@ -51,10 +51,9 @@ def meaning(given: Mapping[str, Any]) -> dict[str, Any]:
         found["recompute_modules"] = sorted(modules)
     if found.get("use_rotary_position_embeddings") is True:
         found["position_embedding_type"] = "rope"
-    if found.get("encoder_num_layers") and found.get("num_layers") is None:
-        found["num_layers"] = found["encoder_num_layers"]
-    if found.get("encoder_seq_length") and found.get("seq_length") is None:
-        found["seq_length"] = found["encoder_seq_length"]
+    for name in ("num_layers", "seq_length"):
+        if found.get(f"encoder_{name}") and found.get(name) is None:
+            found[name] = found[f"encoder_{name}"]
     _model(found, known)
     _layout(found, known)
     _length(found, known)
@@ -68,13 +67,9 @@ def meaning(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model(found: dict[str, Any], known: Any) -> None:
     if found["ffn_hidden_size"] is None and known("hidden_size", "swiglu"):
-        found["ffn_hidden_size"] = default_ffn(
-            integer(found["hidden_size"], "hidden_size"), swiglu=found["swiglu"] is True
-        )
+        found["ffn_hidden_size"] = default_ffn(_whole(found, "hidden_size"), swiglu=found["swiglu"] is True)
     if found["kv_channels"] is None and known("hidden_size", "num_attention_heads"):
-        found["kv_channels"] = integer(found["hidden_size"], "hidden_size") // max(
-            1, integer(found["num_attention_heads"], "num_attention_heads")
-        )
+        found["kv_channels"] = _whole(found, "hidden_size") // max(1, _whole(found, "num_attention_heads"))
     if found["group_query_attention"] is False:
         found["num_query_groups"] = found["num_attention_heads"]
     found["num_experts"] = found["num_experts"] or None
@@ -92,6 +87,10 @@ def _model(found: dict[str, Any], known: Any) -> None:
         found["moe_router_topk_scaling_factor"] = 1.0
 
 
+def _whole(found: Mapping[str, Any], name: str) -> int:
+    return integer(found[name], name)
+
+
 def _layout(found: dict[str, Any], known: Any) -> None:
     if found["expert_tensor_parallel_size"] is None:
         found["expert_tensor_parallel_size"] = found["tensor_model_parallel_size"]
@@ -101,25 +100,19 @@ def _layout(found: dict[str, Any], known: Any) -> None:
         found["cp_comm_type"] = [found["cp_comm_type"]]
     each = "num_layers_per_virtual_pipeline_stage"
     if known(each, "num_layers", "pipeline_model_parallel_size") and found.get(each):
-        layers = integer(found["num_layers"], "num_layers") + sum(
-            found[f"account_for_{part}_in_pipeline_split"] is True for part in ("embedding", "loss")
-        )
-        stages = integer(found["pipeline_model_parallel_size"], "pipeline_model_parallel_size") * integer(
-            found[each], each
-        )
+        ends = (found[f"account_for_{part}_in_pipeline_split"] is True for part in ("embedding", "loss"))
+        layers = _whole(found, "num_layers") + sum(ends)
+        stages = _whole(found, "pipeline_model_parallel_size") * _whole(found, each)
         found["num_virtual_stages_per_pipeline_rank"] = layers // stages if stages and layers % stages == 0 else None
-    if found["num_virtual_stages_per_pipeline_rank"] in (None, 1):
+    if found["num_virtual_stages_per_pipeline_rank"] == 1:
         found["num_virtual_stages_per_pipeline_rank"] = None
     if found.get("use_megatron_fsdp") is True or found.get("use_custom_fsdp") is True:
         found["use_distributed_optimizer"] = True
 
 
 def _length(found: dict[str, Any], known: Any) -> None:
-    for samples, iters in (
-        ("train_samples", "train_iters"),
-        ("lr_decay_samples", "lr_decay_iters"),
-        ("lr_warmup_samples", "lr_warmup_iters"),
-    ):
+    for length in ("train", "lr_decay", "lr_warmup"):
+        samples, iters = f"{length}_samples", f"{length}_iters"
         if known(samples, "global_batch_size") and found[samples] and not found[iters]:
             found[iters] = found[samples] / found["global_batch_size"]
     if found["lr_decay_iters"] is None:

@@ -16,6 +16,7 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    carried,
     leaving_open,
     refuse_optimizer,
     stored_bundle,
@@ -49,8 +50,8 @@ def _read_ramp(source: Source, draft: Draft) -> None:
     elif len(given) != len(_PARTS_OF_RAMP):
         raise WrongValueError("--rampup-batch-size", given, "three numbers: start, increment and samples")
     else:
-        for key, value in zip(_PARTS_OF_RAMP, given, strict=True):
-            draft.set((*_RAMP, key), integer(value, "rampup_batch_size"), said=True)
+        values = (integer(value, "rampup_batch_size") for value in given)
+        draft.fill(_RAMP, dict(zip(_PARTS_OF_RAMP, values, strict=True)))
 
 
 def _ramp(source: Source) -> RampupBatchSize | None:
@@ -150,8 +151,7 @@ def _read_decays(source: Source, draft: Draft) -> None:
     elif start != end and (_ends_early(source) or steps(source, "train") is None):
         why = "weight decay of a spec rises until the end of train_steps, which this file does not say"
     if why is not None:
-        for name in _DECAYS:
-            source.lose(name, why, changes=True)
+        source.lose(_DECAYS, why, changes=True)
         return
     draft.set(_DECAY, number(end, _DECAYS[1]), said=True)
     draft.leave_out_of_decay(VECTORS, said=True)
@@ -188,15 +188,12 @@ def _read_schedule(source: Source, draft: Draft) -> None:
         found = _schedule(source)
     except UndecidedError as error:
         draft.leave_open(source, error, _SCHEDULE)
-        for name in filter(source.has, SCHEDULE_OPTIONS):
-            source.used.setdefault(name, set()).add(_SCHEDULE)
+        source.note(SCHEDULE_OPTIONS, _SCHEDULE)
         return
     if isinstance(found, str):
-        for name in SCHEDULE_OPTIONS:
-            source.lose(name, found, changes=True)
+        source.lose(SCHEDULE_OPTIONS, found, changes=True)
         return
-    for key, value in found.items():
-        draft.set((*_SCHEDULE, key), value, said=True)
+    draft.fill(_SCHEDULE, found)
 
 
 SCHEDULE_OPTIONS = (*option_names("megatron.schedule"), "lr_warmup_fraction")
@@ -223,8 +220,8 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     warmup: Any = steps(source, "warmup") if fraction is None else None if end is None else fraction * end
     kind = {theirs: ours for ours, theirs in _STYLES.items()}.get(style, style)
     if kind != "wsd":
-        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"):
-            source.ignore(name, "only --lr-decay-style WSD reads it")
+        of_wsd = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+        source.ignore(of_wsd, "only --lr-decay-style WSD reads it")
     if style == "constant" and not warmup:
         source.ignore("min_lr", "the rate never changes")
         return {}
@@ -300,8 +297,7 @@ def _read_precision(source: Source, draft: Draft) -> None:
         for name in _DYNAMIC:
             source.value(name, ("training", "loss_scale"))
     else:
-        for name in ("loss_scale", *_DYNAMIC):
-            source.ignore(name, "fp16 is off")
+        source.ignore(("loss_scale", *_DYNAMIC), "fp16 is off")
 
 
 def _write_recomputation(spec: Spec) -> Arguments:
@@ -348,7 +344,8 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
     kind = source.value("recompute_granularity", _RECOMPUTE)
     if source.value("recompute_activations", _RECOMPUTE) is True:
         kind = "selective"
-    values = [source.value(name, _RECOMPUTE) for name in ("recompute_method", "recompute_num_layers")]
+    how = ("recompute_method", "recompute_num_layers")
+    values = [source.value(name, _RECOMPUTE) for name in how]
     modules = source.value("recompute_modules", _RECOMPUTE)
     if kind != "selective":
         source.ignore("recompute_modules", "only --recompute-granularity selective reads it")
@@ -358,11 +355,9 @@ def _read_recomputation(source: Source, draft: Draft) -> None:
         kind = _read_modules(source, modules)
     draft.set(_RECOMPUTE, kind or "none", said=kind is not None)
     if kind != "full":
-        for name in ("recompute_method", "recompute_num_layers"):
-            source.ignore(name, "only --recompute-granularity full reads it")
+        source.ignore(how, "only --recompute-granularity full reads it")
     elif values != ["uniform", 1]:
-        for name in ("recompute_method", "recompute_num_layers"):
-            source.lose(name, "a plan recomputes every layer on its own: memory differs, numbers do not")
+        source.lose(how, "a plan recomputes every layer on its own: memory differs, numbers do not")
 
 
 def _recomputation_losses(spec: Spec) -> Iterator[Loss]:
@@ -397,11 +392,7 @@ _FACTS: Facts = {
 }
 
 ROWS: tuple[Row, ...] = (
-    Entry("seq_length", ("training", "sequence_length")),
-    Entry("micro_batch_size", ("training", "micro_batch_size")),
-    Entry("global_batch_size", ("training", "global_batch_size")),
-    Entry("eval_micro_batch_size", ("training", "eval_micro_batch_size")),
-    Entry("eval_global_batch_size", ("training", "eval_global_batch_size")),
+    *carried("megatron.batch"),
     stored_bundle("megatron.ramp", _read_ramp),
     stored_bundle("megatron.length", _read_length, facts=_FACTS),
     stored_bundle("megatron.optimizer", _read_optimizer, facts=_FACTS),
@@ -414,8 +405,8 @@ ROWS: tuple[Row, ...] = (
             *("recompute_granularity", "recompute_activations", "recompute_method", "recompute_num_layers"),
             "recompute_modules",
         ),
-        _write_recomputation,
         _read_recomputation,
+        _write_recomputation,
         _recomputation_losses,
     ),
 )

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from parcompile.backends import reading as table
-from parcompile.backends.artefacts import Loss, header, losses_of, variables
+from parcompile.backends.artefacts import Loss, from_template, header, losses_of, variables
 from parcompile.backends.reading import Account, Arguments, Effect, Outcome, Row
 from parcompile.plan import Plan
 from parcompile.user_files import shipped
@@ -84,18 +84,13 @@ def _yaml(plan: Plan, found: Arguments) -> str:
         "MODEL_ARGS": {_flag(name): value for name, value in found.items()},
     }
     body = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False, width=4096)
-    return "\n".join(header(plan, "Megatron-LM arguments, as its functional tests write them.")) + "\n" + body
+    return f"{header(plan, 'Megatron-LM arguments, as its functional tests write them.')}\n{body}"
 
 
 def _shell(plan: Plan, found: Arguments) -> str:
     about = 'Megatron-LM arguments: source this file, then pass "${MEGATRON_ARGS[@]}" to pretrain_gpt.py.'
-    lines = ["#!/usr/bin/env bash", *header(plan, about)]
-    for one in variables(plan):
-        lines += [f"# {one.why}", f"export {one.name}={shlex.quote(one.value)}"]
-    lines.append("MEGATRON_ARGS=(")
-    for name, value in found.items():
-        lines.append("  " + " ".join(shlex.quote(word) for word in as_list({name: value})))
-    return "\n".join([*lines, ")"]) + "\n"
+    lines = (" ".join(map(shlex.quote, as_list({name: value}))) for name, value in found.items())
+    return from_template("megatron_args.sh", plan, about, ARGUMENTS="\n".join(f"  {line}" for line in lines))
 
 
 _STORED: Mapping[str, Mapping[str, list[str]]] = shipped(__package__, "effects.json")

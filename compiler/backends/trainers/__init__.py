@@ -16,9 +16,11 @@ _STORED = shipped("parcompile.backends.trainers", "tools.json")
 DEFAULTS: Mapping[str, Any] = _STORED["defaults"]
 """Arguments of `TrainingArguments` that a spec has a place for, with their defaults."""
 
-_REASONS: Mapping[str, str] = _STORED["reasons"]
-ADAPTER, METHOD, QUANTISED = (_REASONS[name] for name in ("adapter", "method", "quantised"))
-CHANGING = frozenset({_REASONS["tf32"], _REASONS["setting"], ADAPTER, METHOD, QUANTISED})
+AUTOMODEL, MEGATRON_SWIFT = _STORED["automodel"], _STORED["megatron_swift"]
+"""What is known of these two, which are no trainers above transformers'."""
+REASONS: Mapping[str, str] = _STORED["reasons"]
+ADAPTER, METHOD, QUANTISED = (REASONS[name] for name in ("adapter", "method", "quantised"))
+CHANGING = frozenset({REASONS["tf32"], REASONS["setting"], ADAPTER, METHOD, QUANTISED})
 """Reasons that stand for another training."""
 
 
@@ -62,7 +64,7 @@ class Tool:
 def stored_tool(name: str) -> Tool:
     """A trainer from its entry in `tools.json`."""
     stored = _STORED["tools"][name]
-    settled = {_REASONS.get(why, why): names for why, names in stored["settled"].items()}
+    settled = {REASONS.get(why, why): names for why, names in stored["settled"].items()}
     return Tool(name, **{**stored, "settled": settled})
 
 

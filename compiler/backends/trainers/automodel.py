@@ -19,9 +19,9 @@ from parcompile.backends.reading import (
     refuse_optimizer,
 )
 from parcompile.backends.recipes import flattened
-from parcompile.text.typed import integer, list_of, number, word
+from parcompile.text.typed import integer, number, word
 
-from . import ADAPTER, METHOD, QUANTISED
+from . import AUTOMODEL, METHOD, REASONS
 from .read import read_model
 
 _LENGTHS = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
@@ -38,10 +38,6 @@ _SCHEDULE = tuple(
     f"lr_scheduler.{name}"
     for name in ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "init_lr", "min_lr", "max_lr")
 )
-
-
-def _unwritten(*_spec: Any) -> dict[str, Any]:
-    return {}
 
 
 def _read_model(source: Source, draft: Draft) -> None:
@@ -106,9 +102,7 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
             )
             source.used[f"optimizer.{name}"] = {(*_OPTIMIZER, name)}
         return
-    for name in ("lr", "eps", "weight_decay"):
-        draft.carry(source, f"optimizer.{name}", (*_OPTIMIZER, name), number)
-    draft.carry(source, "optimizer.betas", (*_OPTIMIZER, "betas"), lambda value, name: list_of(number, value, name))
+    table.read(table.carried("optimizer"), source, draft)
 
 
 def _read_schedule(source: Source, draft: Draft) -> None:
@@ -140,8 +134,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             elif style != "constant" and (steps is None or end < steps):
                 said = f"a spec's {found['type']} does not drop to the lowest rate after {end} steps"
                 source.lose(_SCHEDULE[2], said, changes=True)
-        for key, value in found.items():
-            draft.set((*_RATES, key), value, said=True)
+        draft.fill(_RATES, found)
 
 
 def _recompute(value: Any, _name: str) -> str:
@@ -149,34 +142,20 @@ def _recompute(value: Any, _name: str) -> str:
 
 
 ROWS: tuple[Row, ...] = (
-    Bundle(_NAMES, _unwritten, _read_model),
-    *(Entry(f"distributed.{axis}_size", ("parallelism", axis), read=integer) for axis in ("tp", "cp", "pp", "ep")),
-    Entry("distributed.sequence_parallel", ("parallelism", "sequence_parallel")),
-    Bundle((_STRATEGY, _RESHARD, _ZERO3, _DP), _unwritten, _read_sharding),
-    Entry("step_scheduler.local_batch_size", ("training", "micro_batch_size"), read=integer),
-    Entry("step_scheduler.global_batch_size", ("training", "global_batch_size"), read=integer),
-    Entry("step_scheduler.max_steps", ("training", "train_steps"), read=integer),
-    Bundle(_LENGTHS, _unwritten, _read_length),
+    Bundle(_NAMES, _read_model),
+    *table.carried("automodel.axes"),
+    Bundle((_STRATEGY, _RESHARD, _ZERO3, _DP), _read_sharding),
+    *table.carried("automodel.batch"),
+    Bundle(_LENGTHS, _read_length),
     Entry("clip_grad_norm.max_norm", ("training", "gradient_clipping"), read=number),
-    Bundle(_SEEDS, _unwritten, _read_seed),
-    Bundle(_DTYPES, _unwritten, _read_precision),
-    Bundle((_TARGET,), _unwritten, _read_optimizer),
-    Bundle(_SCHEDULE, _unwritten, _read_schedule),
+    Bundle(_SEEDS, _read_seed),
+    Bundle(_DTYPES, _read_precision),
+    Bundle((_TARGET,), _read_optimizer),
+    Bundle(_SCHEDULE, _read_schedule),
     Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
 )
-DEFAULTS: Mapping[str, Any] = {
-    **{f"distributed.{axis}_size": 1 for axis in ("tp", "cp", "pp", "ep")},
-    _STRATEGY: "fsdp2",
-    _ZERO3: 3,
-    _RECOMPUTE: False,
-    "clip_grad_norm.max_norm": 1.0,
-    _TARGET: "AdamW",
-    "optimizer.betas": [0.9, 0.999],
-    "optimizer.eps": 1e-8,
-    "optimizer.weight_decay": 0.01,
-    "lr_scheduler.lr_decay_style": "cosine",
-}
-_CHANGING = {"peft": ADAPTER, "fp8": QUANTISED, "qat": QUANTISED, "quantization": QUANTISED, "teacher_model": METHOD}
+DEFAULTS: Mapping[str, Any] = AUTOMODEL["defaults"]
+_CHANGING = {section: REASONS[why] for section, why in AUTOMODEL["changing"].items()}
 """Sections that make another training."""
 
 
@@ -191,8 +170,7 @@ def _read(source: Source, draft: Draft) -> None:
     table.read(ROWS, source, draft)
     for section, why in _CHANGING.items():
         if source.given.get(f"{section}.enabled", True) is not False:
-            for name in source.under(section):
-                source.lose(name, why, changes=True)
+            source.lose(source.under(section), why, changes=True)
     kind = str(source.given.get("recipe", ""))
     if kind and "NextTokenPrediction" not in kind:
         source.lose("recipe", METHOD, changes=True)

@@ -18,7 +18,7 @@ from parcompile.backends.recipes import flattened
 from parcompile.text import Document
 from parcompile.text.typed import integer, word
 
-from . import ADAPTER, CHANGING, METHOD, options, stored_tool
+from . import ADAPTER, CHANGING, MEGATRON_SWIFT, METHOD, options, stored_tool
 from .read import read_model, reader, reduced_by_fsdp, with_deepspeed
 
 _STAGE: SpecPath = ("zero", "stage")
@@ -42,15 +42,13 @@ def _read_axolotl(source: Source, draft: Draft) -> None:
     _sharding(source, draft)
     kind = source.given.get("ring_attn_func")
     if isinstance(kind, str) and kind in _RINGS:
-        for key, value in _RINGS[kind].items():
-            draft.set(("parallelism", key), value, said=True)
+        draft.fill(("parallelism",), _RINGS[kind])
         source.use(["ring_attn_func"], ("parallelism", "cp_implementation"))
     if source.given.get("batch_size") is not None:
         source.lose("batch_size", "write gradient_accumulation_steps, which is batch_size / micro_batch_size")
     source.ignore("parcompile.plan", "the plan that the plug-in trains by")
-    for name in source.under("parcompile"):
-        if name != "parcompile.plan":
-            source.lose(name, "the plug-in refuses it: the section has one key, plan")
+    others = [name for name in source.under("parcompile") if name != "parcompile.plan"]
+    source.lose(others, "the plug-in refuses it: the section has one key, plan")
     reader(_AXOLOTL)(source, draft)
 
 
@@ -63,9 +61,7 @@ def _sharding(source: Source, draft: Draft) -> None:
         for name in ("bf16", "fp16"):
             if source.given.get(name) is True:
                 reduced_by_fsdp(source, draft, name, name)
-        for name in fsdp:
-            if name not in _OF_STAGE:
-                source.lose(name, "FSDP's own: ZeRO has no such setting")
+        source.lose([name for name in fsdp if name not in _OF_STAGE], "FSDP's own: ZeRO has no such setting")
     shards, replicas = (source.given.get(name) for name in ("dp_shard_size", "dp_replicate_size"))
     if isinstance(shards, int):
         sizes = [one for one in (shards, replicas) if isinstance(one, int)]
@@ -197,24 +193,8 @@ SWIFT_IMPORTER = Importer(
 )
 """Reads YAML, scripts and args.json of `swift sft`."""
 
-_MEGATRON_DEFAULTS: Mapping[str, Any] = {
-    "micro_batch_size": 1,
-    "global_batch_size": 16,
-    "recompute_granularity": "selective",
-    "seed": 42,
-    "lr_decay_style": "cosine",
-    "min_lr": 0.0,
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
-    "use_distributed_optimizer": True,
-    "expert_tensor_parallel_size": 1,
-}
-_OF_MEGATRON = {
-    "max_length": "seq_length",
-    "loss_scale": "--loss_scale",  # weights of tokens; Megatron-LM's scales fp16
-    "max_steps": "train_iters",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-}
+_OF_MEGATRON: Mapping[str, str] = MEGATRON_SWIFT["names"]
+"""What it calls options of Megatron-LM; its loss_scale are weights of tokens, that of Megatron-LM scales fp16."""
 
 
 def _megatron_options(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +221,7 @@ def _read_megatron(source: Source, draft: Draft) -> None:
 MEGATRON_SWIFT_IMPORTER = Importer(
     tool="Megatron-SWIFT",
     options=_megatron_options,
-    defaults=lambda: _MEGATRON_DEFAULTS,
+    defaults=lambda: MEGATRON_SWIFT["defaults"],
     read=_read_megatron,
 )
 """Reads YAML, scripts and args.json of `megatron sft`."""

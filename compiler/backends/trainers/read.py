@@ -25,6 +25,7 @@ from parcompile.backends.reading import (
     SpecPath,
     Undecided,
     UndecidedError,
+    carried,
     refuse_optimizer,
 )
 from parcompile.layout.shards import BIASES_AND_NORMS
@@ -148,9 +149,7 @@ def reader(tool: Tool) -> Callable[[Source, Draft], None]:
     """What reads the options of a tool."""
 
     def read(source: Source, draft: Draft) -> None:
-        for name, value in source.given.items():
-            if value is None:
-                source.ignore(name, "null: as if it was left out")
+        source.ignore([name for name, value in source.given.items() if value is None], "null: as if it was left out")
         inner = read_deepspeed(source, draft)
         read_model(tool.model, source, draft)
         _training(tool, source, draft)
@@ -194,14 +193,8 @@ def read_model(option: str, source: Source, draft: Draft) -> None:
 
 
 def _training(tool: Tool, source: Source, draft: Draft) -> None:
-    carried: tuple[tuple[str, str, Callable[[object, str], Any]], ...] = (
-        ("per_device_train_batch_size", "micro_batch_size", integer),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", integer),
-        ("max_grad_norm", "gradient_clipping", number),
-        ("seed", "seed", integer),
-    )
-    for argument, name, convert in carried:
-        draft.carry(source, tool.own(argument), ("training", name), convert)
+    for row in carried("trainer"):
+        draft.carry(source, tool.own(row.option), row.path, row.read)
     draft.carry(source, tool.length, ("training", "sequence_length"), integer)
     steps = _number(source, tool.own("max_steps"))
     if steps is not None and steps > 0:
@@ -233,18 +226,15 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
 
 def _precision(tool: Tool, source: Source, draft: Draft) -> None:
     path: SpecPath = ("training", "precision")
-    names = [name for name in (tool.own("bf16"), tool.own("fp16")) if source.has(name)]
+    names = tool.own("bf16"), tool.own("fp16")
+    source.note(names, path)
     try:
-        bf16, fp16 = (source.value(tool.own(name), path) for name in ("bf16", "fp16"))
+        bf16, fp16 = (source.value(name, path) for name in names)
     except UndecidedError as error:
         draft.leave_open(source, error, path)
-        for name in names:
-            source.used.setdefault(name, set()).add(path)
         return
     precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     draft.set(path, precision, said=bool(bf16 or fp16))
-    for name in names:
-        source.used.setdefault(name, set()).add(path)
 
 
 def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
@@ -266,8 +256,7 @@ def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
         if found == "adagrad":
             draft.set((*_OPTIMIZER, "eps"), deepspeed.OPTIMIZERS[found]["eps"], said=False)
         _arguments(source, draft, tool.own("optim_args"), _ARGUMENTS[found])
-        for one in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            source.ignore(tool.own(one), f"{found} does not read it")
+        source.ignore(map(tool.own, ("adam_beta1", "adam_beta2", "adam_epsilon")), f"{found} does not read it")
         return
     draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), number)
     betas = [tool.own(name) for name in ("adam_beta1", "adam_beta2")]
@@ -307,8 +296,7 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
         return
     if kind == "constant":
         # The rate stays: a spec without a schedule.
-        for unused in (tool.own("warmup_steps"), "warmup_ratio"):
-            source.ignore(unused, "a constant rate has no warm-up")
+        source.ignore((tool.own("warmup_steps"), "warmup_ratio"), "a constant rate has no warm-up")
         return
     steps = _train_steps(source, draft, tool)
     warmup = _warmup(source, draft, tool, steps)
@@ -361,9 +349,7 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
                 draft.ask(_STEPS, "the schedule ends with the last step, which depends on the data")
             source.reasons.pop(option, None)
             source.used[option] = {_STEPS if found is None else path}
-    for unused in (tool.own("warmup_steps"), "warmup_ratio"):
-        if unused not in source.used:
-            source.ignore(unused, why)
+    source.ignore({tool.own("warmup_steps"), "warmup_ratio"} - source.used.keys(), why)
 
 
 _SAME_SCHEDULE = {
@@ -388,9 +374,7 @@ def _warmup(
     count, ratio = _number(source, tool.own("warmup_steps")), _number(source, "warmup_ratio")
     if count is not None and 0 < count < 1:
         count, ratio = None, count  # transformers 5 takes a fraction as the ratio
-    for name in (tool.own("warmup_steps"), "warmup_ratio"):
-        if source.has(name) and name not in source.reasons:
-            source.used.setdefault(name, set()).add(path)
+    source.note({tool.own("warmup_steps"), "warmup_ratio"} - source.reasons.keys(), path)
     if path in draft.answers:
         return None
     if count:

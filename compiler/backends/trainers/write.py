@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from parcompile.backends import launch
-from parcompile.backends.artefacts import file_tree, header, to_text, tree_of, yaml_file
+from parcompile.backends.artefacts import file_tree, from_template, to_text, tree_of, yaml_file
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.backends.statements import Facts
-from parcompile.layout.sequence import CpImplementation
 from parcompile.plan import Plan
-from parcompile.spec import Precision, Spec
+from parcompile.spec import Spec
 
 from . import Tool, stored_tool
 
@@ -50,16 +49,7 @@ def _schedule(spec: Spec) -> str:
 
 def axolotl_layout(plan: Plan) -> dict[str, Any]:
     """Axolotl's words for the axes and the ring; what it has none for is the plan's all the same."""
-    axes = plan.spec.parallelism
-    found: dict[str, Any] = {
-        names[0]: size for axis, names in AXOLOTL.parallel.items() if (size := getattr(axes, axis)) > 1
-    }
-    rings = {"contiguous": "batch_ring", "zigzag": "batch_zigzag", "striped": "batch_stripe"}
-    if axes.cp > 1 and axes.cp_implementation is CpImplementation.ALL_GATHER:
-        found["ring_attn_func"] = "varlen_llama3"
-    elif axes.cp > 1 and axes.cp_implementation is CpImplementation.RING and axes.cp_layout.value in rings:
-        found["ring_attn_func"] = rings[axes.cp_layout.value]
-    return found
+    return dict(tree_of("axolotl_layout", plan.spec))
 
 
 def axolotl_files(plan: Plan) -> dict[str, Any]:
@@ -84,55 +74,12 @@ def llama_factory_files(plan: Plan) -> dict[str, Any]:
 
 # trl
 
-_SCRIPT = '''"""Supervised fine-tuning by trl under the plan beside this file.
-
-    bash launch/torchrun.sh trl_sft.py --model FOLDER --data FILE.jsonl
-
-Each line of the file has a text, messages, or a prompt and its completion, as trl's SFTTrainer reads them. Batch,
-precision, optimizer, clipping, seed and layout are the plan's. DPOTrainer and others take the same line.
-"""
-
-import argparse
-from pathlib import Path
-
-from datasets import load_dataset
-from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
-
-from parcompile.runtime.trainer import parallelise
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--model", required=True)
-parser.add_argument("--data", required=True)
-parser.add_argument("--output", default="runs")
-given = parser.parse_args()
-
-SFTTrainer = parallelise(SFTTrainer, Path(__file__).resolve().parent)
-trainer = SFTTrainer(
-    model=given.model,
-    args=SFTConfig(given.output, {arguments}),
-    train_dataset=load_dataset("json", data_files=given.data, split="train"),
-    processing_class=AutoTokenizer.from_pretrained(given.model),
-)
-trainer.train()
-trainer.save_model(given.output)
-'''
-
 
 def trl_files(plan: Plan) -> dict[str, Any]:
     """trl_sft.py, a script of trl with the line that makes it train by the plan, and what starts its ranks."""
-    training, cpu = plan.spec.training, plan.spec.cluster.accelerator == "cpu"
-    arguments: dict[str, Any] = {"max_length": training.sequence_length, "logging_steps": 1}
-    if training.train_steps is not None:
-        arguments["max_steps"] = training.train_steps
-    if training.lr_scheduler is None:
-        arguments["lr_scheduler_type"] = "constant"
-    if plan.spec.model.shape.moe is not None:
-        arguments["router_aux_loss_coef"] = 0.0
-    arguments |= {"bf16": training.precision is Precision.BF16, "report_to": []} | ({"use_cpu": True} if cpu else {})
-    text = _SCRIPT.replace("{arguments}", ", ".join(f"{name}={value!r}" for name, value in arguments.items()))
-    about = "Written for trl " + TRL_VERSION
-    return {"trl_sft.py": "\n".join(header(plan, about)) + "\n" + text, **launch.torchrun_script(plan)}
+    said = ", ".join(f"{name}={value!r}" for name, value in tree_of("trl", plan.spec).items())
+    script = from_template("trl_sft.py", plan, "Written for trl " + TRL_VERSION, ARGUMENTS=said)
+    return {"trl_sft.py": script, **launch.torchrun_script(plan)}
 
 
 FACTS: Facts = {"says_schedule": _says_schedule, "schedule": _schedule}

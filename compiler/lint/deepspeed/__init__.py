@@ -18,9 +18,10 @@ where commas are missing. The Trainer of transformers, accelerate and Lightning 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,23 +42,17 @@ TITLES = {
 """Fillers by name, as messages call them."""
 
 
-@functools.cache
-def _tables() -> dict[str, Any]:
-    tree = shipped("parcompile.lint.deepspeed", "fillers.json")
-    assert isinstance(tree, dict)
-    return tree
+_FILLERS: Mapping[str, Mapping[str, Any]] = shipped(__package__, "fillers.json")
 
 
-@functools.cache
 def filled(filler: str) -> frozenset[str]:
     """The dotted paths at which a filler replaces "auto"."""
-    return frozenset(_tables().get(filler, {}).get("fills", ()))
+    return frozenset(_FILLERS.get(filler, {}).get("fills", ()))
 
 
 def version(filler: str) -> str | None:
     """The version of a filler whose code was asked."""
-    found = _tables().get(filler, {}).get("version")
-    return None if found is None else str(found)
+    return _FILLERS.get(filler, {}).get("version")
 
 
 def autos(tree: object, path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -79,18 +74,8 @@ _LEVELS = 6
 _LARGEST = 400_000
 _FILES = 60
 _REQUIREMENTS = (
-    "uv.lock",
-    "poetry.lock",
-    "pdm.lock",
-    "Pipfile.lock",
-    "requirements.lock",
-    "requirements*.txt",
-    "requirements/*.txt",
-    "pyproject.toml",
-    "setup.cfg",
-    "setup.py",
-    "environment*.y*ml",
-    "constraints*.txt",
+    *("uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock", "requirements.lock", "requirements*.txt"),
+    *("requirements/*.txt", "pyproject.toml", "setup.cfg", "setup.py", "environment*.y*ml", "constraints*.txt"),
 )
 _LOCKED = re.compile(
     r'(?:name\s*=\s*"deepspeed"\s*\n\s*version\s*=\s*"|"deepspeed"\s*:\s*\{[^}]*?"version"\s*:\s*"==)([0-9.]+)"'
@@ -197,22 +182,16 @@ def _text(file: Path) -> str:
 
 
 def _in_requirements(text: str) -> str | None:
-    locked = _LOCKED.search(text)
-    if locked is not None:
-        return _nearest(locked[1])
+    if (locked := _LOCKED.search(text)) is not None:
+        with contextlib.suppress(UnknownVersionError):
+            return nearest(locked[1])
+        return None
     for named in _NAMED.finditer(text):
         bounds = _BOUND.findall(named[1])
         allowed = [version for version in known() if all(_allows(version, *bound) for bound in bounds)]
         if bounds and allowed:
             return allowed[-1]
     return None
-
-
-def _nearest(version: str) -> str | None:
-    try:
-        return nearest(version)
-    except UnknownVersionError:
-        return None
 
 
 def _allows(version: str, sign: str, bound: str) -> bool:

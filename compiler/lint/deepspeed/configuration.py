@@ -21,10 +21,12 @@ from parcompile.backends.deepspeed import refusal
 from parcompile.backends.deepspeed import table as words
 from parcompile.backends.deepspeed.table import (
     ANY,
+    BOUNDS,
     ENTRY,
     Key,
     as_schema,
     at,
+    broken,
     ended,
     facts,
     newest,
@@ -71,7 +73,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class KeyPlaces:
     """Where keys stand, for guesses at misspelt ones."""
 
     name: str
@@ -79,9 +81,9 @@ class _Places:
 
 
 @functools.cache
-def _places(version: str) -> _Places:
+def _places(version: str) -> KeyPlaces:
     found = (tuple(key.path.split(".")) for key in table(version).walk() if not key.refused and not key.deprecated)
-    return _Places("ds_config", tuple(path for path in found if len(path) < 4 and path[-1] not in (ANY, ENTRY)))
+    return KeyPlaces("ds_config", tuple(path for path in found if len(path) < 4 and path[-1] not in (ANY, ENTRY)))
 
 
 def check(document: Document, version: str, *, needs_batch: bool = True) -> Configuration:
@@ -101,15 +103,9 @@ def check(document: Document, version: str, *, needs_batch: bool = True) -> Conf
         findings.say("K003", (), f"a configuration is an object, found {quoted(tree)}", "start with {")
     found = [document.locate(one, key=(one.code, one.path) in findings.at_key) for one in findings.diagnostics()]
     wrong = document.invalid | document.duplicates | findings.unusable
-    return Configuration(tuple(found), wrong, _with_switches(tree, walk.switches))
-
-
-def _with_switches(tree: Any, switches: Mapping[Path, bool]) -> Any:
-    if not switches:
-        return tree
-    for path, value in switches.items():
+    for path, value in walk.switches.items():
         tree = _with(tree, path, value)
-    return tree
+    return Configuration(tuple(found), wrong, tree)
 
 
 def _with(tree: Any, path: Path, value: Any) -> Any:
@@ -273,7 +269,7 @@ class _Walk:
         elif found.why == "choice":
             choice(path, value, key.facts["in"], [schema], self.findings)
         elif found.why == "bound":
-            keyword = next(name for name in _KEYWORDS if name in schema and _KEYWORDS[name](value, schema[name]))
+            keyword, _ = BOUNDS[next(broken(float(value), key.facts))]
             out_of_range(_violation(keyword, path, value, schema), self.findings)
         elif found.why == "length":
             wrong_count(_violation("minItems", path, value, schema), self.findings)
@@ -298,14 +294,6 @@ class _Walk:
         fix = Fix(f"write {quoted(found.value)}", Safety.SAFE, (Edit(path, found.value),))
         severity = Severity.WARNING if trainers or key.loose else Severity.INFO
         self.findings.say("K003", path, message, f"write {quoted(found.value)}", fixes=(fix,), severity=severity)
-
-
-_KEYWORDS = {
-    "minimum": lambda value, limit: not float(value) >= limit,
-    "exclusiveMinimum": lambda value, limit: not float(value) > limit,
-    "maximum": lambda value, limit: not float(value) <= limit,
-    "exclusiveMaximum": lambda value, limit: not float(value) < limit,
-}
 
 
 def _violation(keyword: str, path: Path, value: Any, schema: dict[str, Any]) -> Violation:

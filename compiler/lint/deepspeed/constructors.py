@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,45 +10,14 @@ from parcompile.backends.deepspeed.table import at, classes, facts, order
 from parcompile.diagnostics import Path
 from parcompile.schema.keys import Places, choice, unknown_key
 from parcompile.schema.values import Findings, quoted
+from parcompile.user_files import shipped
 
 ADAM = ("adam", "adamw")
-_MU = ("muadam", "muadamw", "musgd")
-"""From the package mup, whose constructors are not known here."""
-_CLASSES = {
-    "lamb": "FusedLamb",
-    "onebitadam": "OnebitAdam",
-    "onebitlamb": "OnebitLamb",
-    "zerooneadam": "ZeroOneAdam",
-    "muon": "Muon",
-}
-WRITTEN = {
-    "adagrad": "Adagrad",
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "muadam": "MuAdam",
-    "muadamw": "MuAdamW",
-    "muon": "Muon",
-    "musgd": "MuSGD",
-    "onebitadam": "OneBitAdam",
-    "onebitlamb": "OneBitLamb",
-    "zerooneadam": "ZeroOneAdam",
-}
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_ON_HOST = {
-    "adam": "DeepSpeedCPUAdam",
-    "adamw": "DeepSpeedCPUAdam",
-    "adagrad": "DeepSpeedCPUAdagrad",
-    "lion": "DeepSpeedCPULion",
-}
-_ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lion": "FusedLion"}
-_PASSED = {
-    "DeepSpeedCPUAdam": ("adamw_mode",),
-    "OnebitAdam": ("deepspeed",),
-    "OnebitLamb": ("deepspeed",),
-    "ZeroOneAdam": ("deepspeed",),
-}
+_STORED = shipped(__package__, "constructors.json")
+CLASSES: Mapping[str, Mapping[str, str]] = _STORED["optimizers"]
+"""How the name of each optimizer is written, and its classes; those from the package mup are not known here."""
+_PASSED: Mapping[str, Sequence[str]] = _STORED["passed"]
 """Parameters that the engine passes itself: given twice, they stop the start."""
 
 
@@ -93,7 +62,7 @@ def optimizer(tree: Mapping[str, Any], version: str) -> Constructor | None:
     low = kind.lower()
     if low not in optimizers(version):
         return _of_torch("optim", kind)
-    if low in _MU:
+    if "class" not in CLASSES[low]:
         return None
     engine = tuple(classes(version)["engine"]) if low in (*ADAM, "muon") else ()
     if low in ADAM and isinstance(params, dict) and params.get("torch_adam") and params["torch_adam"] != "auto":
@@ -102,7 +71,7 @@ def optimizer(tree: Mapping[str, Any], version: str) -> Constructor | None:
         return found and Constructor(found.name, tuple(dict.fromkeys((*found.takes, *engine))))
     if low == "adagrad" and not on_host(tree):
         return _of_torch("optim", "Adagrad")
-    name = (_ON_HOST if on_host(tree) else _ON_DEVICE).get(low) or _CLASSES[low]
+    name = CLASSES[low].get("on_host" if on_host(tree) else "class", CLASSES[low]["class"])
     known = classes(version).get(name)
     if known is None:
         return None
@@ -159,7 +128,7 @@ def wrong_parameters(findings: Findings, version: str, path: Path, places: Place
 def wrong_type(findings: Findings, version: str, path: Path, kind: str) -> None:
     """An optimizer or a schedule that there is not."""
     if path[0] == "optimizer":
-        names, torch = [WRITTEN.get(one, one) for one in optimizers(version)], torch_classes("optim")
+        names, torch = [CLASSES[one]["written"] for one in optimizers(version)], torch_classes("optim")
         if kind.lower() in optimizers(version) or kind in torch:
             return
         ended = removal(kind)

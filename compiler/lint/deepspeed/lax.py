@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from parcompile.backends.deepspeed.table import broken
+
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _WHOLE = re.compile(r"[+-]?\d+(?:_\d+)*(?:\.0+)?")
@@ -143,15 +145,8 @@ _READERS: Mapping[str, Callable[[Any, Mapping[str, Any], int], Read]] = {
 
 def _within(found: Read, facts: Mapping[str, Any]) -> Read:
     value = found.value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        beyond = (
-            ("ge" in facts and not value >= facts["ge"])
-            or ("gt" in facts and not value > facts["gt"])
-            or ("le" in facts and not value <= facts["le"])
-            or ("lt" in facts and not value < facts["lt"])
-        )
-        if beyond:
-            return Read(How.REFUSED, why="bound")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and any(broken(value, facts)):
+        return Read(How.REFUSED, why="bound")
     if isinstance(value, list):
         wrong = ("length" in facts and len(value) != facts["length"]) or len(value) < facts.get("least", 0)
         if wrong:

@@ -5,9 +5,9 @@ Most of it stands in `rules.json`; here is what its expressions read, and the ru
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.deepspeed import (
@@ -97,8 +97,46 @@ def _count(*path: str) -> Callable[[Settings], int]:
     return lambda settings: int(settings.number(*path) or 1)
 
 
-_FACTS: Mapping[str, Callable[[Settings], Any]] = {
+def _names(settings: Settings, path: str) -> list[str]:
+    """The names that the version of DeepSpeed takes at a path."""
+    key = find(settings.usage.version, *path.split("."))
+    return list(key.facts.get("names", ())) if key is not None else []
+
+
+def _near(settings: Settings, path: str) -> str | None:
+    return closest(str(settings.get(*path.split("."))), _names(settings, path))
+
+
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
+
+
+def _is_no_number(settings: Settings, path: str) -> bool:
+    """Whether a switch or, but for the scale itself, the text of a fraction stands for a number."""
+    value = settings.get(*path.split("."))
+    is_text = isinstance(value, str) and not path.endswith(".loss_scale")
+    return isinstance(value, bool) or (is_text and _WHOLE.fullmatch(value) is None)
+
+
+def _scaling(settings: Settings) -> dict[str, Any]:
+    """How gradients are averaged, as `refused_scaling` and `wrong_scale` ask for it."""
+    factor = settings.number("gradient_predivide_factor")
+    return {
+        "stage": stage_of(settings),
+        "reduce_scatter": settings.get(ZERO, "reduce_scatter", default=True) is not False,
+        "prescale": settings.get("prescale_gradients") is True,
+        "predivide": 1.0 if factor is None else factor,
+    }
+
+
+_FACTS: Mapping[str, Callable[..., Any]] = {
     "stage": stage_of,
+    "is_no_number.": _is_no_number,
+    "names.": _names,
+    "near.": _near,
+    "others.": lambda settings, path: f"write one of {', '.join(_names(settings, path))}",
+    "preset": _lowered("tensor_parallel", "preset_model"),
+    "refused_scaling": lambda settings: refused_scaling(**_scaling(settings)),
+    "wrong_scale": lambda settings: wrong_scale(**_scaling(settings), ranks=ranks(settings) or 0),
     "ranks": ranks,
     "tp": _count("tensor_parallel", "autotp_size"),
     "ep": _count("expert_parallel", "autoep_size"),
@@ -141,65 +179,7 @@ def _batches_multiply(settings: Settings) -> Iterator[Finding]:
         )
 
 
-_STRICT_SINCE = "0.19.3"
-"""Before this version a switch counted as a number."""
-_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
-
-
-def _loss_scale_is_a_number(settings: Settings) -> Iterator[Finding]:
-    """Fires for switches and fractions."""
-    if order(settings.usage.version) < order(_STRICT_SINCE):
-        return
-    for key in ("loss_scale", "loss_scale_window", "min_loss_scale"):
-        value = settings.get("fp16", key)
-        fraction = isinstance(value, str) and key != "loss_scale" and _WHOLE.fullmatch(value) is None
-        if isinstance(value, bool) or fraction:
-            message = f"fp16.{key} {str(value).lower()}: DeepSpeed {settings.usage.version} wants a number"
-            yield Finding(message, ("fp16", key), help="write the number, without quotes")
-
-
-def _presets_are_known(settings: Settings) -> Iterator[Finding]:
-    """Fires for a preset that AutoTP does not have."""
-    path = ("tensor_parallel", "preset_model")
-    preset, names = settings.get(*path), _names(settings, path)
-    if isinstance(preset, str) and names and preset.lower() not in names:
-        near = closest(preset, names)
-        advice = f"did you mean {near}?" if near else f"write one of {', '.join(names)}"
-        message = f'AutoTP has no preset "{preset}" and takes none then'
-        yield Finding(message, path, help=advice, severity=Severity.WARNING)
-
-
-def _experts_are_known(settings: Settings) -> Iterator[Finding]:
-    """Fires for a preset and an activation that AutoEP does not have; with AutoEP switched off it is a warning."""
-    severity = None if settings.get("expert_parallel", "enabled") is True else Severity.WARNING
-    for name in ("preset_model", "expert_activation"):
-        path: Path = ("expert_parallel", name)
-        value, names = settings.get(*path), _names(settings, path)
-        if isinstance(value, str) and names and value not in names:
-            near = closest(value, names)
-            advice = f'did you mean "{near}"?' if near else f"write one of {', '.join(names)}"
-            fixes = (Fix(f"write {near}", Safety.CHANGES_NUMERICS, (Edit(path, near),)),) if near else ()
-            message = f'AutoEP has no {name.replace("_", " ")} "{value}"'
-            yield Finding(message, path, help=advice, fixes=fixes, severity=severity)
-
-
-def _names(settings: Settings, path: Path) -> list[str]:
-    """The names that the version of DeepSpeed takes at a path."""
-    key = find(settings.usage.version, *path)
-    return list(key.facts.get("names", ())) if key is not None else []
-
-
-register(
-    __package__,
-    DEEPSPEED,
-    _FACTS,
-    {
-        "F003": _batches_multiply,
-        "F015": _loss_scale_is_a_number,
-        "F030": _presets_are_known,
-        "F033": _experts_are_known,
-    },
-)
+register(__package__, DEEPSPEED, _FACTS, {"F003": _batches_multiply})
 
 
 # Rules that go through many keys.
@@ -233,35 +213,6 @@ def rates_rise(settings: Settings) -> Iterator[Finding]:
         yield Finding(message, _parameter(names[0]), help="exchange the two", fixes=(fix,), related=related)
 
 
-_PREDIVIDE, _PRESCALE, _SCATTER = "gradient_predivide_factor", "prescale_gradients", (ZERO, "reduce_scatter")
-
-
-@file_rule("F009", DEEPSPEED)
-def gradients_can_be_scaled_so(settings: Settings) -> Iterator[Finding]:
-    """Fires for what DeepSpeed refuses, and for a factor that is not taken back."""
-    stage = stage_of(settings)
-    if stage is None or settings.get("gradient_allreduce_op") == "sum":
-        return
-    scatter = settings.get(*_SCATTER, default=True) is not False
-    factor = settings.number(_PREDIVIDE)
-    prescale = settings.get(_PRESCALE) is True
-    predivide = 1.0 if factor is None else factor
-    path: Path = (_PREDIVIDE,) if predivide != 1 else (_PRESCALE,)
-    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide)
-    fixes = (Fix.removing(path, Safety.CHANGES_NUMERICS),)
-    related = (Related(f"stage {stage} is set here", (ZERO, "stage")),)
-    if refused:
-        yield Finding(refused, path, help="remove it, or switch reduce_scatter off", fixes=fixes, related=related)
-        return
-    wrong = wrong_scale(
-        stage, reduce_scatter=scatter, prescale=prescale, predivide=predivide, ranks=ranks(settings) or 0
-    )
-    if wrong:
-        yield Finding(
-            f"{_PREDIVIDE} {predivide:g}: gradients are {wrong}", path, help="write another factor", fixes=fixes
-        )
-
-
 def _is_on(settings: Settings, key: str) -> bool:
     """Whether a key asks for something: an offload to nowhere, a false or a default asks for nothing."""
     value = settings.get(ZERO, key)
@@ -290,26 +241,21 @@ def zero_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
         )
     rest = [key for key in idle if key not in heavy]
     if rest:
-        have = "has" if len(rest) == 1 else "have"
-        edits = tuple(Edit((ZERO, key), remove=True) for key in rest)
-        yield Finding(
-            f"{first_of(rest, 3)} {have} no effect at stage {stage}",
-            (ZERO, rest[0]),
-            help="remove what is not read",
-            fixes=(Fix("remove what is not read", Safety.SAFE, edits),),
-            related=(*related, *(Related("and here", (ZERO, key)) for key in rest[1:])),
-            severity=Severity.INFO,
-        )
+        message = f"{first_of(rest, 3)} {'has' if len(rest) == 1 else 'have'} no effect at stage {stage}"
+        one = _idle(message, [(ZERO, key) for key in rest], "remove what is not read", Severity.INFO)
+        yield replace(one, help="remove what is not read", related=(*related, *one.related))
+
+
+def _idle(message: str, paths: Sequence[Path], title: str, severity: Severity | None) -> Finding:
+    """Keys that are not read, with a fix of this title that removes them."""
+    fix = Fix(title, Safety.SAFE, tuple(Edit(path, remove=True) for path in paths))
+    related = tuple(Related("and here", path) for path in paths[1:])
+    return Finding(message, paths[0], fixes=(fix,), related=related, severity=severity)
 
 
 _ONLY_NVME = (
-    "nvme_path",
-    "buffer_count",
-    "buffer_size",
-    "max_in_cpu",
-    "pipeline_read",
-    "pipeline_write",
-    "fast_init",
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+    *("pipeline_read", "pipeline_write", "fast_init"),
 )
 _DEFAULT_OFF = (None, False)
 
@@ -331,16 +277,10 @@ def offload_keys_have_an_effect(settings: Settings) -> Iterator[Finding]:
             names = ", ".join(idle)
             if len(idle) > 1:
                 does = does.replace("has", "have", 1).replace("it is", "they are")
-            yield Finding(
-                f"{part}: {names} {does}",
-                (ZERO, part, idle[0]),
-                help='remove it, or set device to "nvme"' if device == "cpu" else 'remove it, or set device to "cpu"',
-                fixes=(
-                    Fix(f"remove {names}", Safety.SAFE, tuple(Edit((ZERO, part, key), remove=True) for key in idle)),
-                ),
-                related=tuple(Related("and here", (ZERO, part, key)) for key in idle[1:]),
-                severity=Severity.INFO if device == "none" else None,
-            )
+            paths, other = [(ZERO, part, key) for key in idle], "nvme" if device == "cpu" else "cpu"
+            severity = Severity.INFO if device == "none" else None
+            one = _idle(f"{part}: {names} {does}", paths, f"remove {names}", severity)
+            yield replace(one, help=f'remove it, or set device to "{other}"')
 
 
 # Keys of old that still work.
@@ -391,21 +331,11 @@ def keys_are_those_of_today(settings: Settings) -> Iterator[Finding]:
 
 def _deprecated(settings: Settings) -> Iterator[tuple[Path, Key]]:
     """The deprecated keys of the file; they stand in sections at the top."""
-    for name, known in _deprecated_keys(settings.usage.version).items():
+    for name, section in table(settings.usage.version).keys.items():
         for inner, value in settings.section(name).items():
-            key = known.get(inner)
-            if key is not None and value != "auto":
+            key = section.keys.get(inner)
+            if key is not None and key.deprecated is not None and value != "auto":
                 yield (name, inner), key
-
-
-@functools.cache
-def _deprecated_keys(version: str) -> dict[str, dict[str, Key]]:
-    """Those of a version, by the name of their section and their own."""
-    found = {
-        name: {inner: key for inner, key in section.keys.items() if key.deprecated is not None}
-        for name, section in table(version).keys.items()
-    }
-    return {name: keys for name, keys in found.items() if keys}
 
 
 # What is left to somebody else, and what those refuse.

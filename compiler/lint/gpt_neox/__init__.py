@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.deepspeed.table import find
-from parcompile.backends.gpt_neox import ANY, Field, deepspeed, fields, replaced_fields, versions
+from parcompile.backends.deepspeed.table import as_schema, find
+from parcompile.backends.gpt_neox import ANY, DEEPSPEED_VERSION, REPLACED, VERSIONS, WORDS, Field, fields
 from parcompile.backends.gpt_neox.beside import Beside, beside
 from parcompile.backends.gpt_neox.read import Excerpt, for_deepspeed, whole
 from parcompile.backends.kinds import DEEPSPEED, GPT_NEOX
@@ -53,11 +53,12 @@ def check_file(document: Document) -> list[Diagnostic]:
 def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
     tree = part.document.tree
     assert isinstance(tree, dict)
-    keys = configuration.check(part.document, deepspeed(), needs_batch=False)
+    keys = configuration.check(part.document, DEEPSPEED_VERSION, needs_batch=False)
     made = () if _is_deepspeeds(tree.get("optimizer")) else _MADE_BY_GPT_NEOX
     passed = {key: value for key, value in keys.tree.items() if key not in made}
     rules = check_settings(
-        Settings(passed, keys.invalid_paths, UsageContext(deepspeed(), "gpt-neox's requirements", BARE)), DEEPSPEED
+        Settings(passed, keys.invalid_paths, UsageContext(DEEPSPEED_VERSION, "gpt-neox's requirements", BARE)),
+        DEEPSPEED,
     )
     for one in (*keys.diagnostics, *(part.document.locate(one) for one in rules if one.code[0] != "A")):
         top = one.path[0] if one.path else ""
@@ -69,7 +70,7 @@ def _of_deepspeed(part: Excerpt) -> Iterator[Diagnostic]:
 
 def _is_ignored(one: Diagnostic) -> bool:
     """Whether DeepSpeed never looks at a key: gpt-neox's own files have such, and run."""
-    holder = find(deepspeed(), *one.path[:-1]) if one.code == "K001" and one.is_error else None
+    holder = find(DEEPSPEED_VERSION, *one.path[:-1]) if one.code == "K001" and one.is_error else None
     return holder is not None and not holder.strict
 
 
@@ -82,38 +83,14 @@ def _is_deepspeeds(optimizer: object) -> bool:
 
 TUNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization")
 """Keys that hold several values, or "auto", while DeepSpeed's autotuning looks for the best (AUTOTUNING_ARGS)."""
-_SCHEMAS = {
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "str": {"type": "string"},
-    "bool": {"type": "boolean"},
-    "dict": {"type": "object"},
-    "list": {"type": "array"},
-}
 _EXPONENT = re.compile(r"[-+]?[0-9_.]+[eE]([-+]?)[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where keys stand, for guesses at misspelt ones."""
-
-    name: str
-    places: tuple[tuple[str, ...], ...]
-
-
-_NEEDED = {
-    **dict.fromkeys(("optimizer", "scheduler"), ("type", "params")),
-    **dict.fromkeys(("fp16", "amp", "flops_profiler"), ("enabled",)),
-}
+_NEEDED: Mapping[str, Sequence[str]] = WORDS["needed"]
 """Keys of sections that `validate_types` asks for; a section of one file takes the place of that of another."""
 _ASKS = "must contain key"
-_DERIVED = {
-    ("zero_optimization", "reduce_bucket_size"): "zero_reduce_bucket_size",
-    ("zero_optimization", "allgather_bucket_size"): "zero_allgather_bucket_size",
-    ("zero_optimization", "reduce_scatter"): "zero_reduce_scatter",
-    ("zero_optimization", "contiguous_gradients"): "zero_contiguous_gradients",
-}
-"""Fields that gpt-neox fills from keys of a section before it looks at types."""
+_OF_ZERO: Mapping[str, str] = WORDS["of zero_optimization"]
+"""Fields that gpt-neox fills from keys of zero_optimization before it looks at types."""
 _SEVERAL = 2
 """From so many unknown keys on, a file may be one of a fork, which is not at hand."""
 
@@ -129,8 +106,8 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     assert isinstance(tree, dict)
     found = Findings(tree, document.invalid)
     current, past = (_current(), fields()) if fork is None else (fork.fields, fork.fields)
-    replaced = replaced_fields() if fork is None else fork.replaced
-    places = _Places(GPT_NEOX, tuple((name,) for name in current))
+    replaced = REPLACED if fork is None else fork.replaced
+    places = configuration.KeyPlaces(GPT_NEOX, tuple((name,) for name in current))
     unguessed = Severity.WARNING if fork is None else Severity.ERROR
     consequence = f": {'gpt-neox' if fork is None else 'the gpt-neox of this file'} refuses it"
     strange = [name for name in tree if name not in past]
@@ -139,7 +116,11 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
         if field is None:
             unknown_key((name,), current, tree, found, places, consequence=consequence, unguessed=unguessed)
         elif not field.is_current:
-            _gone(name, field, found)
+            message = (
+                f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {VERSIONS[-1]} refuses it"
+            )
+            help_ = "remove it, or run the file with that version"  # which the file does not say
+            found.say("K010", (name,), message, help_, at_key=True, severity=Severity.WARNING)
         elif not (tree.get("autotuning") and (value == "auto" or name in TUNED)):
             _value((name,), value, field, found)
     for name, field in current.items() if fork is not None and tree else ():
@@ -147,10 +128,11 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
             message = f"the gpt-neox of this file refuses its own {field.default!r} for {name}"
             help_ = f"write {name}, {' or '.join(field.types)}, unless another file of the run does"
             found.say("K003", (next(iter(tree)),), message, help_, at_key=True, severity=Severity.WARNING)
-    for (section, key), name in _DERIVED.items():
-        holder = tree.get(section)
-        if isinstance(holder, dict) and key in holder and name in current and not tree.get("autotuning"):
-            _value((section, key), holder[key], current[name], found)
+    section = tree.get("zero_optimization")
+    zero: Mapping[str, Any] = section if isinstance(section, dict) and not tree.get("autotuning") else {}
+    for key, name in _OF_ZERO.items():
+        if key in zero and name in current:
+            _value(("zero_optimization", key), zero[key], current[name], found)
     for section, keys in _NEEDED.items():
         holder = tree.get(section)
         for key in keys if fork is None or _ASKS in fork.checks else ():
@@ -168,15 +150,6 @@ def _of_keys(document: Document, fork: Beside | None) -> list[Diagnostic]:
     return [document.locate(one, key=(one.code, one.path) in found.at_key) for one in said]
 
 
-def _gone(name: str, field: Field, found: Findings) -> None:
-    message = f"{name} was a key of gpt-neox up to version {field.versions[-1]}: version {versions()[-1]} refuses it"
-    found.say("K010", (name,), message, "remove it, or run the file with that version", at_key=True, severity=_OLD)
-
-
-_OLD = Severity.WARNING
-"""A file does not say for which version it was written."""
-
-
 def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
     if value is None or ANY in field.types:
         return
@@ -185,7 +158,8 @@ def _value(path: Path, value: Any, field: Field, found: Findings) -> None:
         if value not in field.choices and not (isinstance(value, str) and value.lower() in known):
             choice(path, value, list(field.choices), [{"enum": list(field.choices)}], found)
     elif not _is_of(value, field):
-        mismatch(path, value, [_SCHEMAS[one] for one in field.types if one in _SCHEMAS], found)
+        schemas = (as_schema({"type": one}) for one in field.types)
+        mismatch(path, value, [one for one in schemas if one], found)
 
 
 def _is_of(value: Any, field: Field) -> bool:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from parcompile.backends.gpt_neox import attention_kinds, fields, replaced_fields
+from parcompile.backends.gpt_neox import ATTENTION_KINDS, REPLACED, fields
 from parcompile.backends.gpt_neox.beside import Beside
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
 from parcompile.diagnostics import Path, Severity, closest
@@ -23,7 +23,7 @@ class NeoxSettings(Settings):
 
     def __init__(self, tree: object, invalid: frozenset[Path], fork: Beside | None = None) -> None:
         super().__init__(tree, invalid)
-        self.fork = fork or Beside(fields(), (), replaced_fields())
+        self.fork = fork or Beside(fields(), (), REPLACED)
 
 
 def _fork(settings: Settings) -> Beside:
@@ -75,7 +75,7 @@ def names_are_known(settings: Settings) -> Iterator[Finding]:
     for number, entry in enumerate(config if isinstance(config, list) else ()):
         own = entry[0] if isinstance(entry, list) and entry and isinstance(entry[0], list) else [entry]
         for name in own:
-            known = fork.attention or attention_kinds()
+            known = fork.attention or ATTENTION_KINDS
             if isinstance(name, str) and name not in known:
                 yield _unknown_name("kind of attention", name, known, ("attention_config", number))
 

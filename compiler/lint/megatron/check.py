@@ -52,12 +52,8 @@ def _in_some_ways(each: list[tuple[Call, Diagnostic]], is_partial: bool) -> Diag
 
 
 _SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "max_position_embeddings",
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("seq_length", "max_position_embeddings"),
 )
 
 
@@ -138,18 +134,17 @@ def _found(arguments: Arguments, problem: Problem, program: Program, lacking: fr
         severity = Severity.ERROR if program.is_found and problem.value in lacking else error
         help_ = "write options with two hyphens"
         return Diagnostic("K001", severity, f"{_tool(parsers)} has no {problem.value}", path, help=help_)
-    if problem.kind in ("type", "choice") and program.adds(problem.flag):
-        return None  # the fork's parser decides what its values are
+    if problem.kind in ("type", "choice") and (
+        program.adds(problem.flag)  # the fork's parser decides what its values are
+        or _some_version_takes(parsers.options[problem.name], problem.value)
+    ):
+        return None
     if not program.is_own and program.adds(problem.flag) and problem.kind != "missing":
         return None
     if problem.kind == "type":
-        if _some_version_takes(parsers.options[problem.name], problem.value):
-            return None
         kind = _KINDS.get(problem.facts.type, problem.facts.type)
         return Diagnostic("K003", error, f"{problem.flag} takes {kind}, not {problem.value!r}", path)
     if problem.kind == "choice":
-        if _some_version_takes(parsers.options[problem.name], problem.value):
-            return None
         choices = [str(one) for one in problem.facts.choices or ()]
         near = closest(problem.value, choices)
         message = f"{problem.flag} is one of {', '.join(choices)}, not {problem.value!r}"
@@ -249,11 +244,9 @@ def _versions(arguments: Arguments) -> Iterator[Diagnostic]:
     if not gone:
         return
     together = arguments.versions
-    for name, versions in gone.items():
+    for name, versions in gone.items() if not together else ():
         flag, last = arguments.flags[name], parsers.versions[max(versions)]
         removed = parsers.versions[max(versions) + 1]
-        if together:
-            continue
         later = [other for other, found in spans.items() if found and min(found) > max(versions)]
         if later:
             other = later[0]
