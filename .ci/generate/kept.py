@@ -271,7 +271,8 @@ def _of_layers(runs: Saved, of_module: int) -> Saved:
 def saved(plan: Plan) -> Saved:
     """By run of a layer, each storage that autograd saves in it and that was made there, or goes into it.
 
-    Those of numbers that were made before the first layer stand apart. A layer runs once, where no stack of layers runs several times.
+    Those of numbers that were made before the first layer stand apart. A layer runs once, where no stack of layers runs
+    several times.
     """
     with stand_in(plan, 0) as mesh:
         tracker = MetaTracker(mesh)
@@ -317,7 +318,12 @@ def saved(plan: Plan) -> Saved:
                     count = tensor.untyped_storage().nbytes() // size
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     found[layer].append((name, f"part of {dtype}" if tensor.numel() < count else dtype, count, size))
-                elif inside and storage in first and storage not in seen and (tensor.is_floating_point() or tensor.is_complex()):
+                elif (
+                    inside
+                    and storage in first
+                    and storage not in seen
+                    and (tensor.is_floating_point() or tensor.is_complex())
+                ):
                     seen.add(storage)
                     alive.append(tensor.untyped_storage())
                     size = tensor.element_size()
