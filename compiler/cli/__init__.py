@@ -71,8 +71,11 @@ def needing(extras: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What cannot be written ends the command."""
+def writing(path: Path, *read: str | Path | None) -> Iterator[None]:
+    """What cannot be written ends the command, and what it has `read` is not replaced."""
+    for file in (Path(one, name) for one in read if one is not None for name in ("", "plan.json")):
+        if file.exists() and path.exists() and file.samefile(path):
+            raise click.ClickException(f"{path} is what this command reads, and would be lost: name another file")
     try:
         yield
     except OSError as error:

@@ -183,7 +183,7 @@ def calibrate_command(
     say(text, nl=False)
     if output is not None:
         tree = {"sets": {"own": found.to_json()}}
-        with writing(output):
+        with writing(output, *runs, others):
             write_file(output, json.dumps(tree, indent=1) + "\n")
         say(f"wrote {output}")
 

@@ -60,9 +60,9 @@ def _write_model(saved: SavedRun, output: Path, shard_bytes: int, whole_model: P
     writer = ModelWriter(output, shard_bytes)
     for name, weight in whole_weights(saved):
         stored = {name: weight} if whole_model is None else whole_model.as_stored(name, weight)
-        if stored is None:
+        if whole_model is not None and stored is None:
             raise RunError(f"{whole_model.folder} stores {name} under no name of its own: export without it")
-        writer.add_all(stored)
+        writer.add_all(stored or {})
     for name, buffer in saved.buffers.items():
         # What a folder does not have its class makes itself.
         writer.add_all({name: buffer} if whole_model is None else whole_model.as_stored(name, buffer) or {})
