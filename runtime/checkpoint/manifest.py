@@ -14,6 +14,7 @@ and no files but those of ZeRO's optimizers; ours runs it where there are none o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -78,14 +79,23 @@ def locate(folder: Path) -> Path:
     """The checkpoint itself: `folder`, or the one in it that `latest` names.
 
     Raises:
-        RunError: there is none.
+        RunError: there is none, or nobody may look.
     """
+    try:
+        return _located(folder)
+    except PermissionError as error:
+        raise everywhere(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _located(folder: Path) -> Path:
     if (folder / NOTE).is_file():
         return folder
     try:
         tag = read_text(folder / LATEST).strip()
     except UnicodeDecodeError:
         raise everywhere(f"{folder / LATEST} is no text") from None
+    except PermissionError:
+        raise
     except OSError as error:
         raise everywhere(f"there is no checkpoint in {folder}: {_why_none(folder, error)}") from None
     if not tag or Path(tag).name != tag:
@@ -122,7 +132,9 @@ def _holds(folder: Path) -> bool:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint itself, in which no other file may lie."""
-    return (folder / NOTE).is_file() and (folder / weights_file(0)).is_file()
+    with contextlib.suppress(PermissionError):
+        return (folder / NOTE).is_file() and (folder / weights_file(0)).is_file()
+    return False
 
 
 def refuse_inside(output: Path) -> None:
@@ -134,7 +146,7 @@ def refuse_inside(output: Path) -> None:
     real = Path(os.path.realpath(output))
     if (found := next(filter(is_checkpoint, (real, *real.parents)), None)) is not None:
         where = "is" if found == real else f"lies in {found}, which is"
-        raise RunError(f"{output} {where} a checkpoint, and a further file makes it unusable: name another folder")
+        raise everywhere(f"{output} {where} a checkpoint, and a further file makes it unusable: name another folder")
 
 
 def read_note(folder: Path) -> Note:

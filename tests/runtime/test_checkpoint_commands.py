@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -14,7 +16,7 @@ from training_runs import MODEL, initial_model, make_plan
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import cli
 from parcompile.plan import Plan, plan_tree
-from parcompile.runtime import RunError
+from parcompile.runtime import RunError, initialize
 from parcompile.runtime.checkpoint import verify
 from parcompile.runtime.checkpoint.adapting import import_pretrained
 from parcompile.runtime.run_log import RunLog
@@ -69,6 +71,19 @@ def test_a_path_that_is_no_checkpoint_is_answered_with_what_to_name(run: Path) -
     )
 
 
+def test_a_folder_that_nobody_may_read_is_told_as_such(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, stat = run / "checkpoints" / "step-0", Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if closed in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    for folder in (closed, closed.parent):
+        assert f"{closed / 'parcompile.json'} cannot be read: Permission denied" in refused("inspect", folder)
+
+
 def test_nothing_is_written_into_a_checkpoint_which_that_would_make_unusable(run: Path) -> None:
     step, plan, hf = run / "checkpoints" / "step-0", run / "plan.json", run.parent / "hf"
     for output in (step, step / "new" / "folder"):
@@ -78,6 +93,8 @@ def test_nothing_is_written_into_a_checkpoint_which_that_would_make_unusable(run
         assert "makes it unusable" in refused("import", "--hf", hf, "--plan", plan, "-o", output)
         with pytest.raises(RunError, match="makes it unusable"):
             RunLog(output)
+        with pytest.raises(RunError, match="makes it unusable"):
+            initialize(plan=str(plan), measurements=output / "measurements.csv")
     assert "makes it unusable" in refused("export", step, "--hf", step / "hf")
     assert verify(step) == []
     # A spec may have the name of a note: its folder is no checkpoint.
