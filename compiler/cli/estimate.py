@@ -34,7 +34,7 @@ from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, say, told, writing
-from .options import output_file, positive_number
+from .options import output_file, positive_number, refuse_foreign
 
 MOST_CELLS = 4096
 
@@ -191,6 +191,7 @@ def refuse(checked: Checked, errors: Sequence[Diagnostic]) -> NoReturn:
     Raises:
         Exit: always.
     """
+    refuse_foreign(checked)
     report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
     raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 

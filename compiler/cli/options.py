@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from parcompile.backends.kinds import ALL, chosen, names
+from parcompile.backends.kinds import ALL, MODEL, Certainty, chosen, names, recognise
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.reporters import report
 from parcompile.machines import named_accelerator
@@ -223,10 +223,27 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
     except SourceError as error:
         raise click.ClickException(str(error)) from None
     if plan is None:
+        refuse_foreign(checked)
         errors = [one for one in checked.diagnostics if one.is_error]
         report(errors, [checked.text], "text", sys.stderr)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     return plan, checked.diagnostics
+
+
+def refuse_foreign(checked: Checked) -> None:
+    """Answers the file of another tool, in which every key of a spec is missing, in one sentence.
+
+    Raises:
+        ClickException: it is one.
+    """
+    from parcompile.backends.importers import kinds
+
+    found = recognise(checked.document.tree if checked.document else None)
+    if found.certainty is not Certainty.CERTAIN or found.kind not in (MODEL, *kinds()):
+        return
+    file, name = checked.text.file, {MODEL: "the configuration of a model"}.get(found.kind, f"of kind {found.kind}")
+    way = "init" if found.kind == MODEL else "import"
+    raise click.ClickException(f"{file} is {name}, not a spec: `parcompile {way} {file}` makes a spec of it")
 
 
 def values_of(checked: Checked) -> dict[str, dict[str, object]]:
