@@ -371,13 +371,13 @@ def new_command(
     if tokenizer is None and weights is not None and any(weights.glob("tokenizer*")):
         tokenizer = weights
     named = {"weights": weights, "tokenizer": tokenizer, "data": data}
-    if data is not None:
-        _check_data(data, needs_tokenizer=tokenizer is None)
     arguments = {key: os.path.realpath(path) for key, path in named.items() if path is not None}
     where = os.path.realpath(directory)
     for word, path in {"DIR": where, **{f"--{key}": path for key, path in arguments.items()}}.items():
         if re.search("[\x00-\x1f\x7f\ud800-\udfff]", path):  # control characters, and bytes that are no text
             raise click.UsageError(f"{word}: the files of a project cannot name {path!r}: rename it")
+    if data is not None:
+        _check_data(data, needs_tokenizer=tokenizer is None)
     lines: list[str] = []
     extra = {}
     if model is None and hf_config is None:
