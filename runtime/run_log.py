@@ -26,6 +26,7 @@ from parcompile.show.pictures.curves import draw
 from parcompile.show.pictures.svg import svg
 from parcompile.user_files import parse_json, read_text
 
+from .checkpoint.manifest import refuse_inside
 from .errors import RunError
 
 SAMPLES = "samples.jsonl"
@@ -48,7 +49,8 @@ class RunLog:
         plan: of the run, which `parcompile report` compares it with; run.json names it.
 
     Raises:
-        RunError: a package is missing, a file of an earlier run is damaged, or `prometheus` has another ending.
+        RunError: a package is missing, a file of an earlier run is damaged, `folder` lies in a checkpoint, or
+            `prometheus` has another ending.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RunLog:
             raise RunError(f"{said}: write {self._prometheus.with_suffix('.prom')}", everywhere=True)
         if not writes:
             return
+        refuse_inside(self.file.parent)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in self.rows() if row["step"] <= first_step]
         write_file(self.file, "".join(map(_line, kept)))

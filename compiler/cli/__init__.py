@@ -80,10 +80,13 @@ def writing(path: Path, what: str = "written", *, below: bool = False) -> Iterat
         raise click.ClickException(f"{where} cannot be {what}: {error.strerror}") from None
 
 
-def save(file: Path, content: str | bytes) -> None:
-    """Writes a file whole; where that cannot be done, the command ends."""
+def save(file: Path, content: str | bytes, *read: str | Path | None) -> None:
+    """Writes a file whole, but none that the command has `read`; where that cannot be done, the command ends."""
     from parcompile.atomic import write_file  # not for --version alone
 
+    for one in (Path(one, name) for one in read if one is not None for name in ("", "plan.json")):
+        if one.exists() and file.exists() and one.samefile(file):
+            raise click.ClickException(f"{file} is what this command reads, and would be lost: name another file")
     with writing(file):
         write_file(file, content)
 

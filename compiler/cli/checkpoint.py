@@ -13,7 +13,6 @@ import click
 
 from parcompile.backends.artefacts import to_text
 from parcompile.layout.groups import DENSE_AXES
-from parcompile.plan import PlanError, load_plan
 
 from . import needing, say, told
 from .options import read_plan
@@ -26,7 +25,7 @@ def _explained() -> Iterator[None]:
     """Errors of the runtime as messages; and what to install where it is missing."""
     with needing("runtime,hf"):
         from parcompile.runtime.errors import RunError
-    with told(RunError, PlanError):
+    with told(RunError):
         yield
 
 
@@ -88,9 +87,9 @@ def verify(context: click.Context, folder: Path) -> None:
 
 @command.command()
 @_FOLDER
-@click.option("--to", "plan", type=click.Path(path_type=Path), required=True, help="The plan of the new layout.")
+@click.option("--to", "plan", metavar="PATH", required=True, help="The plan of the new layout, or its spec.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
-def convert(folder: Path, plan: Path, output: Path) -> None:
+def convert(folder: Path, plan: str, output: Path) -> None:
     """Convert a checkpoint to another layout.
 
     Resuming does that by itself; this saves the time at the start of each of many runs.
@@ -98,7 +97,7 @@ def convert(folder: Path, plan: Path, output: Path) -> None:
     with _explained():
         from parcompile.runtime.checkpoint.adapting import convert as converted
 
-        say(str(converted(folder, load_plan(plan), output)))
+        say(str(converted(folder, read_plan(plan)[0], output)))
 
 
 @command.command()
@@ -118,6 +117,8 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool, into:
 
     `from_pretrained` loads the folder. LoRA adapters are merged.
     """
+    if adapter and into is not None:
+        raise click.UsageError("--adapter writes adapters alone and --into a whole model: give one of them")
     with _explained():
         from parcompile.runtime.checkpoint import export as exported
         from parcompile.runtime.checkpoint import export_adapter
@@ -132,14 +133,14 @@ def export(folder: Path, output: Path, max_file_bytes: int, adapter: bool, into:
 
 @command.command("import")
 @click.option("--hf", "folder", type=click.Path(path_type=Path), required=True, help="Folder of the model's weights.")
-@click.option("--plan", type=click.Path(path_type=Path), required=True, help="The plan of the run.")
+@click.option("--plan", metavar="PATH", required=True, help="The plan of the run, or its spec.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the new checkpoint.")
-def import_(folder: Path, plan: Path, output: Path) -> None:
+def import_(folder: Path, plan: str, output: Path) -> None:
     """Create a first checkpoint from Hugging Face weights."""
     with _explained():
         from parcompile.runtime.checkpoint.adapting import import_pretrained
 
-        say(str(import_pretrained(folder, load_plan(plan), output)))
+        say(str(import_pretrained(folder, read_plan(plan)[0], output)))
 
 
 @click.command("data")

@@ -17,7 +17,7 @@ from parcompile.rules import rule_targets
 from parcompile.text import SourceError
 
 from . import SPEC_HAS_ERRORS, say, told, writing
-from .options import chosen_targets, no_estimate_option, target_option
+from .options import chosen_targets, no_estimate_option, refuse_foreign, target_option
 
 
 @click.command("compile")
@@ -60,6 +60,8 @@ def command(
         if plan is not None and is_plan(spec):
             # Compiled already: its identity stays.
             plan = load_plan(spec)
+    if plan is None:
+        refuse_foreign(checked)
     _print_diagnostics(checked, quiet=quiet, verbose=verbose)
     if plan is None:
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)

@@ -33,7 +33,7 @@ from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
-from .options import positive_number
+from .options import output_file, positive_number, refuse_foreign
 
 MOST_CELLS = 4096
 
@@ -57,7 +57,7 @@ MOST_CELLS = 4096
     help="Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document.",
 )
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the stages into this SVG file.")
+@click.option("--plot", type=output_file(".svg"), metavar="PATH", help="Draw the stages into this SVG file.")
 def command(
     spec: str,
     more: tuple[str, ...],
@@ -188,6 +188,7 @@ def refuse(checked: Checked, errors: Sequence[Diagnostic]) -> NoReturn:
     Raises:
         Exit: always.
     """
+    refuse_foreign(checked)
     report(errors, [checked.document] if checked.document else [], "text", sys.stderr)
     raise click.exceptions.Exit(SPEC_HAS_ERRORS)
 

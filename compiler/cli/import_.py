@@ -85,7 +85,7 @@ def command(
         result = import_document(known, found, answers, folder)
     except (ImportConflictError, RefusedError) as error:
         raise click.ClickException(f"{file}: {error}") from None
-    _write_spec(result, output)
+    _write_spec(result, output, file)
     width = Style.of(sys.stderr).width
     said = _as_json(result) if form == "json" else _account(result, file, width, verbose=verbose, output=output)
     say(said, err=True)
@@ -110,12 +110,12 @@ def _setting(text: str) -> tuple[SpecPath, Any]:
         return tuple(name.split(".")), value
 
 
-def _write_spec(result: Imported, output: Path | None) -> None:
+def _write_spec(result: Imported, output: Path | None, file: str) -> None:
     text = json.dumps(result.spec, indent=2, ensure_ascii=False) + "\n"
     if output is None:
         say(text, nl=False)
         return
-    save(output, text)
+    save(output, text, file)
 
 
 _MOST_LINES = 5

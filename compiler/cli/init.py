@@ -29,7 +29,8 @@ from parcompile.diagnostics.reporters import Style, hanging
 from parcompile.machines import named_accelerator
 from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import find_preset, near_presets, preset_alike, presets
-from parcompile.project import EXECUTABLE, holds_answers, project_files, small_spec
+from parcompile.project import EXECUTABLE, project_files, small_spec
+from parcompile.project.rows import DataError, MissingPackageError, holds_answers
 from parcompile.searching.first import Offer, batch_of, first_spec, sequence_length_of
 from parcompile.spec.resolve.model import read_config
 from parcompile.user_files import read_text
@@ -370,16 +371,13 @@ def new_command(
     if tokenizer is None and weights is not None and any(weights.glob("tokenizer*")):
         tokenizer = weights
     named = {"weights": weights, "tokenizer": tokenizer, "data": data}
-    if data is not None and tokenizer is None and (answers := holds_answers(data)) is not None:
-        raise click.UsageError(
-            f"{answers} holds prompts and answers, which a tokenizer's chat template writes: name its folder with "
-            "--tokenizer, or with --weights"
-        )
     arguments = {key: os.path.realpath(path) for key, path in named.items() if path is not None}
     where = os.path.realpath(directory)
     for word, path in {"DIR": where, **{f"--{key}": path for key, path in arguments.items()}}.items():
         if re.search("[\x00-\x1f\x7f\ud800-\udfff]", path):  # control characters, and bytes that are no text
             raise click.UsageError(f"{word}: the files of a project cannot name {path!r}: rename it")
+    if data is not None:
+        _check_data(data, needs_tokenizer=tokenizer is None)
     lines: list[str] = []
     extra = {}
     if model is None and hf_config is None:
@@ -416,6 +414,27 @@ def new_command(
     for line in lines:
         say(line)
     say(f"next: cd {directory} && ./run.sh --steps 20")
+
+
+def _check_data(data: Path, *, needs_tokenizer: bool) -> None:
+    """Reads the first row as training will.
+
+    Raises:
+        ClickException: it cannot be read.
+        UsageError: it holds prompts and answers, which need a tokenizer that is not there.
+    """
+    try:
+        answers = holds_answers(data)
+    except MissingPackageError as error:  # training may run elsewhere
+        say(f"{data} is not looked into: {error}", err=True)
+        return
+    except DataError as error:
+        raise click.ClickException(str(error)) from None
+    if answers is not None and needs_tokenizer:
+        raise click.UsageError(
+            f"{answers} holds prompts and answers, which a tokenizer's chat template writes: name its folder with "
+            "--tokenizer, or with --weights"
+        )
 
 
 def _write_files(directory: Path, files: dict[str, str]) -> None:

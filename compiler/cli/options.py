@@ -6,13 +6,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from parcompile.backends.kinds import ALL, chosen, names
+from parcompile.backends.kinds import ALL, MODEL, Certainty, chosen, names, recognise
 from parcompile.diagnostics import Diagnostic, Severity
 from parcompile.diagnostics.reporters import report
 from parcompile.machines import named_accelerator
@@ -42,6 +43,20 @@ def positive_number(text: str) -> float:
     if not math.isfinite(number) or number <= 0:
         raise click.BadParameter(f"{text} is not a finite number above 0")
     return number
+
+
+def output_file(ending: str) -> Callable[[str], Path]:
+    """A type of options: a file to write, whose name says what it is, so that no input is replaced by mistake."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if path.is_dir():
+            raise click.BadParameter(f"{text} is a folder: name a file in it that ends in {ending}")
+        if path.suffix.lower() != ending:
+            raise click.BadParameter(f"{text} does not end in {ending}: write {path.with_suffix(ending)}")
+        return path
+
+    return read
 
 
 @told(ValueError, by=click.BadParameter)
@@ -113,14 +128,23 @@ def codes_of(given: tuple[str, ...]) -> tuple[str, ...]:
     """The codes or beginnings of codes, separated by commas or given several times."""
     codes = tuple(code.strip().upper() for one in given for code in one.split(",") if code.strip())
     if codes:
-        from parcompile.diagnostics import closest
         from parcompile.lint.registry import pages
 
         for code in codes:
             if not any(_is_among(known, (code,)) for known in pages()):
-                near = closest(code, list(pages()))
-                raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
+                near = near_code(code, pages()) or "`parcompile explain` lists all"
+                raise click.UsageError(f"there is no code {code}; {near}")
     return codes
+
+
+def near_code(code: str, known: Collection[str]) -> str:
+    """A question for the code that was meant: with all of its digits, or spelt otherwise; empty where none is near."""
+    from parcompile.diagnostics import closest
+
+    short = re.fullmatch(r"([A-Z]+)(\d{1,6})", code)
+    padded = f"{short[1]}{int(short[2]):03}" if short is not None else ""
+    near = padded if padded in known else closest(code, list(known))
+    return f"did you mean {near}?" if near else ""
 
 
 # The option that names targets: the same in every command that has it.
@@ -197,10 +221,27 @@ def read_plan(path: str) -> tuple[Plan, tuple[Diagnostic, ...] | None]:
             return load_plan(path), None
         plan, checked = compile_file(path, must_fit=False)
     if plan is None:
+        refuse_foreign(checked)
         errors = [one for one in checked.diagnostics if one.is_error]
         report(errors, [checked.text], "text", sys.stderr)
         raise click.exceptions.Exit(SPEC_HAS_ERRORS)
     return plan, checked.diagnostics
+
+
+def refuse_foreign(checked: Checked) -> None:
+    """Answers the file of another tool, in which every key of a spec is missing, in one sentence.
+
+    Raises:
+        ClickException: it is one.
+    """
+    from parcompile.backends.importers import kinds
+
+    found = recognise(checked.document.tree if checked.document else None)
+    if found.certainty is not Certainty.CERTAIN or found.kind not in (MODEL, *kinds()):
+        return
+    file, name = checked.text.file, {MODEL: "the configuration of a model"}.get(found.kind, f"of kind {found.kind}")
+    way = "init" if found.kind == MODEL else "import"
+    raise click.ClickException(f"{file} is {name}, not a spec: `parcompile {way} {file}` makes a spec of it")
 
 
 def values_of(checked: Checked) -> dict[str, dict[str, object]]:

@@ -181,7 +181,7 @@ def calibrate_command(
     text = _coefficients_text(found, time_bounds(rows[0].work), judge(rest, found) if rest else None)
     say(text, nl=False)
     if output is not None:
-        save(output, json.dumps({"sets": {"own": found.to_json()}}, indent=1) + "\n")
+        save(output, json.dumps({"sets": {"own": found.to_json()}}, indent=1) + "\n", *runs, others)
         say(f"wrote {output}")
 
 

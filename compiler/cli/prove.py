@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from parcompile.backends.artefacts import to_text
+from parcompile.backends.kinds import DEEPSPEED, UNKNOWN, recognise
 from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
 from parcompile.user_files import parse_json
 
-from . import needing, say, told
+from . import needing, say, told, writing
 from .options import positive_number
 
 if TYPE_CHECKING:
@@ -73,7 +74,14 @@ def command(
         say(f"{number:>4}  " + shown.line(one).replace("\n", "\n      "), err=form != "text")
 
     with told(EngineError, ValueError):
+        if certificate is not None and (config or plan or chosen or scripts or form != "text"):
+            raise click.UsageError(
+                "--verify runs the cells of its certificate: leave --config, --plan, --cell, --scripts and --format out"
+            )
         again = None if certificate is None else _certificate(certificate)
+        if scripts is not None:
+            with writing(scripts):
+                scripts.mkdir(parents=True, exist_ok=True)
         if config is not None and plan is not None:
             raise click.UsageError("--config is a DeepSpeed configuration and --plan a plan: give one of them")
         decided = None if config is None else _decided(config)
@@ -103,11 +111,13 @@ def command(
             found = prove(running, asked, seed=seed, most_ranks=ranks, shrinks=not no_shrink, each=tell)
     for number, one in enumerate(found.cells, 1):
         if scripts is not None and "script" in one.answer:
-            scripts.mkdir(parents=True, exist_ok=True)
             (scripts / f"{Path(name).stem}_{number}.py").write_text(one.answer["script"], encoding="utf-8")
             if name.endswith(".py"):
                 with suppress(shutil.SameFileError):
                     shutil.copy(name, scripts)  # beside the script that imports it
+    if scripts is not None:
+        with suppress(OSError):
+            scripts.rmdir()  # empty where no script was written
     if form == "text":
         say(found.summary())
     else:
@@ -148,6 +158,8 @@ def _decided(path: Path) -> dict[str, Any]:
     from parcompile.runtime.prove import GivenError, given
 
     document = _read(path)
+    if (kind := recognise(document.tree).kind) not in (DEEPSPEED, UNKNOWN):
+        raise click.ClickException(f"{path} is of kind {kind}: --config is a DeepSpeed configuration")
     try:
         found = given(document.tree)
     except GivenError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 import textwrap
@@ -30,6 +31,7 @@ from parcompile.spec.resolve.model import read_config
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
 from . import say, told
+from .options import near_code
 
 
 @click.command("accelerators")
@@ -159,32 +161,28 @@ _WIDTH = 80
 def explain_command(codes: tuple[str, ...], form: str) -> None:
     """Explain a code, with an example of wrong and right.
 
-    Without a CODE, list all codes.
+    CODE may be a letter, whose codes are listed. Without a CODE, list all codes.
     """
     known = pages()
+    asked = [code.strip().upper() for one in codes for code in one.split(",") if code.strip()]
+    shown = [_meant(known, code) for code in asked] or [list(known.values())]
     if form == "json":
-        shown = [_known(known, code) for code in codes or known]
-        trees = [{**dataclasses.asdict(page), "severity": page.severity.value} for page in shown]
+        trees = [{**dataclasses.asdict(page), "severity": page.severity.value} for page in itertools.chain(*shown)]
         say(json.dumps(trees, indent=2, ensure_ascii=False))
         return
-    if not codes:
-        say(_contents(list(known.values())))
-        return
-    for number, code in enumerate(codes):
-        say(("\n" if number else "") + _page(_known(known, code)))
+    say("\n\n".join(_page(one[0]) if len(one) == 1 else _contents(one) for one in shown))
 
 
-def _known(known: Mapping[str, Page], code: str) -> Page:
-    """The page of a code.
+def _meant(known: Mapping[str, Page], code: str) -> list[Page]:
+    """The page of a code, or those of all codes of a letter.
 
     Raises:
         UsageError: there is none.
     """
-    page = known.get(code.upper())
-    if page is None:
-        near = closest(code.upper(), list(known))
-        raise click.UsageError(f"there is no code {code}" + (f"; did you mean {near}?" if near else ""))
-    return page
+    found = [page for name, page in known.items() if code in (name, name.rstrip("0123456789"))]
+    if not found:
+        raise click.UsageError(f"there is no code {code}; {near_code(code, known) or '`parcompile explain` lists all'}")
+    return found
 
 
 def _page(page: Page) -> str:

@@ -250,8 +250,8 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
             back += beside + of_own * copied * (1 + (weighted == 4 or slices > 1))
             back += input_bytes(work) * (work.sequence_parallel and not copied)
     # The gradients of weighted rows and of what they are weighted with, beside that of their sum.
-    cast = (weighted > work.element_bytes) * tokens / slices
-    weighing = weighted * h * (2 * rows / slices + cast) + given
+    of_sum = tokens / slices * (weighted > work.element_bytes)
+    weighing = weighted * h * (2 * rows / slices + of_sum) + given
     return max(of_weight + came - own, running - bucket, back, gates + given - came, weighing)
 
 

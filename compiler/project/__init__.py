@@ -1,12 +1,7 @@
 """A runnable project around a spec: its training script, data, launch scripts and CI workflow."""
 
-import codecs
 import importlib.resources
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from parcompile.user_files import MAX_BYTES, parse_json, read_start
 
 # The files of a new project, from templates that the package holds.
 
@@ -46,36 +41,3 @@ def project_files(name: str, spec: str, arguments: Mapping[str, str]) -> dict[st
         "train.args": lines,
         **{path: text.replace("@NAME@", name) for path, text in texts.items()},
     }
-
-
-# The rows of a user's data.
-
-TURNS, PROMPTS, ANSWERS = (
-    ("messages", "conversations"),
-    ("prompt", "instruction"),
-    ("completion", "response", "output"),
-)
-
-
-def is_instruction(row: Mapping[str, Any]) -> bool:
-    """Whether a row has turns, or a prompt and an answer, in one of the usual forms."""
-
-    def has(names: tuple[str, ...]) -> bool:
-        return any(row.get(name) is not None for name in names)
-
-    return has(TURNS) or (has(PROMPTS) and has(ANSWERS))
-
-
-def holds_answers(data: Path) -> str | None:
-    """The first line of a user's JSON lines, where it is an instruction without `input_ids`; None of all else."""
-    files = [data] if data.is_file() else sorted(data.rglob("*.jsonl"))
-    if not files or files[0].suffix not in (".jsonl", ".json"):
-        return None
-    try:
-        lines = read_start(files[0], MAX_BYTES)[0].removeprefix(codecs.BOM_UTF8).split(b"\n")
-        number, line = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (0, b""))
-        row = parse_json(line)
-    except (OSError, ValueError):
-        return None  # training says what is wrong with it
-    found = isinstance(row, dict) and "input_ids" not in row and is_instruction(row)
-    return f"{files[0]}:{number}" if found else None

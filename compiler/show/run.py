@@ -153,8 +153,8 @@ def _measured(name: str, values: Sequence[float]) -> dict[str, Any]:
     if not values:
         return {}
     ranked = sorted(values)
-    low, high = (ranked[math.floor(share * (len(ranked) - 1))] for share in (0.05, 0.95))
-    return {name: {"median": statistics.median(ranked), "low": low, "high": high}}
+    outside = math.floor(0.05 * (len(ranked) - 1))
+    return {name: {"median": statistics.median(ranked), "low": ranked[outside], "high": ranked[-1 - outside]}}
 
 
 def _predict(found: dict[str, Any], subject: Subject) -> None:

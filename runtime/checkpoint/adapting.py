@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,21 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         )
     ours, theirs = plan.spec.model.architecture, saved.note.plan.spec.model.architecture
     if ours != theirs:
-        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-        raise RunError(f"the checkpoint is of another model than the plan: {', '.join(differing)} differ")
+        differing = "; ".join(
+            f"{key} is {_shown(theirs, key)} in the checkpoint and {_shown(ours, key)} in the plan"
+            for key in sorted({*ours, *theirs})
+            if ours.get(key) != theirs.get(key)
+        )
+        raise RunError(f"the checkpoint is of another model than the plan: {differing}")
     kept = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
     counters = {key: saved.counters.get(key) for key in kept}
     groups = [ParameterGroup(one.names, one.settings, one.scalars) for one in saved.groups]
     source = Source(plan, _layouts(plan), saved.whole, groups, saved.buffers, saved.loss_scaler)
     return write(source, Path(output), saved.note.step, counters)
+
+
+def _shown(architecture: Mapping[str, Any], key: str) -> str:
+    return json.dumps(architecture[key], default=str) if key in architecture else "not there"
 
 
 def import_pretrained(folder: str | Path, plan: Plan, output: str | Path) -> Path:

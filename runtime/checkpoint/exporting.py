@@ -5,6 +5,7 @@ Tensors are made whole one at a time and written file by file, so that the memor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -21,6 +22,7 @@ from parcompile.runtime.model.lora import OF_EXPERTS, as_saved, matrix_of, merge
 from parcompile.runtime.model.pretrained import PretrainedFolder
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 
+from .manifest import refuse_inside
 from .reading import SavedRun, whole_note
 from .whole_tensors import WholeTensors
 
@@ -47,17 +49,20 @@ def export(
         RunError: the checkpoint is damaged (which file is said), `output` holds files, or `into` is no multimodal
             model with this text part.
     """
-    note, output = whole_note(folder), _empty(Path(output))
-    saved = SavedRun(note)
-    writer, whole_model = (
-        ModelWriter(output, shard_bytes),
-        None if into is None else _whole_model(into, note.plan, saved.buffers),
-    )
+    refuse_filled(output := Path(output))
+    saved = SavedRun(note := whole_note(folder))
+    whole_model = None if into is None else _whole_model(into, note.plan, saved.buffers)
+    with _filled(output):
+        return _write_model(saved, output, shard_bytes, whole_model)
+
+
+def _write_model(saved: SavedRun, output: Path, shard_bytes: int, whole_model: PretrainedFolder | None) -> list[Path]:
+    writer = ModelWriter(output, shard_bytes)
     for name, weight in whole_weights(saved):
         stored = {name: weight} if whole_model is None else whole_model.as_stored(name, weight)
-        if stored is None:
-            raise RunError(f"{into} stores {name} under no name of its own: export without it")
-        writer.add_all(stored)
+        if whole_model is not None and stored is None:
+            raise RunError(f"{whole_model.folder} stores {name} under no name of its own: export without it")
+        writer.add_all(stored or {})
     for name, buffer in saved.buffers.items():
         # What a folder does not have its class makes itself.
         writer.add_all({name: buffer} if whole_model is None else whole_model.as_stored(name, buffer) or {})
@@ -68,7 +73,7 @@ def export(
     if whole_model is not None:
         shutil.copyfile(whole_model.folder / "config.json", output / "config.json")
         return [output / "config.json", *files]
-    return [*write_config(note.plan, output), *files]
+    return [*write_config(saved.plan, output), *files]
 
 
 def whole_weights(tensors: WholeTensors) -> Iterator[tuple[str, Tensor]]:
@@ -96,11 +101,12 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     Raises:
         RunError: as `export`, or the checkpoint has no adapters.
     """
+    refuse_filled(output := Path(output))
     note = whole_note(folder)
     if not note.adapters:
         raise RunError(f"{note.folder} has no adapters: export the model")
-    output = _empty(Path(output))
-    return write_adapter(output, note.adapters, whole_adapters(SavedRun(note)))
+    with _filled(output):
+        return write_adapter(output, note.adapters, whole_adapters(SavedRun(note)))
 
 
 def whole_adapters(tensors: WholeTensors) -> dict[str, Tensor]:
@@ -137,11 +143,37 @@ def _whole_model(folder: str | Path, plan: Plan, buffers: Collection[str]) -> Pr
     return whole
 
 
-def _empty(folder: Path) -> Path:
+def refuse_filled(folder: Path) -> None:
+    """Refuses a folder to export into that holds something, is a file, or lies in a checkpoint.
+
+    Raises:
+        RunError: why.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file: export into a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise RunError(f"{folder} is not empty: export into a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    refuse_inside(folder)
+
+
+@contextlib.contextmanager
+def _filled(folder: Path) -> Iterator[None]:
+    """An empty folder to write into. Where that fails, what was written goes, and the folders that were made."""
+    from safetensors import SafetensorError
+
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for one in folder.iterdir():
+                one.unlink()
+            for one in made:
+                one.rmdir()
+        if isinstance(error, OSError | SafetensorError):  # the second, where the disk is full
+            raise RunError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise
 
 
 def _merged(tensors: WholeTensors, name: str, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ and no files but those of ZeRO's optimizers; ours runs it where there are none o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -78,23 +79,74 @@ def locate(folder: Path) -> Path:
     """The checkpoint itself: `folder`, or the one in it that `latest` names.
 
     Raises:
-        RunError: there is none.
+        RunError: there is none, or nobody may look.
     """
+    try:
+        return _located(folder)
+    except PermissionError as error:
+        raise everywhere(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def _located(folder: Path) -> Path:
     if (folder / NOTE).is_file():
         return folder
     try:
         tag = read_text(folder / LATEST).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise everywhere(f"{folder / LATEST} is no text") from None
-        raise everywhere(f"there is no checkpoint to resume in {folder}: {error.strerror} ({error.filename})") from None
+    except UnicodeDecodeError:
+        raise everywhere(f"{folder / LATEST} is no text") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise everywhere(f"there is no checkpoint in {folder}: {_why_none(folder, error)}") from None
     if not tag or Path(tag).name != tag:
         raise everywhere(f"{folder / LATEST} names no checkpoint beside it: {tag!r}")
     if not (folder / tag / NOTE).is_file() and (folder / (REPLACED + tag) / NOTE).is_file():
         return folder / (REPLACED + tag)  # a save ended between two renames
     if not (folder / tag / NOTE).is_file():
-        raise everywhere(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing")
+        others = f"; complete there: {_some(found)}" if (found := _checkpoints_in(folder)) else ""
+        raise everywhere(f"{folder / LATEST} names {tag}, but {folder / tag / NOTE} is missing{others}")
     return folder / tag
+
+
+def _why_none(folder: Path, error: OSError) -> str:
+    """Why neither a note nor `latest` can be read in a folder, and what to name in its place."""
+    if folder.is_file():
+        near = [one for one in (folder.parent, folder.parent / "checkpoints") if _holds(one)]
+        return "this is a file: name the folder of a checkpoint" + (f", such as {near[0]}" if near else "")
+    if not folder.is_dir() or (folder / LATEST).exists():
+        return "there is no such folder" if not folder.exists() else f"{folder / LATEST}: {error.strerror}"
+    if _holds(folder / "checkpoints"):
+        return f"name {folder / 'checkpoints'}"
+    if found := _checkpoints_in(folder):
+        return f"it lacks the file {LATEST}, which names the last one: name a checkpoint in it ({_some(found)})"
+    return f"it holds neither {NOTE}, which each checkpoint has, nor {LATEST}, which names the last one of a run"
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    return sorted(one.parent.name for one in folder.glob(f"*/{NOTE}"))
+
+
+def _holds(folder: Path) -> bool:
+    return (folder / NOTE).is_file() or (folder / LATEST).is_file()
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint itself, in which no other file may lie."""
+    with contextlib.suppress(PermissionError):
+        return (folder / NOTE).is_file() and (folder / weights_file(0)).is_file()
+    return False
+
+
+def refuse_inside(output: Path) -> None:
+    """Keeps what is written out of checkpoints, which a further file makes unusable.
+
+    Raises:
+        RunError: the folder to write is a checkpoint, or lies in one.
+    """
+    real = Path(os.path.realpath(output))
+    if (found := next(filter(is_checkpoint, (real, *real.parents)), None)) is not None:
+        where = "is" if found == real else f"lies in {found}, which is"
+        raise everywhere(f"{output} {where} a checkpoint, and a further file makes it unusable: name another folder")
 
 
 def read_note(folder: Path) -> Note:

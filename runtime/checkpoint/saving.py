@@ -27,7 +27,7 @@ from parcompile.runtime.errors import RunError, everywhere
 
 from . import writing
 from .agreement import StoreMessages, await_seen, on_all_ranks, on_rank_0
-from .manifest import Note, check_listed, damages, locate, universal_checkpoint_info
+from .manifest import Note, check_listed, damages, locate, refuse_inside, universal_checkpoint_info
 from .placing import begin, forget, hold, holds, is_noted_there, put_in_place, unfinished
 from .state_file import random_file, random_state
 
@@ -203,6 +203,7 @@ def _refuse_lost_weights(model: torch.nn.Module) -> None:
 
 
 def _open(place: Path) -> None:
+    refuse_inside(place.parent)
     place.parent.mkdir(parents=True, exist_ok=True)
     hold(place.parent)
     begin(place)

@@ -9,6 +9,7 @@ Experts of each further ep rank lie in a file of their own.
 from __future__ import annotations
 
 import copy
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +36,8 @@ from parcompile.runtime.optimizers import fresh_optimizer, muon_settings
 from parcompile.spec import Precision
 
 from .agreement import one_line
-from .manifest import LATEST, NOTE, Note, check_listed, damages, universal_checkpoint_info
-from .placing import begin, hold, is_noted_there, put_in_place, release
+from .manifest import LATEST, NOTE, Note, check_listed, damages, refuse_inside, universal_checkpoint_info
+from .placing import begin, hold, is_noted_there, put_in_place, release, unfinished
 from .state_file import MASTER, MOMENTUM, MUON_KEY, experts_file, shard_file, weights_file, write_state
 
 MODULE = "module"
@@ -138,6 +139,9 @@ def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> 
             "resume from the checkpoint as it is, which adapts it"
         )
     place = output / f"step-{step}"
+    refuse_inside(output)
+    if output.exists() and not output.is_dir():
+        raise RunError(f"{output} is a file: name a folder")
     if (place / NOTE).exists() and (output / LATEST).exists():
         raise _exists(place)
     try:
@@ -146,6 +150,7 @@ def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> 
         try:
             return _write_files(source, begin(place), place, {**counters, "step": step})
         finally:
+            shutil.rmtree(unfinished(place), ignore_errors=True)  # it is in place, or was given up
             release(output)
     except OSError as error:
         raise RunError(f"{place} cannot be written: {one_line(error)}") from None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from parcompile.doctor.metrics import RUN
 from parcompile.plan import Plan
-from parcompile.project import is_instruction
+from parcompile.project.rows import is_instruction
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.spec import RampupBatchSize

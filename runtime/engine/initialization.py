@@ -24,6 +24,7 @@ from parcompile.doctor.records import FOLDER as RECORDS_FOLDER
 from parcompile.layout.groups import EXPERT_DP
 from parcompile.plan import Plan, load_plan
 from parcompile.runtime.checkpoint.agreement import on_all_ranks
+from parcompile.runtime.checkpoint.manifest import refuse_inside
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.deepspeed_patches import check_names, cpu_adam
@@ -222,6 +223,7 @@ def initialize(
     file = _measurements_file(plan, measurements)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     if file is not None:
+        refuse_inside(file.parent)
         records.folder = file.parent / RECORDS_FOLDER
     mesh = join(plan)
     with doing("building the model"), share_errors():

@@ -58,6 +58,8 @@ class Engine:
         if name not in BUILT_IN and not name.endswith(".py"):
             known = ", ".join(BUILT_IN)
             raise EngineError(f"there is no engine {name!r}; there are {known}, or an adapter's path (.py)")
+        if name.endswith(".py") and not Path(name).is_file():
+            raise EngineError(f"there is no adapter {name}: no file has this name")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- what engines print; closed with the process
         command = [python, "-c", _START, str(_RANKS), str(Path(name).resolve()) if name.endswith(".py") else name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -130,7 +132,10 @@ class Engine:
         if not line:
             self._process.wait()
             raise EngineError(f"the process of {self.name} ended: {self._last_line()}")
-        answer = dict[str, Any](json.loads(line))
+        try:
+            answer = dict[str, Any](json.loads(line))
+        except (ValueError, TypeError):
+            raise EngineError(f"{self.python} is no Python interpreter: it answers {line[:40]!r}") from None
         if "error" in answer:
             raise EngineError(f"{self.name} cannot run in {self.python}: {answer['error']}")
         return answer

@@ -236,7 +236,25 @@ class TestExplain:
         assert all(code in out for code in pages())
 
     def test_an_unknown_code_is_a_usage_error(self, run: Any) -> None:
-        assert run("explain", "T999").code == 2
+        done = run("explain", "T999")
+        assert done.code == 2
+        assert "there is no code T999; `parcompile explain` lists all" in done.err
+
+    @pytest.mark.parametrize("arguments", [("explain",), ("check", "good.json", "--ignore")])
+    def test_a_code_without_its_zeros_is_answered_with_the_whole_one(
+        self, run: Any, arguments: tuple[str, ...]
+    ) -> None:
+        assert "there is no code B1; did you mean B001?" in run(*arguments, "b1").err
+        assert "there is no code Q; `parcompile explain` lists all" in run(*arguments, "Q").err
+
+    def test_codes_are_separated_by_commas_and_a_letter_lists_its_own(self, run: Any) -> None:
+        assert run("explain", "B001,B005").out == run("explain", "B001", "B005").out
+        listed = run("explain", "d").out
+        assert all((f"  {code}  " in listed) == code.startswith("D") for code in pages())
+        of_letter = json.loads(run("explain", "D", "--format", "json").out)
+        assert [page["code"] for page in of_letter] == [code for code in pages() if code.startswith("D")]
+        said = run("explain", "B001", "Q9")
+        assert (said.code, said.out) == (2, "")
 
     def test_every_letter_has_a_name(self) -> None:
         assert {code[0] for code in pages()} == set(GROUPS)

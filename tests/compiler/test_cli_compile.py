@@ -160,6 +160,26 @@ def test_an_output_that_cannot_be_written_is_exit_code_2(run: Any) -> None:
     assert "cannot be written" in done.err
 
 
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
+MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+
+
+@pytest.mark.parametrize("command", ["compile FILE -o plan", "estimate FILE", "diff spec.json FILE", "search FILE"])
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (DEEPSPEED, "is of kind ds_config, not a spec: `parcompile import other.json`"),
+        (MODEL, "is the configuration of a model, not a spec: `parcompile init other.json`"),
+    ],
+)
+def test_the_file_of_another_tool_is_one_sentence(run: Any, command: str, tree: dict[str, Any], said: str) -> None:
+    Path("spec.json").write_text(json.dumps(SPEC), encoding="utf-8")
+    Path("other.json").write_text(json.dumps(tree), encoding="utf-8")
+    done = run(*command.replace("FILE", "other.json").split())
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert f"Error: other.json {said}" in done.err
+
+
 @pytest.mark.parametrize("arguments", [["--no-such-option"], ["groups"], ["spec.json", "--nonsense"]])
 def test_wrong_usage_is_exit_code_2(run: Any, arguments: list[str]) -> None:
     assert run(*arguments).code == 2

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from layout_cases import spec_tree
 from published_runs import balanced_stages, nanotron_models
 
 from parcompile.cli import main
@@ -103,6 +104,24 @@ def test_what_is_fitted_is_not_judged(run: Run, tmp_path: Path) -> None:
     code, _, err = run("calibrate", "runs.csv", "--fit-model", "llama-3-8b", "--judge-model", "llama-3-8b")
     assert code == 2
     assert "fitted and judged" in err
+
+
+def test_what_a_command_reads_is_not_replaced_by_what_it_writes(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "runs.csv")
+    (tmp_path / "spec.json").write_text(json.dumps(spec_tree()), encoding="utf-8")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}', encoding="utf-8")
+    run("compile", "spec.json", "-o", "plan")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for line in (
+        "calibrate runs.csv -o ./runs.csv",
+        "view plan --format html -o plan/plan.json",
+        "view spec.json --format md -o spec.json",
+        "import ds.json -o ds.json",
+    ):
+        code, _, err = run(*line.split())
+        assert (code, "is what this command reads, and would be lost: name another file" in err) == (2, True), line
+    assert "spec.json does not end in .svg" in run("estimate", "spec.json", "--plot", "spec.json")[2]
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(run: Run, tmp_path: Path) -> None:

@@ -397,7 +397,8 @@ def test_the_type_in_which_fsdp_reduces_gradients_is_told(tmp_path: Path, versio
         assert not said
         return
     assert [one.outcome for one in said] == [Outcome.CARRIED]
-    assert f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does" in said[0].detail
+    sentence = f"accelerate's FSDP sums gradients of micro-batches and over ranks in {precision}, as the plan does"
+    assert sentence in said[0].detail
     assert found.spec["training"]["precision"] == precision
     assert found.spec["training"]["gradient_accumulation_dtype"] == precision
     sums = ("training", "gradient_accumulation_dtype")
@@ -409,6 +410,28 @@ def test_the_type_in_which_fsdp_reduces_gradients_is_told(tmp_path: Path, versio
         str(plugin.mixed_precision_policy.reduce_dtype)
         == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
     )
+
+
+@pytest.mark.parametrize(("stays", "precision"), [(False, "bf16"), (True, "bf16"), (False, "fp16")])
+def test_fsdp_of_axolotl_is_a_stage_of_zero_that_sums_as_it_does(tmp_path: Path, stays: bool, precision: str) -> None:
+    fsdp = "fsdp_version: 2\nfsdp_config: {reshard_after_forward: %s, offload_params: true}\n"
+    text = AXOLOTL.replace("deepspeed: zero.json\n", fsdp % str(not stays).lower())
+    text = text.replace("bf16: true", f"{precision}: true")
+    found = imported(write(tmp_path / "axolotl.yaml", text), MODEL)
+    assert found.spec["zero"] == {"stage": 2 if stays else 3}
+    training = found.spec["training"]
+    assert (training["precision"], training["gradient_accumulation_dtype"]) == (precision, precision)
+    (said,) = [one for one in found.accounts if one.option == precision]
+    assert (
+        f"sums gradients of micro-batches and over ranks in {precision}, as the plan does; in fp32 with" in said.detail
+    )
+    assert outcome(found)["fsdp_config.offload_params"] is Outcome.LOST
+    each = "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    found = imported(write(tmp_path / "axolotl.yaml", text + each), MODEL)
+    (said,) = [one for one in found.accounts if one.option == precision]
+    assert f"adds micro-batches in fp32 (sync_each_batch), the plan in {precision}" in said.detail
+    without = imported(write(tmp_path / "axolotl.yaml", text.replace(f"{precision}: true", "bf16: false")), MODEL)
+    assert "gradient_accumulation_dtype" not in without.spec["training"]
 
 
 def test_the_skypilot_task_starts_every_rank_of_the_plan(tmp_path: Path) -> None:

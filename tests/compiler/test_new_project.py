@@ -269,7 +269,6 @@ CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         ('{"prompt": "a", "completion": "b", "input_ids": [1, 2]}', False),
         ('{"prompt": "a"}', False),
         ("", False),
-        ("[1", False),
     ],
 )
 def test_answers_without_a_tokenizer_are_refused_before_anything_is_written(run: Run, row: str, refused: bool) -> None:
@@ -286,6 +285,35 @@ def test_answers_without_a_tokenizer_are_refused_before_anything_is_written(run:
         shutil.rmtree("project", ignore_errors=True)
     Path("words").mkdir()
     assert run("new", "project", "--data", "data", "--tokenizer", "words").exit_code == 0
+
+
+def test_data_are_looked_into_as_training_reads_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, row in {"chat": json.loads(CHAT), "text": {"text": "a"}}.items():
+        Path(f"{name}.json").write_text(json.dumps([row, row], indent=1), encoding="utf-8")
+        Path(name).mkdir()
+        parquet.write_table(pyarrow.Table.from_pylist([row]), f"{name}/rows.parquet")
+    for data in ("chat.json", "chat"):
+        done = run("new", "project", "--data", data)
+        where = "chat.json row 0" if data.endswith("json") else f"{Path('chat/rows.parquet')} row 0"
+        assert (done.exit_code, f"{where} holds prompts and answers" in done.output) == (2, True), done.output
+    for data, said in {
+        "broken.jsonl": "broken.jsonl:1 is not JSON",
+        "broken.json": "the file is one list of objects",
+        "broken.parquet": "broken.parquet is no parquet file",
+        "table.csv": "table.csv: training data ends in .txt, .jsonl, .parquet, .idx, .json or .bin",
+    }.items():
+        Path(data).write_text("[1", encoding="utf-8")
+        done = run("new", "project", "--data", data)
+        assert (done.exit_code, said in done.output) == (1, True), done.output
+    assert not Path("project").exists()
+    for data in ("text.json", "text"):
+        assert run("new", "project", "--data", data).exit_code == 0
+        shutil.rmtree("project")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # training may run on another machine
+    done = run("new", "project", "--data", "text")
+    assert done.exit_code == 0
+    assert "text is not looked into: reading text/rows.parquet needs pyarrow: pip install pyarrow" in done.output
 
 
 @pytest.mark.parametrize("command", [("init", "llama-3-8b"), ("plan", "llama-3-8b", "1x8xH100")])

@@ -84,7 +84,7 @@ def test_figures_stand_beside_those_of_the_estimate(tmp_path: Path, plan: Plan, 
     seconds = found["step_seconds"]
     # The first three steps, which took six times as long, do not count.
     assert seconds["median"] == pytest.approx(statistics.median(one["seconds"] for one in rows))
-    assert (seconds["low"], seconds["high"]) == (pytest.approx(rows[1]["seconds"]), pytest.approx(rows[34]["seconds"]))
+    assert (seconds["low"], seconds["high"]) == (pytest.approx(rows[1]["seconds"]), pytest.approx(rows[35]["seconds"]))
     low, high = expected.time.interval_seconds
     assert [seconds[f"predicted{end}"] for end in ("", "_low", "_high")] == [expected.time.step.seconds, low, high]
     rates = statistics.median(one["tokens_per_s"] / plan.world_size for one in rows)
@@ -267,6 +267,22 @@ def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, plan: Plan, repor
     code, out, err = report(tmp_path / "run", "--page", tmp_path / "none" / "page.html")
     assert (code, out) == (2, "")
     assert "page.html cannot be written" in err
+
+
+def test_a_page_takes_no_file_of_the_run(tmp_path: Path, plan: Plan, report: Report) -> None:
+    write_run(tmp_path / "run", plan)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    before = metrics.read_text(encoding="utf-8")
+    code, _, err = report(tmp_path / "run", "--page", metrics)
+    assert (code, f"metrics.jsonl does not end in .html: write {metrics.with_suffix('.html')}" in err) == (2, True)
+    assert "is a folder: name a file in it" in report(tmp_path / "run", "--page", tmp_path)[2]
+    assert metrics.read_text(encoding="utf-8") == before
+
+
+def test_the_interval_of_few_steps_holds_their_median(tmp_path: Path, plan: Plan) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "seconds": 0.5}\n{"step": 9, "seconds": 0.4}\n')
+    found = figures(read_run(tmp_path), None)["step_seconds"]
+    assert (found["low"], found["median"], found["high"]) == (0.4, 0.45, 0.5)
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,49 @@ def test_what_differs_from_the_plan_is_refused() -> None:
     assert set(said) == set(parts)
     for name, part in parts.items():
         assert part in said[name]
+
+
+def sums_of_fsdp(rank: int, version: int) -> dict[str, float]:
+    """What FSDP makes of two micro-batches with gradients of 1 and 2⁻⁹, which are 1 in bf16; by when it reduces."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    plugin.set_mixed_precision("bf16")
+    model: Any = torch.nn.Linear(1, 2, bias=False)
+    if version == 2:
+        model = fully_shard(model, mp_policy=plugin.mixed_precision_policy)
+    else:
+        options = {"mixed_precision": plugin.mixed_precision_policy, "use_orig_params": True}
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+    found = {}
+    for name, waits in (("at the last", True), ("each", False)):
+        model.zero_grad()
+        with no_sync(model) if waits else nullcontext():
+            model(torch.ones(1, 1)).sum().backward()
+        (model(torch.ones(1, 1)).sum() * 2**-9).backward()
+        (parameter,) = model.parameters()
+        grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        assert grad.dtype == torch.float32
+        found[name] = float(grad.flatten()[0])
+    return found
+
+
+@contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    """As accelerate's `no_sync` does it, in which its loop and the Trainer do all micro-batches but the last."""
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_sums_micro_batches_in_the_type_of_its_weights_unless_each_is_reduced(version: int) -> None:
+    """What imports of accelerate's and axolotl's FSDP say."""
+    for found in run_ranks(2, sums_of_fsdp, version):
+        assert found == {"at the last": 1.0, "each": 1 + 2**-9}

@@ -330,7 +330,7 @@ def test_an_exported_model_can_be_imported_as_the_start_of_a_run(
 def test_mistakes_are_one_message(folder: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path) -> None:
     missing = invoke("verify", tmp_path)
     assert missing.exit_code != 0
-    assert "there is no checkpoint to resume in" in missing.output
+    assert "there is no checkpoint in" in missing.output
     again = invoke("export", folder / "a", "--hf", folder / "a")
     assert again.exit_code != 0
     assert "is not empty" in again.output

@@ -52,6 +52,14 @@ from parcompile.version import how_to_install
 
 ADAPTER = str(Path(__file__).with_name("mistakes.py"))
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prove_adapter.py"
+NO_CELL = json.dumps(
+    {"version": 1, "engine": ADAPTER, "versions": {}, "wheels": {}, "code": f"sha256:{0:064}", "seed": 0}
+    | {
+        "counts": {"equal": 0, "rounding": 0, "red": 0, "not runnable": 0},
+        "features": {"family": ["llama"]},
+        "cells": [],
+    }
+)
 SEEN = {"masks": "uneven", "clipping": 0.5, "dp": 2}
 """With which the mistakes of the adapter show: means differ where masks do."""
 
@@ -128,7 +136,7 @@ def test_a_cell_is_asked_for_as_it_is_printed() -> None:
         ("qwen4 dp 2", "'qwen4' is no word of a cell: write a family (llama, qwen3, mistral, mixtral, qwen3_moe) and"),
         ("llama width 2", "features (dp, accumulation, micro_batch, masks, clipping, dtype, tied, packed, isolation, "),
         ("llama dp 3 tied", "dp '3': the engine's adapter has 1, 2, 4"),
-        ("llama masks", "masks '': the engine's adapter has none, uneven, empty"),
+        ("llama masks", "masks has no value: the engine's adapter has none, uneven, empty"),
         ("llama dp 2 dp 4", "the cell has dp twice"),
         ("llama dp 2 a configuration file", "the cell has a configuration file: name it by --config"),
     ):
@@ -559,7 +567,7 @@ def test_pytest_runs_cells_as_tests(tmp_path: Path) -> None:
     assert "fewest features: llama mistake stale" in said
     assert "Traceback" not in said
     code, said = run("none.py")
-    assert (code, "--prove-engine: none.py cannot run in" in said) == (4, True), said
+    assert (code, "--prove-engine: there is no adapter none.py" in said) == (4, True), said
 
 
 def test_an_engine_that_cannot_run_is_one_sentence(tmp_path: Path) -> None:
@@ -568,6 +576,10 @@ def test_an_engine_that_cannot_run_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("def supports(cell): return None\n")
     with pytest.raises(EngineError, match=r"lacks the function build; an adapter has supports, build, step"):
         Engine(str(tmp_path / "half.py"))
+    with pytest.raises(EngineError, match=r"there is no adapter .*none\.py: no file has this name"):
+        Engine(str(tmp_path / "none.py"))
+    with pytest.raises(EngineError, match=r"/bin/echo is no Python interpreter: it answers b'-c"):
+        Engine("deepspeed", python="/bin/echo")
     with pytest.raises(EngineError, match=r"no/python cannot be started: No such file or directory"):
         Engine("deepspeed", python=str(tmp_path / "no" / "python"))
 
@@ -798,6 +810,7 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
         "fp16.json": '{\n"fp16": {"enabled": true}}',
         "empty.json": "{}",
         "newer.json": '{"version": 2}',
+        "none.certificate": NO_CELL,
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -820,6 +833,12 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
         (["--plan", "p", "--config", "c"], "--config is a DeepSpeed configuration and --plan a plan"),
         (["--verify", tmp_path / "deep.json"], "deep.json:1: more than 100 brackets inside each other"),
         (["--verify", tmp_path / "newer.json"], "newer.json:1: "),
+        (["--verify", tmp_path / "none.certificate"], "cells: 0 entries, but at least 1 is needed"),
+        (["--verify", "c", "--plan", tmp_path / "plan"], "--verify runs the cells of its certificate: leave"),
+        (["--verify", "c", "--format", "json"], "--verify runs the cells of its certificate: leave"),
+        ([*own, "--config", tmp_path / "plan" / "plan.json"], "plan.json is of kind spec: --config is a DeepSpeed"),
+        ([*own, "--cell", "llama dp"], "dp has no value: the engine's adapter has 1, 2, 4"),
+        ([*own, "--scripts", tmp_path / "deep.json"], "deep.json cannot be written: File exists"),
         ([], "--engine says which engine"),
         ([*own, "--plan", tmp_path / "plan"], "--plan is executed by --engine parcompile alone"),
     ):

@@ -144,7 +144,7 @@ def test_tokens_of_megatron_are_read_where_they_are(tmp_path: Path, ending: str)
         ("a.jsonl", '{"body": "x"}', "a.jsonl:1 has body: expected text, messages, prompt and completion"),
         ("a.jsonl", '{"messages": []}', "a.jsonl:1 is a conversation: name the tokenizer"),
         ("a.jsonl", '{"text": "é"}', "has the token 195, and the model's vocabulary 128"),
-        ("a.csv", "x", "a.csv: training data ends in .txt, .jsonl, .parquet, .idx or .bin"),
+        ("a.csv", "x", "a.csv: training data ends in .txt, .jsonl, .parquet, .idx, .json or .bin"),
         ("a.idx", "x", "a.bin is missing"),
     ],
 )

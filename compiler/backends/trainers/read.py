@@ -111,9 +111,16 @@ def sum_as_deepspeed(draft: Draft, inner: Draft | None) -> None:
 
 
 def reduced_by_fsdp(source: Source, draft: Draft, name: str, precision: str) -> None:
-    """What an option that names the type of the weights means to accelerate's FSDP (`set_mixed_precision`)."""
+    """What an option that names the type of the weights means to accelerate's FSDP (`set_mixed_precision`).
+
+    Micro-batches are summed where they lie, in the type of the weights in use; one that is reduced at once, as with
+    `sync_each_batch`, is added to a sum in fp32.
+    """
     if SUMS not in draft.answers:
-        said = f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does"
+        said = f"accelerate's FSDP sums gradients of micro-batches and over ranks in {precision}, as the plan does"
+        if any(name.endswith("sync_each_batch") and on is True for name, on in source.given.items()):
+            said = f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does"
+            said += f", and adds micro-batches in fp32 (sync_each_batch), the plan in {precision}"
         source.remark(name, f"{said}; in fp32 with --set {'.'.join(SUMS)}=fp32")
         draft.set(SUMS, precision, said=True)
 

@@ -144,7 +144,8 @@ def cell_of(text: str, features: Mapping[str, tuple[Any, ...]], given: Cell) -> 
         elif word == "seed":
             said, value = f"seed {value}", int(value) if value.isdecimal() else value
         elif word in known:
-            raise ValueError(f"{word} {value!r}: the engine's adapter has {', '.join(map(str, known[word]))}")
+            said = f"{word} {value!r}" if value else f"{word} has no value"
+            raise ValueError(f"{said}: the engine's adapter has {', '.join(map(str, known[word]))}")
         elif rest.startswith(_FILE):
             raise ValueError("the cell has a configuration file: name it by --config")
         else:
