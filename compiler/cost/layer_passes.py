@@ -116,11 +116,12 @@ def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     if not stage.has_embedding:
         return 0.0
     weight, tied = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp, _is_tied(work, stage)
-    # A second embedding goes backward first; the gradient of a tied head waits meanwhile. Beside it are the gradient of
-    # what the embedding gave, and in a pipeline what came from the next stage.
+    # A second embedding goes backward first; the gradient of a tied head waits meanwhile. Beside the table's gradient is
+    # that of what the embedding gave, and in a pipeline what came from the next stage.
     share = work.tp if work.sequence_parallel else 1
     given = work.element_bytes * work.split_tokens * work.shape.hidden_size / share * (1 + (work.pp > 1))
-    return max(weight * (3 if tied else 1) + given, table_gradient_bytes(work, stage) + weight * tied)
+    beside = max(given, weight * tied)
+    return max(weight * (1 + tied) + beside, table_gradient_bytes(work, stage) + weight * tied)
 
 
 def waiting_gradient_bytes(work: Workload, stage: Stage) -> float:
