@@ -116,7 +116,7 @@ def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
     if not stage.has_embedding:
         return 0.0
     weight, tied = work.element_bytes * work.shape.hidden_size * work.padded_vocabulary / work.tp, _is_tied(work, stage)
-    # A second embedding goes backward first; the gradient of a tied head waits meanwhile. Beside the table's gradient is
+    # A second embedding goes backward first; the gradient of a tied head waits meanwhile. Beside a table's gradient are
     # that of what the embedding gave, and in a pipeline what came from the next stage.
     share = work.tp if work.sequence_parallel else 1
     given = work.element_bytes * work.split_tokens * work.shape.hidden_size / share * (1 + (work.pp > 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 import re
 import resource
 import shlex
@@ -730,6 +731,7 @@ def test_what_zero_stage_2_holds_at_its_peak_agrees_with_the_estimate(
 IN_BF16 = {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}
 AGAIN = {"activation_checkpointing": "full"}
 WAITING = {"precision": "fp32", "sequence_length": 2048, "micro_batch_size": 2, "global_batch_size": 32}
+FEW, MANY = 32000, 128256
 ROWS = {"micro_batch_size": 2, "global_batch_size": 4}
 
 
@@ -770,6 +772,42 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
     plan = make_plan(world, parallelism, model=config, training=training, whole_model=True, extra=extra)
     estimated, counted, _ = drawing.measured(plan, rank)
     assert estimated == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "parallelism", "stage", "training"),
+    [
+        # Masks and tables of positions that a class registers.
+        ("gpt_neo", FEW, {}, 0, {"precision": "fp32"}),
+        ("xglm", FEW, {}, 0, {"precision": "fp32"}),
+        # Norms behind the embedding.
+        ("muse_glimmer_text", FEW, {}, 0, {**ROWS, "precision": "bf16"}),
+        ("bloom", FEW, {}, 0, {**ROWS, "precision": "bf16"}),
+        # What norms that take the mean away keep behind the last layer.
+        ("cohere", MANY, {"tp": 4}, 1, {**ROWS, "precision": "fp32"}),
+        # Tables of rotary positions.
+        ("llama", MANY, {"tp": 4, "pp": 2}, 0, {**ROWS, **AGAIN, "precision": "fp32"}),
+        # Heads in pairs attend twice.
+        ("diffllama", FEW, {"cp": 4}, 2, {**ROWS, **AGAIN, "precision": "bf16", "global_batch_size": 2}),
+        # What goes backward beside the gradient of an embedding, and beside sums that are there.
+        ("falcon", MANY, {"pp": 2, "dp": 4}, 1, {**ROWS, "precision": "bf16", "global_batch_size": 16}),
+        ("phi3", FEW, {"tp": 2}, 2, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        # Gradients of weighted rows.
+        ("minimax_m2", MANY, {"pp": 2, "dp": 2, "ep": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16"}),
+    ],
+)
+def test_the_peak_of_each_type_agrees_with_the_estimate(
+    kind: str, words: int, parallelism: dict[str, Any], stage: int, training: dict[str, Any]
+) -> None:
+    drawing = script("preflight_peaks")
+    world = math.prod(size for axis, size in parallelism.items() if axis in ("tp", "cp", "pp", "dp"))
+    training = {"sequence_length": 2048, "micro_batch_size": 1, "global_batch_size": 4, **training}
+    extra = {"zero": {"stage": stage}, "cluster": {"gpus_per_node": world, "accelerator": "h200"}}
+    config = drawing._of_type(kind, random.Random(2)) | {"vocab_size": words}
+    plan = make_plan(world, parallelism, model=config, training=training, whole_model=True, extra=extra)
+    for rank in drawing._one_of_each_stage(plan):
+        estimated, counted, _ = drawing.measured(plan, rank)
+        assert estimated == pytest.approx(counted, rel=0.005)
 
 
 @pytest.mark.parametrize("group", [10**9, 4 * 10**6])
