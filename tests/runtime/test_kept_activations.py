@@ -8,14 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from families import FAMILIES, tiny_config
 from test_preflight import script
 from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
 from parcompile.cost.kept import GROUPS
 from parcompile.layout.pipeline import Schedule
-from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES
+from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
 from parcompile.plan import Plan
+from parcompile.runtime.model.text_head import causal_model
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import build_sharded, run_step
 from parcompile.spec.values import workload_of
@@ -173,6 +176,28 @@ def test_caps_of_logits_are_those_of_the_classes(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
     assert getattr(CONFIG_MAPPING[name]().get_text_config(), LOGIT_CAP) == CAPPED_LOGITS[name]
+
+
+@pytest.mark.parametrize("family", [name for name in RUNTIME_FAMILIES if FAMILIES[name].experts is not None])
+def test_types_whose_routers_weight_rows_in_the_type_of_the_weights_are_listed(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = {key: value for key, value in tiny_config(family).items() if key != "model_type"}
+    with torch.device("meta"):
+        model = causal_model(CONFIG_MAPPING[family](**config)).to(torch.bfloat16)
+    given: set[torch.dtype] = set()
+
+    def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.Tensor)]
+        given.update(one.dtype for one in tensors if one.is_floating_point())
+
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    with contextlib.suppress(NotImplementedError):  # torch has no meta kernel for some choices
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"))
+    if given:  # else experts take tokens that are weighted, or were not reached
+        assert (family in WEIGHTED_IN_TYPE) == (given == {torch.bfloat16})
 
 
 def test_every_type_has_rows() -> None:
