@@ -325,7 +325,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
             held = min(each.layers, most)
             left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
-            if math.ceil(following.layers) <= left > 0 or begins:
+            if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
                 layers = held if begins else left
                 beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
@@ -389,7 +389,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
         in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
     if one.states:
-        in_flight = max(in_flight, backward_bytes(work) - let_go_bytes(work, one.stage, one.dense, one.sparse))
+        gone = let_go_bytes(work, one.stage, one.dense, one.sparse, one.largest)
+        in_flight = max(in_flight, backward_bytes(work) - gone)
     return parts_in_flight(work, one.largest, in_flight) if work.parts_again else in_flight
 
 

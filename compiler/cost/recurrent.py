@@ -164,14 +164,17 @@ def backward_bytes(work: Workload) -> float:
     return (4.0 - 2 * (work.cp > 1)) * STATE_BYTES * tokens * one.state_numel / work.tp
 
 
-def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes) -> float:
+def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes, largest: LayerBytes) -> float:
     """What the layers of a stage behind the last one that carries a state have kept, and that one's MLP.
 
-    When it runs backward they have let go of it. With full recomputation they keep their inputs only: not counted.
+    When it runs backward they have let go of it. With full recomputation it is the MLP alone, of the `largest` layer.
     """
     recurrent = work.shape.part(Recurrent)
-    if recurrent is None or work.recomputes_layers or work.shape.stack.blocks is not None or recurrent.beside_attention:
+    if recurrent is None or work.shape.stack.blocks is not None or recurrent.beside_attention:
         return 0.0
+    if work.recomputes_layers:
+        entered = largest.gathered / work.shape.blocks_per_layer * (largest.mlp > 0)
+        return (largest.mlp + entered) * work.local_tokens
     last = within(recurrent.layers, stage.layers)[-1]
     behind = range(last + 1, stage.layers.stop)
     routed = work.shape.routed(range(last, stage.layers.stop))

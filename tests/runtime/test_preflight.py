@@ -792,6 +792,10 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
         # What goes backward beside the gradient of an embedding, and beside sums that are there.
         ("falcon", MANY, {"pp": 2, "dp": 4}, 1, {**ROWS, "precision": "bf16", "global_batch_size": 16}),
         ("phi3", FEW, {"tp": 2}, 2, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        # Gradients of a large embedding, which are the last, and no layer behind them.
+        ("phimoe", MANY, {"tp": 2, "dp": 4}, 1, {**AGAIN, "precision": "fp32", "sequence_length": 4096}),
+        # A scan that goes backward when the layer's experts have let go of all.
+        ("jamba", FEW, {"tp": 4}, 0, {**AGAIN, "precision": "fp32", "sequence_length": 512}),
         # Gradients of weighted rows.
         ("minimax_m2", MANY, {"pp": 2, "dp": 2, "ep": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16"}),
     ],
