@@ -152,7 +152,7 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
 
 
 @lru_cache(maxsize=1024)
-def table_bytes(shape: ModelShape, element_bytes: int) -> float:
+def rotary_table_bytes(shape: ModelShape, element_bytes: int) -> float:
     """Bytes of each token in the tables of rotary positions that all layers of a stage share."""
     _, sort = next(iter(sorts(shape, range(1))))
     table = shipped("parcompile.cost", "kept.json")["types"][rows_of(sort)]["tables"]

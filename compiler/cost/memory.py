@@ -156,7 +156,7 @@ _BUFFERS = by_type("buffers")
 and how many numbers."""
 
 
-def table_bytes(work: Workload, stage: Stage) -> float:
+def registered_bytes(work: Workload, stage: Stage) -> float:
     """Masks and tables of positions that are no parameters: every rank holds them whole."""
     if work.shape.model_type not in _BUFFERS:
         return 0.0
@@ -173,7 +173,8 @@ def static_terms(
     if work.framework == "deepspeed":
         held = held_memory(work, stage, 0, numel, place)
         untrained = 0.0 if work.weights_on_host else untrained_bytes(work, stage)
-        weights = held.weight_bytes + untrained / (work.shards if work.shards_weights else 1) + table_bytes(work, stage)
+        untrained = untrained / (work.shards if work.shards_weights else 1) + registered_bytes(work, stage)
+        weights = held.weight_bytes + untrained
         return weights, held.gradient_bytes, held.master_bytes, held.optimizer_bytes
     dealt = work.dealt_parameters(stage)
     shard = (numel - dealt) / work.shards + dealt / work.expert_shards if work.zero_stage >= 1 else numel

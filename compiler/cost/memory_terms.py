@@ -24,8 +24,7 @@ from .blocks import (
     uses,
 )
 from .collectives import buffer_bytes, norms_mlp_output, routed_layers
-from .kept import LayerBytes, mean_bytes, sort_bytes, sorts
-from .kept import table_bytes as kept_tables
+from .kept import LayerBytes, mean_bytes, rotary_table_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_sizes,
     behind_mlp_bytes,
@@ -300,7 +299,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
         before = projection_bytes(work, stage) + embedding_norm_bytes(work, stage)
-        before += kept_tables(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
+        before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += (before + parts) * one.copies + head_bytes(work, stage)
     if FRAMEWORKS[work.framework].stores_scores:
         scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)

@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, OWN_KEYS, TWO_ROPES, VARIANTS, tiny_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from parcompile.cost.memory import table_bytes
+from parcompile.cost.memory import registered_bytes
 from parcompile.cost.workload import Workload
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
@@ -70,7 +70,7 @@ def test_masks_and_tables_of_positions_are_counted_that_a_class_registers(family
         model = built(config)
         tables = (one for one in model.buffers() if one.dtype != torch.int64)
         work = Workload(shape_from_config(config), 1, 1, "h200", 64, 1, 1, element_bytes=4)
-        return sum(one.nbytes for one in tables), table_bytes(work, work.stages[0])
+        return sum(one.nbytes for one in tables), registered_bytes(work, work.stages[0])
 
     (few, counted_few), (many, counted_many) = bytes_of(512), bytes_of(2048)
     assert many - few == counted_many - counted_few
