@@ -12,9 +12,9 @@ Times are of one run in which the methods take turns, round by round; given are 
   ring of one document with as many pairs of queries and keys. Their pairs per second are compared.
 - "peak": the most that a rank's tensors take at a time in forward and backward beyond its inputs, as torch's allocator
   counts it: the results, which every method has, included.
+- "error": relative L2 of dK and dV in bf16 against float64, beside torch's attention on one rank.
 
-At the end stands each goal with what was measured. Peers that cannot be imported are left out. Errors are those of the
-kernels: `cpu_kernels.py`.
+At the end stands each goal with what was measured. Peers that cannot be imported are left out.
 """
 
 from __future__ import annotations
@@ -211,8 +211,33 @@ def peaks(shape: Shape, length: int, dtype: torch.dtype) -> dict[str, int]:
     return found
 
 
+def key_errors(length: int) -> dict[str, list[float]]:
+    """Relative L2 errors of dK and dV in bf16 against float64."""
+    whole = draw(SMALL, length, torch.bfloat16)
+    exact = run(ring_attention, leaves([tensor.double() for tensor in whole]), backward=True)[1:]
+    found = {}
+    if dist.get_rank() == 0:
+        found["one device"] = _relative(run(one_device, leaves(whole), backward=True)[1:], exact, alone=True)
+    for name, (layout, method) in methods().items():
+        if name != "ceiling":
+            part = [split_sequence(tensor, 2, layout, RANKS, dist.get_rank()) for tensor in exact]
+            found[name] = _relative(run(method, local(layout, whole), backward=True)[1:], part, alone=False)
+    return found
+
+
+def _relative(got: tuple[Tensor, ...], wanted: Any, *, alone: bool) -> list[float]:
+    """Of each tensor over all ranks, or of one rank's alone."""
+    squares = torch.tensor(
+        [[(one.double() - right).square().sum(), right.square().sum()] for one, right in zip(got, wanted, strict=True)],
+        dtype=torch.float64,
+    )
+    if not alone:
+        dist.all_reduce(squares)
+    return (squares[:, 0] / squares[:, 1]).sqrt().tolist()
+
+
 def worker(_: int, arguments: argparse.Namespace) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {"times": [], "wire": [], "peaks": []}
+    found: dict[str, list[Any]] = {"times": [], "wire": [], "peaks": [], "errors": []}
     for name in arguments.dtypes:
         dtype = getattr(torch, name)
         for length in arguments.lengths:
@@ -222,6 +247,8 @@ def worker(_: int, arguments: argparse.Namespace) -> dict[str, list[Any]]:
                     {**head, "backward": backward, **time_methods(length, dtype, backward, arguments.rounds)}
                 )
             found["wire"].append({**head, **wire_bytes(length, dtype)})
+            if dtype is torch.bfloat16 and length <= arguments.error_length:
+                found["errors"].append({"length": length, "errors": key_errors(length)})
         for length in arguments.memory_lengths:
             for shape in (SMALL, LARGE):
                 found["peaks"].append(
@@ -250,6 +277,10 @@ def report(found: dict[str, Any]) -> None:
         print(f"\npeak of a rank, forward + backward, {part['dtype']}, {part['length']} tokens, {part['shape']}")
         for name, taken in part["bytes"].items():
             print(f"  {name:18} {taken / 1e6:7.1f} MB")
+    for part in found["errors"]:
+        print(f"\nerrors of dK and dV, bfloat16, {part['length']} tokens")
+        for name, errors in part["errors"].items():
+            print(f"  {name:18} {errors[0]:.1e} {errors[1]:.1e}")
     print("\ngoals")
     print_goals(found)
 
@@ -266,6 +297,9 @@ def print_goals(found: dict[str, Any]) -> None:
             if "ring-flash-attn" in taken:
                 _goal(part, "peak / ring-flash-attn's", [own / taken["ring-flash-attn"]], most=0.36)
             _goal(part, "peak / one rank's full attention", [own / taken["one rank"]], most=0.5)
+    for part in found["errors"]:
+        ratio = max(ratios(part["errors"]["zigzag"], part["errors"]["one device"]))
+        _goal({"dtype": "bfloat16", **part}, "error of dK, dV / one device's", [ratio], most=0.45)
 
 
 def _goals_of_times(part: dict[str, Any]) -> None:
@@ -306,6 +340,7 @@ def main() -> None:
         __doc__,
         lengths=[4096, 8192],
         memory_lengths=[8192],
+        error_length=(16_384, "the longest sequence computed in float64 too"),
         dtypes=["bfloat16", "float32"],
         rounds=7,
         json=(Path, "also write everything measured"),

@@ -228,10 +228,8 @@ def variables(plan: Plan) -> tuple[Variable, ...]:
     facts: Facts = {
         "starts_kernels_in_turn": lambda spec: find_accelerator(spec.cluster.accelerator).starts_kernels_in_turn
     }
-    values, rows = (
-        Values(plan.spec, facts, functools.partial(_value, plan.spec)),
-        shipped("parcompile.backends", "files.json")["variables"],
-    )
+    values = Values(plan.spec, facts, functools.partial(_value, plan.spec))
+    rows = shipped("parcompile.backends", "files.json")["variables"]
     return tuple(Variable(row["name"], row["value"], row["why"]) for row in rows if holds(row, values))
 
 
