@@ -235,12 +235,8 @@ def added_bytes(shape: ModelShape, element_bytes: float) -> float:
 
 
 def head_bytes(work: Workload, stage: Stage) -> float:
-    """What the mixture behind the last layer keeps of a micro-batch.
-
-    With full recomputation it is gone when the largest layer is computed again.
-    """
-    none = not work.shape.residual.streams or work.shape.model_type in MEANS
-    if none or not stage.has_head or work.recomputes_layers:
+    """What the mixture behind the last layer keeps of a micro-batch."""
+    if not work.shape.residual.streams or work.shape.model_type in MEANS or not stage.has_head:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
     return work.split_tokens * _streams(work.shape, work.element_bytes) / share

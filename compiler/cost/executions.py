@@ -1,9 +1,9 @@
 """How a layout can be executed: in which order of the axes, and with which implementation of context parallelism.
 
-Memory is the same for all executions of a layout, and no rule refuses an order that names every axis. So the fastest
-execution stands for the layout in a search, and the choice stays exact; the other executions of the chosen layout are
-listed with what they cost. tp is always innermost: its groups wait for each other in every layer, and nothing hides
-that.
+Memory is the same for all orders of a layout, and no rule refuses an order that names every axis. So the fastest
+execution stands for the layout in a search, with the memory of its implementation; the other executions of the chosen
+layout are listed with what they cost. tp is always innermost: its groups wait for each other in every layer, and
+nothing hides that.
 """
 
 from __future__ import annotations
@@ -102,20 +102,23 @@ def fastest(
     chosen: Known = {} if known is None else known
     found = []
     for order in orders(work) if choices.orders else [work.order]:
-        placed = work if order == work.order else work.having(order=order)
-        cost = None
-        if choices.implementations and work.cp > 1:
-            # Farther than a node apart is as far as another node.
-            stride = min(placed.stride(Axis.CP), work.gpus_per_node)
-            key = (stride, work.tp, work.cp, work.micro_batch, work.recompute)
-            if key not in chosen:
-                ranked = costs(placed, _possible(placed, choices), values)
-                chosen[key] = simplest(ranked, attention_seconds(placed, values))
-            cost = chosen[key]
-            placed = _with(placed, cost.context)
+        placed, cost = implemented(work if order == work.order else work.having(order=order), choices, values, chosen)
         found.append(Execution(placed, step_time(terms, values, cost, placed), terms, cost))
     least = min(one.step.seconds for one in found)
     return next(one for one in found if one.step.seconds <= EQUAL * least)
+
+
+def implemented(
+    work: Workload, choices: OpenChoices, values: Mapping[str, float], known: Known
+) -> tuple[Workload, ContextCost | None]:
+    """A layout, whose order is given, with the implementation of cp that is chosen for it, and what that costs."""
+    if not choices.implementations or work.cp == 1:
+        return work, None
+    # Farther than a node apart is as far as another node.
+    key = (min(work.stride(Axis.CP), work.gpus_per_node), work.tp, work.cp, work.micro_batch, work.recompute)
+    if key not in known:
+        known[key] = simplest(costs(work, _possible(work, choices), values), attention_seconds(work, values))
+    return _with(work, known[key].context), known[key]
 
 
 def all_executions(work: Workload, choices: OpenChoices, values: Mapping[str, float]) -> list[Execution]:

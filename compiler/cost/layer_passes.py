@@ -16,7 +16,7 @@ from parcompile.model.shape import mean_over_layers
 
 from . import kept
 from .activations import ROW_COPIES
-from .blocks import NORM_BYTES, added_bytes, table_gradient_bytes
+from .blocks import MEANS, NORM_BYTES, added_bytes, head_bytes, table_gradient_bytes
 from .collectives import norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
@@ -79,11 +79,49 @@ def ends_bytes(
         loss += _logit_bytes(work) * logits * work.shape.caps.logits
         head = max(loss, width * (logits + inputs) + weight)
     head = normed + max(head - at_loss, weight * stage.has_head - behind)
+    mixture = mixture_in_flight(work, stage) + waiting - behind
     if work.recomputes_layers:
+        head = max(head, mixture) + head_bytes(work, stage)
         return max(recomputed_layer + waiting - behind, head) - recomputed_layer - counted
     in_fp32 = (2 * width if width < 4 else 0) + 3 * 4
     first = hidden * (in_fp32 if computes_norms(work) else 2 * copied + 2 * width) / share
-    return max(head, max((normed + first) * stage.has_head, in_flight) + waiting - behind) - counted
+    return max(head, mixture, max((normed + first) * stage.has_head, in_flight) + waiting - behind) - counted
+
+
+def mixture_in_flight(work: Workload, stage: Stage) -> float:
+    """What is in flight while the mixture behind the last layer goes backward: of all streams four tensors in fp32.
+
+    A mixture of low rank has let go of what it projects.
+    """
+    if head_bytes(work, stage) == 0:
+        return 0.0
+    copied = work.element_bytes < 4
+    if work.shape.residual.mixture_rank:
+        return _of_streams(work) * (14 if copied else 22)
+    return _of_streams(work) * (16 + (0 if copied else 8 / work.shape.residual.streams))
+
+
+def streams_in_flight(work: Workload) -> float:
+    """What is in flight when a layer has added its result to residual streams, and all of the layer is there.
+
+    These are the gradients of all streams and of what is summed up, in fp32 where no mixture takes steps, and that of
+    the result; of a mixture of low rank the streams that it reads, and their gradient.
+    """
+    residual, width = work.shape.residual, work.element_bytes
+    if not residual.streams or work.shape.model_type in MEANS:
+        return 0.0
+    hidden = _of_streams(work) / residual.streams
+    if residual.mixture_rank:
+        return 3 * width * _of_streams(work) + 2 * width * hidden
+    if residual.square_mixtures:
+        return 4 * width * _of_streams(work) + width * hidden
+    return (3 * 4 + width * (width < 4)) * _of_streams(work) + 4 * hidden
+
+
+def _of_streams(work: Workload) -> float:
+    """Elements of all residual streams of a rank's own tokens."""
+    share = work.tp if work.sequence_parallel else 1
+    return work.split_tokens * work.shape.residual.streams * work.shape.hidden_size / share
 
 
 def last_norm_bytes(work: Workload) -> float:
@@ -401,6 +439,23 @@ def tile_bytes(work: Workload) -> float:
     return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
 
 
+def attention_in_flight(work: Workload, layer: LayerBytes) -> float:
+    """What is in flight while the attention of a layer goes backward, when its MLP and the norm in front are gone.
+
+    Where one norm stands in front of both, the gradients of the layer's output and of what that norm gave are there.
+    """
+    if not work.shape.attends:
+        return 0.0
+    if work.shape.norms.per_layer > 1 or work.shape.stack.blocks is not None:
+        gone = layer.mlp * work.local_tokens + layer.stream / 2 * work.split_tokens
+        gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
+    else:
+        share = work.tp if work.sequence_parallel else 1
+        given = work.element_bytes * work.shape.hidden_size * work.split_tokens / share
+        gone = layer.mlp * work.local_tokens - 2 * given
+    return _attention_gradients(work) - gone
+
+
 def _attention_gradients(work: Workload) -> float:
     """The gradients of what goes into an attention's kernel and comes out of it, and what ranks exchange for them.
 
@@ -418,7 +473,8 @@ def _attention_gradients(work: Workload) -> float:
     passes = passes_of(sizes, context, on_gpu=runs_on_gpu(work))
     together = work.cp if context.implementation is CpImplementation.ALL_GATHER else 1
     before, wide = passes > 1, SUM_BYTES / work.element_bytes  # of a sum, beside what it is a sum of
-    pairs = 2 + before + (1 + before) * (wide > 1)
+    # Two ranks get no gradients while they compute.
+    pairs = 2 + before + (1 + before) * (wide > 1 and work.cp > 2)
     of_pass = (1.75 + wide / 2 * (wide > 1)) * queries + (2 + pairs * wide) * together * keys
     return queries + keys + max(swapped, of_pass / passes)
 

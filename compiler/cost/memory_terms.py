@@ -26,6 +26,7 @@ from .blocks import (
 from .collectives import buffer_bytes, norms_mlp_output, routed_layers
 from .kept import LayerBytes, mean_bytes, rotary_table_bytes, sort_bytes, sorts
 from .layer_passes import (
+    attention_in_flight,
     attention_sizes,
     behind_mlp_bytes,
     counted_logits,
@@ -47,6 +48,7 @@ from .layer_passes import (
     parts_left,
     router_bytes,
     row_copies,
+    streams_in_flight,
     tiled_bytes,
     waiting_gradient_bytes,
 )
@@ -64,6 +66,7 @@ from .recurrent import (
     choice_bytes,
     exchanged_bytes,
     forward_bytes,
+    hiding_bytes,
     kept_bytes,
     let_go_bytes,
     scoring_bytes,
@@ -300,7 +303,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
         before = projection_bytes(work, stage) + embedding_norm_bytes(work, stage)
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
-        kept["stream"] += (before + parts) * one.copies + head_bytes(work, stage)
+        kept["stream"] += (before + parts) * one.copies
+        # With full recomputation it is gone when a layer is computed again.
+        kept["stream"] += head_bytes(work, stage) * (not work.recomputes_layers)
     if FRAMEWORKS[work.framework].stores_scores:
         scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
         # Recomputed, those of one layer at a time.
@@ -382,7 +387,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
         layer = one.sparse if one.routed else one.dense
         if norms_mlp_output(work.shape) and not (work.recomputes_layers or work.sequence_parallel):  # that norm is gone
             in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
-        in_flight = max(in_flight, norm_in_flight(work, layer))
+        of_others = norm_in_flight(work, layer), attention_in_flight(work, layer), streams_in_flight(work)
+        in_flight = max(in_flight, *of_others)
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
         gone = ((together - 1) * one.dense.total + one.dense.mlp) * one.tokens
@@ -404,6 +410,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         for part in ("stream", "attention", "gathered", "mlp")
     }
     kept["mlp"] += one.largest.layer * layers
+    kept["attention"] += hiding_bytes(work, stage) * one.eager
     carried = kept_bytes(work) if one.states else 0.0
     if uses(work.shape, stage.layers):
         # A layer with a shared block has all of them.
@@ -427,14 +434,17 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
     modules = (len(stage.layers) - one.untrained) / together
     kept["stream"] += kept_layers(work, modules, held) * inputs
     if work.shape.residual.streams:
-        kept["stream"] -= layers * inputs  # of that one layer, which its first mixture keeps
+        # Of that one layer, which its first mixture keeps.
+        kept["stream"] -= layers * inputs
+        one_layer -= layers * inputs
     if one.eager and layers:
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
         if one.attending and not work.moves_activations:
             # What the layer that is computed again takes and attends to is among what all layers keep.
-            attended, taken = kept_attention(work) * tokens, inputs * keeps_input(work)
+            attended = kept_attention(work) * tokens
+            taken = inputs * (keeps_input(work) and not work.shape.residual.streams)
             kept["attention"] -= attended
             kept["stream"] -= taken
             one_layer -= attended + taken

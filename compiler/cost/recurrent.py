@@ -47,25 +47,28 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
 
 
 def choice_bytes(work: Workload, stage: Stage) -> float:
-    """What the layers of a stage keep for backward of one micro-batch: what hides keys, and the choice beside.
-
-    With full recomputation the choice of each layer, and what hides the keys of one.
-    """
+    """What the layers of a stage keep for backward of one micro-batch: what hides keys; recomputed, the choice."""
     if work.shape.heads.low_rank is not None:
         return _compressed_bytes(work, stage)
     indexer = work.shape.part(Indexer)
     if indexer is None:
         return 0.0
-    hiding = work.sequence_length * work.element_bytes
+    if not work.recomputes_layers:
+        return hiding_bytes(work, stage) * len(within(indexer.attending, stage.layers))
     # The places of chosen pools are padded to as many as there may be, with the rest of a pool behind them.
     most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, work.sequence_length)
     # Of blocks what each query sees is kept, a byte for each key.
     chosen = work.sequence_length if indexer.block else INDEX_BYTES * most
-    attending = len(within(indexer.attending, stage.layers))
-    own = len(within(indexer.layers, stage.layers))
-    if work.recomputes_layers:
-        return work.local_tokens * (hiding * bool(attending) + chosen * own)
-    return float(work.local_tokens * hiding * attending)
+    return float(work.local_tokens * chosen * len(within(indexer.layers, stage.layers)))
+
+
+def hiding_bytes(work: Workload, stage: Stage) -> float:
+    """What hides keys from the queries of one layer: of compressed keys the most, of later windows too."""
+    length, indexer = work.sequence_length, work.shape.part(Indexer)
+    hidden = float(length) if indexer is not None and within(indexer.attending, stage.layers) else 0.0
+    if work.shape.heads.low_rank is not None:
+        hidden = max((keys.count(length) for _, keys, _ in compressed_layers(work.shape, stage.layers)), default=0.0)
+    return work.local_tokens * work.element_bytes * hidden
 
 
 def _choices(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, KeyChoice]]:
@@ -79,16 +82,14 @@ def _compressed_bytes(work: Workload, stage: Stage) -> float:
 
     Recomputed, the choice of each layer. A choice is of 64-bit numbers.
     """
-    length, kinds = work.sequence_length, list(compressed_layers(work.shape, stage.layers))
-    others = gathered_bytes(work, stage.layers)
+    length, others = work.sequence_length, gathered_bytes(work, stage.layers)
     if not work.recomputes_layers:
-        hiding = sum(count * keys.count(length) for count, keys, _ in kinds)
+        hiding = sum(count * keys.count(length) for count, keys, _ in compressed_layers(work.shape, stage.layers))
         return others + work.local_tokens * work.element_bytes * hiding
-    hiding = max((keys.count(length) for _, keys, _ in kinds), default=0)
     chosen = sum(
         count * min(choice.top_k, keys.count(length)) for count, keys, choice in _choices(work.shape, stage.layers)
     )
-    return others + work.local_tokens * (work.element_bytes * hiding + 2 * INDEX_BYTES * chosen)
+    return others + work.local_tokens * 2 * INDEX_BYTES * chosen
 
 
 def chunks_in_turn(work: Workload) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from parcompile.cost.calibration import TIE, expected_seconds, simplicity
 from parcompile.cost.coefficients import CoefficientSet, Fit
-from parcompile.cost.executions import Execution, Known, OpenChoices, all_executions, fastest, settings
+from parcompile.cost.executions import Execution, Known, OpenChoices, all_executions, fastest, implemented, settings
 from parcompile.cost.footprint import SAFE, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTerms, StepTime, Timing, timing_of, values_of
@@ -46,7 +46,8 @@ class Predictor:
     known: Known = field(default_factory=dict)
 
     def footprint(self, work: Workload) -> Footprint:
-        """The memory of a layout."""
+        """The memory of a layout, with the implementation of cp that it gets in the order that it has."""
+        work, _ = implemented(work, self.choices, values_of(work, self.time), self.known)
         return footprint(work, self.memory, fullest=True)
 
     def execution(self, work: Workload, *, orders: bool, terms: StepTerms | None = None) -> Execution:
@@ -62,7 +63,7 @@ class Ranked:
     layout: Callable[[], Candidate] = field(repr=False)
     predictor: Predictor = field(repr=False)
     orders: bool = False
-    """Whether the order of the axes is chosen: it changes no memory, and does not help where a layout does not fit."""
+    """Whether the order of the axes is chosen."""
     given: str | None = None
     """Why it lost to the chosen one."""
 
@@ -346,8 +347,11 @@ def _reordered(one: Ranked, shortest: float) -> Ranked:
         return one
     found = replace(one, orders=True)
     execution = one.predictor.execution(one.base.work, orders=True, terms=one.execution.terms)
-    found.__dict__.update({"base": one.base, "memory": one.memory, "execution": execution})
-    return found
+    # Another order may ask for another implementation of cp, which may take more memory.
+    alike = execution.work.context == one.execution.work.context
+    memory = one.memory if alike else one.predictor.footprint(execution.work)
+    found.__dict__.update({"base": one.base, "memory": memory, "execution": execution})
+    return found if found.is_safe else one
 
 
 def _may_win(one: Ranked, shortest: float) -> bool:

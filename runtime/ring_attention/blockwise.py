@@ -263,26 +263,33 @@ def attend_over_ranks(
         out, lse = traced_attention(query, key, value, carrier, group, sinks, **options)
     else:
         call = attention_call(query, key, value, carrier, group=group, sinks=sinks, **options)
-        out, lse = _Attention.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+        out, lse = _Attention.apply(query, key, value, sinks, options.get("bias"), call)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        call: AttentionCall,
     ) -> tuple[Tensor, Tensor]:
         out, lse = once(lambda: attention_forward(call, query, key, value, sinks))
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.call = call
+        ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
+        ctx.call = call.biased(None)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        return *attention_backward(ctx.call, query, key, value, sinks, out, lse, grad_out), None
+        query, key, value, sinks, bias, out, lse = ctx.saved_tensors
+        call = ctx.call if bias is None else ctx.call.biased(bias)
+        return *attention_backward(call, query, key, value, sinks, out, lse, grad_out), None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

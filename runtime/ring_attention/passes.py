@@ -71,6 +71,14 @@ class AttentionCall:
     scale: float
     passes: tuple[Pass, ...]
 
+    def biased(self, bias: Tensor | None) -> AttentionCall:
+        """With another bias, or without one: what autograd keeps holds none, whose memory recomputation gives back."""
+        passes = (
+            one if one.terms is None else replace(one, terms=one.terms.biased(bias, one.rows, one.q_heads))
+            for one in self.passes
+        )
+        return replace(self, passes=tuple(passes))
+
 
 def head_groups(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> list[tuple[slice, slice]]:
     """Query heads and the key/value heads they read, for each pass; equal on every rank. One rank has one pass."""

@@ -798,6 +798,17 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
         ("jamba", FEW, {"tp": 4}, 0, {**AGAIN, "precision": "fp32", "sequence_length": 512}),
         # Gradients of weighted rows.
         ("minimax_m2", MANY, {"pp": 2, "dp": 2, "ep": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16"}),
+        # Residual streams: when a layer has added to them, and in the mixture behind the last layer.
+        ("deepseek_v4", FEW, {}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        ("deepseek_v4", FEW, {}, 0, {"precision": "bf16", "sequence_length": 4096}),
+        ("hy_v4", FEW, {}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        ("hy_v4", MANY, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        ("qwen4_exp_text", FEW, {}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        # What hides keys is made again with its layer, and not there while the loss goes backward.
+        ("glm_moe_dsa", MANY, {}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        ("deepseek_v32", MANY, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
+        # Attention goes backward over ranks beside what a parallel MLP leaves.
+        ("gptj", FEW, {"cp": 2}, 0, {"precision": "fp32", "sequence_length": 4096}),
     ],
 )
 def test_the_peak_of_each_type_agrees_with_the_estimate(

@@ -85,11 +85,15 @@ class Terms:
 
     def of_pass(self, rows: slice, heads: slice) -> Terms:
         """Only some rows of the batch and some heads."""
-        bias = self.bias
+        slopes = None if self.slopes is None else self.slopes[heads]
+        found = replace(self, rows=self.rows[rows], heads=self.heads[heads], slopes=slopes)
+        return found.biased(self.bias, rows, heads)
+
+    def biased(self, bias: Tensor | None, rows: slice, heads: slice) -> Terms:
+        """With another bias, of which these are the rows and heads."""
         if bias is not None:
             bias = bias[rows if bias.shape[0] > 1 else slice(None), heads if bias.shape[1] > 1 else slice(None)]
-        slopes = None if self.slopes is None else self.slopes[heads]
-        return replace(self, rows=self.rows[rows], heads=self.heads[heads], slopes=slopes, bias=bias)
+        return replace(self, bias=bias)
 
     def part(self, queries: slice, keys: slice) -> Terms:
         """Only some queries and keys."""

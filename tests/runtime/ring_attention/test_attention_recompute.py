@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -50,6 +51,31 @@ def test_nested_layers_and_repeated_backward_take_their_own_attention() -> None:
     for one, two, three in zip(plain, kept, again, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, three)
+
+
+def _hiding(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with a bias that is made inside, as an indexer's choice of keys is."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.rand(1, 1, 12, 12, generator=generator) > 0.7
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden & ~torch.eye(12, dtype=torch.bool), -torch.inf)
+    _biases.append(weakref.ref(bias.untyped_storage()))
+    found: Tensor = ring_attention(query, key, value, bias=bias)
+    return found
+
+
+_biases: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+def test_a_bias_is_made_again_and_not_kept() -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(2, 2, 12, 8, generator=generator, requires_grad=True) for _ in range(3)]
+    _biases.clear()
+    out = checkpoint(_hiding, *inputs, use_reentrant=False, context_fn=keep_attention)
+    assert [one() for one in _biases] == [None], "the mask of a recomputed layer stays in memory"
+    plain = torch.autograd.grad(_hiding(*inputs).square().sum(), inputs)
+    for kept, expected in zip(torch.autograd.grad(out.square().sum(), inputs), plain, strict=True):
+        assert torch.equal(kept, expected)
+    assert len(_biases) == 3
 
 
 def _count_exchanges(rank: int) -> tuple[int, int, bool]:
