@@ -13,35 +13,9 @@ from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayo
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.training import AUTO
 
-from . import Finding, also, listed, rule, settable
+from . import Finding, also, listed, rule
 
-_LENGTH = ("training", "sequence_length")
 _CP = ("parallelism", "cp")
-_LAYOUT = ("parallelism", "cp_layout")
-
-
-@rule("C011")
-def pieces_hold_a_halo(spec: Resolution) -> Iterator[Finding]:
-    halos = list(filter(None, (part.halo() for part in spec.shape.parts)))
-    cp, length = spec.axis(Axis.CP), spec.sequence_length
-    pieces = cp * spec.cp_layout.chunks_per_rank
-    if not halos or cp == 1 or length % pieces:
-        return
-    longest = max(halos, key=lambda halo: halo.tokens)
-    if length // pieces >= longest.tokens:
-        return
-    least = pieces * longest.tokens
-    yield settable(
-        _LENGTH,
-        [least],
-        f"sequence_length {length} / {pieces} pieces = {length // pieces} tokens < {longest.told}: the "
-        f"convolution of the next piece sees {longest.tokens} tokens of it",
-        f"write {least} or more, or a smaller cp",
-        also(spec, _CP, _LAYOUT),
-        Safety.CHANGES_NUMERICS,
-    )
-
-
 _NAME = ("parallelism", "cp_implementation")
 _SIZES = ("parallelism", "hierarchical_cp_sizes")
 

@@ -78,27 +78,6 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
     return Fix(f"set {named}", Safety.CHANGES_COST, edits)
 
 
-@rule("L003")
-def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
-    split = spec.pipeline_split
-    given = [path for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None]
-    counted = [path for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)) if value]
-    if not given or not counted:
-        return
-    removals = (("the accounts", counted), ("the given numbers", given))
-    yield Finding(
-        f"{' and '.join(path[-1] for path in counted)} with {' and '.join(path[-1] for path in given)}: "
-        "embedding and loss cannot count as layers where the layers of a stage are given",
-        counted[0],
-        help=f"remove {' and '.join(path[-1] for path in counted)}",
-        fixes=tuple(
-            Fix(f"remove {what}", Safety.CHANGES_COST, tuple(Edit(path, remove=True) for path in paths))
-            for what, paths in removals
-        ),
-        related=also(spec, *given, *counted[1:]),
-    )
-
-
 @rule("L004")
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)

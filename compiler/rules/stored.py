@@ -1,10 +1,11 @@
 """Rules that stand in tables, of specs (`table.py`) and of files: `backends/statements.py` is the language.
 
 A rule has the rows `finds`, with `words` that stand for others in them. A row is found where its condition `when` is
-true, and that of the rule if there is one; of a rule that `is_once`, the first. `say` is its message, `at` the dotted
-path, `help` what to write instead, `severity` its own. Each of `fixes` removes a path, or sets one as `_WAYS` say, by
-an expression where that is a text; it may have a `title` and a condition. `related` has paths by what is said of them,
-and `also` paths to show where they are given.
+true, and that of the rule if there is one; of a rule that `is_once`, the first. `say` is its message, `at` the path,
+dotted or as a list of steps, `help` what to write instead, `severity` its own. Each of `fixes` removes a path, or sets
+one as `_WAYS` say, by an expression where that is a text, or does what several such `edits` do; it may have a `title`
+and a condition. `related` has paths by what is said of them, and `also` paths to show where they are given; an empty
+one is none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _FORMATS: Formats = {
     "numbers": listed,
     "two numbers": lambda numbers: listed(numbers[:2]),
     "dashed": "-".join,
+    "and": lambda values: " and ".join(map(str, values)),
+    "auto": lambda names: " and ".join(f'{name} "auto"' for name in names),
     "bytes": format_bytes,
     "divisors": lambda total: listed(divisors(total)),
     "first divisors": lambda total: listed(divisors(total)[:12]),
@@ -38,36 +41,45 @@ _FORMATS: Formats = {
 def finding(row: Row, values: Values, shown: Callable[[tuple[str, ...]], Iterable[Related]]) -> Finding:
     """The finding of a row that is found; `shown` gives what there is to show of a path of `also`."""
     fill = functools.partial(filled, values=values, formats=_FORMATS)
-    related = [Related(fill(said), _path(path)) for said, path in row.get("related", {}).items()]
+    related = [Related(fill(said), _path(path, fill)) for said, path in row.get("related", {}).items()]
     return Finding(
         fill(row["say"]),
-        _path(fill(row["at"])),
+        _path(row["at"], fill),
         help=fill(row["help"]) if "help" in row else None,
         fixes=tuple(fix for one in row.get("fixes", ()) if holds(one, values) for fix in _fixes(one, values, fill)),
-        related=(*related, *(one for path in row.get("also", ()) for one in shown(_path(fill(path))))),
+        related=(
+            *related,
+            *(one for said in row.get("also", ()) if (path := _path(said, fill)) for one in shown(path)),
+        ),
         severity=Severity(row["severity"]) if "severity" in row else None,
     )
 
 
-def _path(dotted: str) -> tuple[str, ...]:
-    return tuple(dotted.split(".")) if dotted else ()
+def _path(said: str | list[str], fill: Callable[[str], str]) -> tuple[str, ...]:
+    """A path that is dotted, or a list of steps, in which there may be dots."""
+    return tuple(map(fill, said) if isinstance(said, list) else filter(None, fill(said).split(".")))
 
 
 _WAYS: Mapping[str, Callable[[Any], Iterable[Any]]] = {
     "to": lambda value: [value],
     "any": iter,
     "divisors": lambda numbers: nearest_divisors(*numbers),
+    "multiples": lambda both: (one for one in nearest_multiples(*both) if one != both[0]),
+    "divisor below": lambda both: [one for one in divisors(both[0]) if one < both[1]][-1:],
 }
 """What a path may be set to, by the word that the table has for it."""
 
 
 def _fixes(stored: Row, values: Values, fill: Callable[[str], str]) -> Iterator[Fix]:
     safety = Safety(fill(stored.get("safety", "safe")))
-    if "remove" in stored:
-        found = [Fix.removing(_path(fill(stored["remove"])), safety)]
+    if "edits" in stored:
+        fixes = (fix for one in stored["edits"] if holds(one, values) for fix in _fixes(one, values, fill))
+        found = [Fix("", safety, tuple(edit for fix in fixes for edit in fix.edits))]
+    elif "remove" in stored:
+        found = [Fix.removing(_path(stored["remove"], fill), safety)]
     else:
         way = next(one for one in _WAYS if one in stored)
         given = stored[way]
         to = _WAYS[way](compiled(given)(values) if isinstance(given, str) else given)
-        found = [Fix.setting(_path(stored["set"]), one, safety) for one in to]
+        found = [Fix.setting(_path(stored["set"], fill), one, safety) for one in to]
     yield from (replace(one, title=fill(stored["title"])) if "title" in stored else one for one in found)

@@ -78,31 +78,6 @@ def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
     return Fix.setting(axis_path(axis), size, layout_change(spec))
 
 
-@rule("W002")
-def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
-    if len(spec.auto_axes) > 1:
-        named = " and ".join(f'{axis} "auto"' for axis in spec.auto_axes)
-        first, second = spec.auto_axes[:2]
-        yield Finding(
-            f"{named}: only one axis can follow from the world size",
-            axis_path(second),
-            help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
-            "CHOSEN` choose",
-            fixes=tuple(
-                Fix.setting(axis_path(axis), 1, layout_change(spec)) for axis in spec.auto_axes if axis is not Axis.DP
-            ),
-            related=also(spec, axis_path(first)),
-        )
-
-
-@rule("W005", severity=Severity.INFO)
-def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
-    for axis in spec.auto_axes[:1]:
-        size = spec.axis(axis)
-        how = spec.provenance[f"parallelism.{axis}"].detail
-        yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
-
-
 # The order names each axis once, in a way that the targets know.
 
 _ORDER = ("parallelism", "order")

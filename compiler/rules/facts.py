@@ -1,0 +1,335 @@
+"""What expressions of `rules.json` read beside the values of a spec: facts about it by their names."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parcompile.backends.deepspeed import GATHERED, NO_NVME, OWN_CHECKPOINTS, has_effect, reach
+from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
+from parcompile.layout.sequence import CpLayout
+from parcompile.layout.shards import expert_rows, keeps_places, shared_tokens
+from parcompile.machines import accelerators
+from parcompile.model.blocks.experts import router_biases
+from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES, model_type, router_scores
+from parcompile.model.derived_rows import dense_mlps, parameter_table
+from parcompile.model.families import added_families, family_of
+from parcompile.model.layer_parts import parts_of, why_whole
+from parcompile.spec import OPTIMIZER_KEYS
+from parcompile.spec.rampup import MOST_INCREMENTS, RampupBatchSize
+from parcompile.spec.resolve import Resolution
+
+from . import layout_change, listed, nearest_divisors, nearest_multiples
+from .d_deepspeed import plan_overlaps
+from .h_memory import estimated, workload
+
+
+def _length_divisor(spec: Resolution) -> int:
+    """What the sequence length has to be a multiple of, for cp and sequence parallelism together."""
+    cp, tp = spec.axis(Axis.CP), spec.axis(Axis.TP)
+    chunks = spec.cp_layout.chunks_per_rank if cp > 1 else 1
+    return cp * (math.lcm(chunks, tp) if spec.sequence_parallel else chunks)
+
+
+def _stride_of_cp(spec: Resolution) -> int:
+    """Ranks from one of a cp group to the next."""
+    order = spec.order
+    return math.prod(spec.axis(axis) for axis in DENSE_AXES if order.index(axis) < order.index(Axis.CP))
+
+
+def _starts_kernels_in_turn(spec: Resolution) -> bool:
+    machine = accelerators().get(spec.cluster.accelerator)  # none, where a file that cannot be used is named
+    return machine is not None and machine.starts_kernels_in_turn
+
+
+def _experts_keep_places(spec: Resolution) -> bool:
+    dense = Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
+    return keeps_places(dense, expert_grid(dense, spec.axis(Axis.EP), spec.expert_tp))
+
+
+def _recomputed(spec: Resolution) -> list[str]:
+    given = spec.activation_checkpointing
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _words_of_stages(spec: Resolution) -> list[str] | None:
+    given = spec.get("training", "activation_checkpointing")
+    return given if isinstance(given, list) else None
+
+
+def _a_word_for_each_stage(spec: Resolution) -> list[str]:
+    """As many of the words as there are stages; the last one stands for those that are lacking."""
+    given, pp = spec.get("training", "activation_checkpointing"), spec.axis(Axis.PP)
+    return [*given, *[given[-1]] * (pp - len(given))][:pp]
+
+
+def _why_recomputed_whole(spec: Resolution) -> str | None:
+    """Why parts of layers that are to be recomputed cannot be told apart."""
+    parts = frozenset(part for word in _recomputed(spec) for part in parts_of(word))
+    return why_whole(spec.shape, parts) if parts else None
+
+
+# Batches.
+
+
+def _wrong_groups(spec: Resolution, steps: int | None = None) -> str | None:
+    """Why so many micro-batches do not go through a pipeline in groups; None: they do, or there are no groups."""
+    group, pp = spec.microbatch_group_size, spec.axis(Axis.PP)
+    if group is None or pp == 1:
+        return None
+    steps = steps or spec.gradient_accumulation_steps
+    if not pp <= group <= steps:
+        return f"groups of {group} micro-batches: {group} is not between pp {pp} and the {steps} micro-batches"
+    rest = steps % group
+    if 0 < rest < pp:
+        return f"{steps} micro-batches in groups of {group}: {steps} % {group} = {rest} is neither 0 nor pp {pp}"
+    return None
+
+
+def _near_groups(spec: Resolution) -> list[int]:
+    """Every divisor of the micro-batches that is no smaller than pp makes whole groups: the two that are next."""
+    group, sizes = spec.microbatch_group_size or 0, divisors(spec.gradient_accumulation_steps)
+    return sorted((one for one in sizes if one >= spec.axis(Axis.PP)), key=lambda one: (abs(one - group), one))[:2]
+
+
+def _ramp(spec: Resolution) -> RampupBatchSize | None:
+    """How the batch grows, where that is in whole increments."""
+    ramp = spec.rampup_batch_size
+    return ramp if ramp is not None and ramp.fits(spec.global_batch_size) else None
+
+
+def _end_of_warmup(spec: Resolution) -> int | None:
+    """The step of a batch that grows after which the warm-up of the schedule is over."""
+    ramp, schedule, full = _ramp(spec), spec.lr_scheduler, spec.global_batch_size
+    return None if ramp is None or schedule is None else ramp.steps_until(schedule.warmup_steps * full, full)
+
+
+def _increments(spec: Resolution) -> str:
+    """Increments with which a batch grows in whole steps."""
+    every = divisors(spec.global_batch_size - (0 if spec.rampup_batch_size is None else spec.rampup_batch_size.start))
+    whole = [one for one in every if one % (spec.micro_batch_size * spec.axis(Axis.DP)) == 0]
+    return listed((whole or every)[:3])
+
+
+def _wrong_batch(spec: Resolution) -> tuple[str, str] | None:
+    """What is wrong with the first batch of a ramp that ranks or pipelines cannot share, and what to write."""
+    ramp, micro, dp = _ramp(spec), spec.micro_batch_size, spec.axis(Axis.DP)
+    for _, samples, batch in ramp.sizes(spec.global_batch_size) if ramp else ():
+        where = f"from sample {samples:,} on the batch is {batch}"
+        if batch % (micro * dp):
+            message = f"{where}: {batch} / (micro {micro} · dp {dp}) = {batch} / {micro * dp} is not whole"
+            return message, f"write a start and an increment that are multiples of {micro * dp}"
+        if (wrong := _wrong_groups(spec, batch // (micro * dp))) is not None:
+            whole = micro * dp * (spec.microbatch_group_size or 1)
+            return f"{where}: {wrong}", f"use a start and an increment that are multiples of {whole}"
+    return None
+
+
+# Schedules and optimizers.
+
+_UNITS = ("steps", "ratio", "samples", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where a schedule ends, as it counts steps, and what says so; and its warm-up, as it is given."""
+
+    steps: int | None
+    place: str
+    said: str
+    key: str
+    warmup: str
+
+    @property
+    def shorter(self) -> int:
+        """Steps of a warm-up that is over by then: DeepSpeed has two or more."""
+        return max(2, (self.steps or 0) // 10)
+
+
+def _end_of_schedule(spec: Resolution) -> _End | None:
+    schedule, path = spec.lr_scheduler, ("training", "lr_scheduler")
+    if schedule is None:
+        return None
+    steps, counted = schedule.end(spec.get("training", "train_steps")), schedule.total_steps is None
+    place = "training.train_steps" if counted else "training.lr_scheduler.total_steps"
+    full, said = spec.global_batch_size, f"{place.rpartition('.')[2]} {steps}"
+    if (ramp := _ramp(spec)) is not None and steps is not None and counted:
+        steps = ramp.samples_after(steps, full) // full  # as the schedule counts them
+        said = f"the {steps} global batches of {said}"
+    key = next((key for unit in _UNITS if spec.given(*path, key := f"warmup_{unit}")), "warmup_steps")
+    return _End(steps, place, said, key, "" if key == "warmup_steps" else f"{key} {spec.get(*path, key)}: ")
+
+
+def _settings_of_others(spec: Resolution) -> Iterator[tuple[str, str]]:
+    """Settings that are given and that the optimizer does not have, with those that have them."""
+    known = OPTIMIZER_KEYS[str(spec.get("training", "optimizer", "type"))]
+    for key in dict.fromkeys(key for keys in OPTIMIZER_KEYS.values() for key in keys):
+        if key not in known and spec.given("training", "optimizer", key):
+            yield key, ", ".join(name for name, keys in OPTIMIZER_KEYS.items() if key in keys)
+
+
+def _rope(spec: Resolution) -> tuple[Any, Any]:
+    """Base and kind of rotary positions, as a configuration has them: transformers 5 keeps both in rope_parameters."""
+    rope = spec.model_config.get("rope_parameters") or spec.model_config
+    scaling = rope.get("rope_scaling") or rope
+    return rope.get("rope_theta", "of the family"), scaling.get("rope_type") or scaling.get("type") or "none"
+
+
+# Experts.
+
+
+def _near_ep(spec: Resolution) -> tuple[int, ...]:
+    """Other sizes of ep. The experts that give back what they take are dealt too."""
+    moe = spec.shape.moe
+    counts = () if moe is None else filter(None, (moe.num_experts, moe.num_identities))
+    return nearest_divisors(spec.axis(Axis.EP), *counts, count=4)
+
+
+def _tokens_of_rank(spec: Resolution) -> int:
+    """The tokens of a micro-batch that a rank sends to experts."""
+    tokens = spec.micro_batch_size * spec.sequence_length // spec.axis(Axis.CP)
+    return shared_tokens(tokens, spec.axis(Axis.TP), 0)[1]
+
+
+def _rows_of_expert(spec: Resolution) -> int | None:
+    """Of these those that one expert takes at most; None: as many as choose it."""
+    moe, factor = spec.shape.moe, spec.if_given("training", "router", "expert_capacity")
+    if moe is None or factor is None:
+        return None
+    return expert_rows(factor, _tokens_of_rank(spec), moe.num_experts_per_token, moe.num_experts)
+
+
+def _sharded_biases(spec: Resolution) -> Iterator[str]:
+    """Biases of routers that are parameters and that a plan moves, where ZeRO shards parameters."""
+    if spec.zero_stage == 3 and spec.given("training", "router", "bias_update_rate"):
+        yield from router_biases(row.name for row in parameter_table(spec.shape))
+
+
+# What DeepSpeed, Megatron-LM and the runtime do not take.
+
+
+def _idle_zero_keys(spec: Resolution) -> Iterator[tuple[str, str]]:
+    """Keys of zero_optimization that have no effect at the stage, and why."""
+    stage, zero = spec.zero_stage, spec.get("deepspeed", "zero_optimization")
+    for key in zero if isinstance(zero, Mapping) else ():
+        by_runtime = stage == 3 and key in OWN_CHECKPOINTS
+        if stage == 3 and key in GATHERED and zero[key] is True:
+            continue
+        if by_runtime or not has_effect(key, stage):
+            yield key, OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"
+
+
+def _refused_options(spec: Resolution) -> Iterator[tuple[str, str]]:
+    """Options for Megatron-LM that cannot be written as they stand, and why."""
+    if not spec.given("backends", "megatron"):
+        return
+    # Only here: the parser's options are a large table.
+    from parcompile.backends.megatron.read import refusal
+
+    has_schedule, balances = spec.given("training", "lr_scheduler"), spec.given("training", "router", "aux_loss")
+    for name, value in spec.get("backends", "megatron").items():
+        if (why := refusal(name, value, has_schedule=has_schedule, balances=balances)) is not None:
+            yield name, why
+
+
+def _foreign(spec: Resolution) -> tuple[str, str] | None:
+    """Why the runtime does not inject a model, and the nearest that it does; None: it injects it."""
+    family = spec.shape.model_type
+    if spec.shape.user_module is not None or family in RUNTIME_FAMILIES:
+        return None
+    known = model_type(family)
+    why = "" if known.reason is None else f": {known.reason.why}"
+    if family in added_families():
+        why = ": it comes from a plug-in, and nobody has compared it with one process"
+    return why, "" if known.nearest is None else f"; the nearest type that it injects is {known.nearest}"
+
+
+def _refused_axes(spec: Resolution) -> Iterator[tuple[str, int, str]]:
+    """Axes that the runtime does not run a family with, their sizes, and why."""
+    for axis, why in family_of(spec.shape.model_type).refused_axes.items():
+        if (size := spec.axis(Axis(axis))) > 1:
+            yield axis, size, why
+
+
+def _spread_kv_heads(spec: Resolution) -> list[int]:
+    """The numbers of kv heads of which several ranks of tp hold each."""
+    tp = spec.axis(Axis.TP)
+    return [heads for heads in spec.shape.kv_head_counts if heads < tp and tp % heads == 0]
+
+
+def _vocabulary_modules(spec: Resolution) -> list[str]:
+    """The modules of a user's model that have the rule "vocab"."""
+    module = spec.shape.user_module
+    return [] if module is None else [name for name, one in module.injection if one.kind == "vocab"]
+
+
+def _given_ends(spec: Resolution) -> list[str]:
+    """Of the first and the last stage those whose layers are given."""
+    split = spec.pipeline_split
+    ends = {"first": split.first, "last": split.last}
+    return [f"num_layers_in_{end}_pipeline_stage" for end, value in ends.items() if value is not None]
+
+
+def _counted_ends(spec: Resolution) -> list[str]:
+    """Of the embedding and the loss those that count as a layer."""
+    split = spec.pipeline_split
+    parts = {"embedding": split.embedding, "loss": split.loss}
+    return [f"account_for_{part}_in_pipeline_split" for part, counts in parts.items() if counts]
+
+
+FACTS: Mapping[str, Callable[[Resolution], Any]] = {
+    **{axis.value: functools.partial(lambda axis, spec: spec.axis(axis), axis) for axis in Axis},
+    "machines": lambda spec: spec.cluster,
+    "layout_change": lambda spec: layout_change(spec).value,
+    "length_divisor": _length_divisor,
+    "near_lengths": lambda spec: nearest_multiples(spec.sequence_length, _length_divisor(spec)),
+    "stride_of_cp": _stride_of_cp,
+    "balance": lambda spec: float(spec.context_parallel.balance(CpLayout.CONTIGUOUS)),
+    "recomputed": _recomputed,
+    "offload_optimizer": lambda spec: spec.offload_of("optimizer"),
+    "offload_param": lambda spec: spec.offload_of("param"),
+    "no_nvme": lambda _: NO_NVME,
+    "near_ep": _near_ep,
+    "peak": lambda spec: estimated(workload(spec)).peak,
+    "plan_overlaps": plan_overlaps,
+    "router_is_corrected": lambda spec: spec.shape.model_type in CORRECTED,
+    "starts_kernels_in_turn": _starts_kernels_in_turn,
+    "experts_keep_places": _experts_keep_places,
+    "has_dense_mlps": lambda spec: bool(dense_mlps(spec.shape)),
+    "has_dense_layers": lambda spec: bool(spec.shape.dense(range(spec.shape.num_hidden_layers))),
+    "words_of_stages": _words_of_stages,
+    "a_word_for_each_stage": _a_word_for_each_stage,
+    "why_recomputed_whole": _why_recomputed_whole,
+    "eval_total": lambda spec: spec.eval_batch("global_batch_size", spec.global_batch_size),
+    "eval_micro": lambda spec: spec.eval_batch("micro_batch_size", spec.micro_batch_size),
+    "wrong_groups": _wrong_groups,
+    "near_groups": _near_groups,
+    "end_of_ramp": lambda spec: None if (ramp := _ramp(spec)) is None else ramp.sizes(spec.global_batch_size)[-1],
+    "end_of_warmup": _end_of_warmup,
+    "most_increments": lambda _: MOST_INCREMENTS,
+    "increments": _increments,
+    "wrong_batch": _wrong_batch,
+    "end_of_schedule": _end_of_schedule,
+    "settings_of_others": _settings_of_others,
+    "rope": _rope,
+    "halo": lambda spec: max(
+        filter(None, (part.halo() for part in spec.shape.parts)), key=lambda one: one.tokens, default=None
+    ),
+    "tokens_of_rank": _tokens_of_rank,
+    "rows_of_expert": _rows_of_expert,
+    "router_scores": lambda spec: router_scores(spec.shape.model_type),
+    "sharded_biases": _sharded_biases,
+    "idle_zero_keys": _idle_zero_keys,
+    "refused_options": _refused_options,
+    "foreign": _foreign,
+    "family": lambda spec: family_of(spec.shape.model_type),
+    "refused_axes": _refused_axes,
+    "spread_kv_heads": _spread_kv_heads,
+    "ranks_of_kv_heads": lambda spec: [spec.axis(Axis.TP) // one for one in _spread_kv_heads(spec)],
+    "vocabulary_modules": _vocabulary_modules,
+    "given_ends": _given_ends,
+    "counted_ends": _counted_ends,
+}
