@@ -42,11 +42,6 @@ def _use(name: CpImplementation) -> Fix:
     return Fix.setting(_NAME, name.value, Safety.CHANGES_COST)
 
 
-def resize(sizes: tuple[int, int]) -> Fix:
-    """Other sizes of the two levels."""
-    return Fix.setting(_SIZES, list(sizes), Safety.CHANGES_COST)
-
-
 def possible_sizes(spec: Resolution, kind: CpImplementation) -> list[tuple[int, int]]:
     """Sizes of both levels that heads and layout allow, the largest inner level on a node first."""
     heads, cp = _heads(spec), spec.axis(Axis.CP)
@@ -84,12 +79,12 @@ def heads_divide_over_ranks(spec: Resolution) -> Iterator[Finding]:
         return
     common = math.gcd(*(count for count, _ in heads))
     fits = [one for one in divisors(common) if exchange_fault(heads, one) is None]
-    resized = [resize(one) for one in possible_sizes(spec, CpImplementation.USP)] if path == _SIZES else []
+    resized = possible_sizes(spec, CpImplementation.USP) if path == _SIZES else []
     yield Finding(
         f"{kind.value} with {place}: {fault} (heads / tp {spec.axis(Axis.TP)}); possible: {listed(fits)} ranks",
         path,
         help="the rings and all_gather take any number of heads",
-        fixes=(*resized, *rings),
+        fixes=(*(Fix.setting(_SIZES, list(one), Safety.CHANGES_COST) for one in resized), *rings),
         related=also(spec, _CP, ("parallelism", "tp"), *(() if path == _NAME else (_NAME,))),
     )
 

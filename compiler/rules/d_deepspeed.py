@@ -1,4 +1,4 @@
-"""The further DeepSpeed keys of a spec: none may fight the plan, and what changes the numbers of a run."""
+"""The further DeepSpeed keys of a spec: nothing in them may fight the plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from parcompile.backends.deepspeed import (
     FORBIDDEN_ZERO,
     first_stage,
     refusal,
-    refused_scaling,
-    wrong_scale,
 )
-from parcompile.diagnostics import Fix, Path, Safety
-from parcompile.layout.groups import Axis
+from parcompile.diagnostics import Path, Safety
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 
 from . import Finding, also, removable, rule
-
-# The further DeepSpeed keys of a spec: nothing in them may fight the plan.
 
 
 @rule("D003", targets=("deepspeed",))
@@ -67,44 +62,6 @@ def no_auto_reaches_deepspeed(spec: Resolution) -> Iterator[Finding]:
                 yield from search(value, (*path, index))
 
     yield from search(spec.get("deepspeed"), ("deepspeed",))
-
-
-# Further DeepSpeed keys that change the numbers of a run, wrongly or merely differently.
-
-_PREDIVIDE = ("deepspeed", "gradient_predivide_factor")
-_SCATTER = ("deepspeed", "zero_optimization", "reduce_scatter")
-_PRESCALE = ("deepspeed", "prescale_gradients")
-_REDUCTION = ("deepspeed", "gradient_allreduce_op")
-
-
-@rule("D005", targets=("deepspeed",))
-def gradients_are_scaled_right(spec: Resolution) -> Iterator[Finding]:
-    if spec.given(*_REDUCTION) and str(spec.get(*_REDUCTION)).lower() == "sum":
-        message = f"gradient_allreduce_op sum: gradients become dp {spec.axis(Axis.DP)} times too large"
-        hint = "remove it: the mean over dp is what the plan's loss needs"
-        yield removable(_REDUCTION, message, hint, (), Safety.CHANGES_NUMERICS)
-    factor = spec.get(*_PREDIVIDE) if spec.given(*_PREDIVIDE) else 1
-    prescale = spec.given(*_PRESCALE) and spec.get(*_PRESCALE) is True
-    if factor == 1 and not prescale:
-        return
-    stage = spec.zero_stage
-    scatter = not (spec.given(*_SCATTER) and spec.get(*_SCATTER) is False)
-    path = _PREDIVIDE if factor != 1 else _PRESCALE
-    refused = refused_scaling(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor)
-    if refused is not None:
-        yield removable(path, refused, "remove it, or switch reduce_scatter off", (), Safety.CHANGES_NUMERICS)
-        return
-    cp = spec.axis(Axis.CP)
-    ranks = spec.axis(Axis.DP) * cp
-    wrong = wrong_scale(stage, reduce_scatter=scatter, prescale=prescale, predivide=factor, ranks=ranks, cp=cp)
-    if wrong is not None:
-        yield Finding(
-            f"gradient_predivide_factor {factor:g} with reduce_scatter false: gradients come out {wrong}",
-            _PREDIVIDE,
-            help="write another factor, or remove one of the two",
-            fixes=tuple(Fix.removing(one, Safety.CHANGES_NUMERICS) for one in (_PREDIVIDE, _SCATTER)),
-            related=also(spec, _SCATTER),
-        )
 
 
 def plan_overlaps(spec: Resolution) -> bool:

@@ -6,25 +6,39 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from parcompile.backends.deepspeed import GATHERED, NO_NVME, OWN_CHECKPOINTS, has_effect, reach
+from parcompile.backends.deepspeed import (
+    GATHERED,
+    NO_NVME,
+    OWN_CHECKPOINTS,
+    has_effect,
+    reach,
+    refused_scaling,
+    wrong_scale,
+)
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
-from parcompile.layout.sequence import CpLayout
+from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.layout.shards import expert_rows, keeps_places, shared_tokens
 from parcompile.machines import accelerators
 from parcompile.model.blocks.experts import router_biases
 from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES, model_type, router_scores
-from parcompile.model.derived_rows import dense_mlps, parameter_table
+from parcompile.model.derived_rows import dense_mlps, parameter_table, shared_inputs
 from parcompile.model.families import added_families, family_of
-from parcompile.model.layer_parts import parts_of, why_whole
+from parcompile.model.key_types import turned_width
+from parcompile.model.layer_parts import ATTENTION, parts_of, why_whole
+from parcompile.model.layers import KeysAndValues
+from parcompile.model.shape import ModelShape
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.spec.rampup import MOST_INCREMENTS, RampupBatchSize
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve.training import AUTO
 
-from . import layout_change, listed, nearest_divisors, nearest_multiples
+from . import layout_change, listed, model_path, nearest_divisors, nearest_multiples
+from .c_context import possible_sizes
 from .d_deepspeed import plan_overlaps
 from .h_memory import estimated, workload
+from .l_stages import stages_of
 
 
 def _length_divisor(spec: Resolution) -> int:
@@ -178,6 +192,20 @@ def _rope(spec: Resolution) -> tuple[Any, Any]:
     return rope.get("rope_theta", "of the family"), scaling.get("rope_type") or scaling.get("type") or "none"
 
 
+def _odd_width(spec: Resolution) -> tuple[str, int, str] | None:
+    """The key and the odd width of each head that rotary positions turn whole, and where it stands."""
+    found = turned_width(spec.model_config, None if spec.shape.attention.projections else spec.shape.head_dim)
+    if found is None or found[1] % 2 == 0:
+        return None
+    return *found, ".".join(model_path(spec, found[0], "num_attention_heads"))
+
+
+def _levelled(spec: Resolution) -> CpImplementation:
+    """The implementation whose two levels are spoken of."""
+    name = spec.named_implementation
+    return CpImplementation.USP if name == AUTO else CpImplementation(name)
+
+
 # Experts.
 
 
@@ -209,6 +237,28 @@ def _sharded_biases(spec: Resolution) -> Iterator[str]:
 
 
 # What DeepSpeed, Megatron-LM and the runtime do not take.
+
+
+def _scaling(spec: Resolution) -> dict[str, Any]:
+    """How gradients are averaged, as `refused_scaling` and `wrong_scale` ask for it."""
+    factor, prescale = _predivide_factor(spec), spec.if_given("deepspeed", "prescale_gradients") is True
+    scatter = spec.if_given("deepspeed", "zero_optimization", "reduce_scatter") if prescale or factor != 1 else None
+    return {
+        "stage": spec.zero_stage,
+        "reduce_scatter": scatter is not False,
+        "prescale": prescale,
+        "predivide": factor,
+    }
+
+
+def _predivide_factor(spec: Resolution) -> Any:
+    path = ("deepspeed", "gradient_predivide_factor")
+    return spec.get(*path) if spec.given(*path) else 1
+
+
+def _wrong_scale(spec: Resolution) -> str | None:
+    cp = spec.axis(Axis.CP)
+    return wrong_scale(**_scaling(spec), ranks=spec.axis(Axis.DP) * cp, cp=cp)
 
 
 def _idle_zero_keys(spec: Resolution) -> Iterator[tuple[str, str]]:
@@ -264,6 +314,64 @@ def _vocabulary_modules(spec: Resolution) -> list[str]:
     """The modules of a user's model that have the rule "vocab"."""
     module = spec.shape.user_module
     return [] if module is None else [name for name, one in module.injection if one.kind == "vocab"]
+
+
+def _sources(shape: ModelShape) -> list[tuple[int, int]]:
+    """Each layer that has no keys of its own, and the layer whose keys it uses: the last with the same window."""
+    own: dict[int | None, int] = {}
+    found = []
+    kinds = {layer: one for layers, one in shape.by_kind for layer in layers}
+    for layer in range(shape.num_hidden_layers):
+        one = kinds.get(layer, shape)
+        if one.attention.keys_and_values is KeysAndValues.OF_ANOTHER_LAYER:
+            found.append((layer, own[one.attention.sliding_window]))
+        else:
+            own[one.attention.sliding_window] = layer
+    return found
+
+
+class _Far(NamedTuple):
+    """A layer that attends with the keys of another, on another stage; how many such there are, from which layer on."""
+
+    layer: int
+    here: int
+    source: int
+    there: int
+    sharing: int
+    first: int
+
+
+def _keys_of_another_stage(spec: Resolution) -> _Far | None:
+    pp, shape = spec.axis(Axis.PP), spec.shape
+    sources = _sources(shape) if pp > 1 and shape.kinds else []
+    stages = stages_of(spec) if sources else ()
+    stage_of = {layer: place for place, stage in enumerate(stages) for layer in stage.layers}
+    for layer, source in sources if stage_of else ():
+        if stage_of[layer] != stage_of[source]:
+            first = min(number for _, number in sources)
+            return _Far(layer, stage_of[layer], source, stage_of[source], len(sources), first)
+    return None
+
+
+def _moved_experts(spec: Resolution) -> str:
+    """How far other ranks lie apart in experts than in dense layers, where a rank holds experts of another stage."""
+    ep, sizes = spec.axis(Axis.EP), {axis: spec.axis(axis) for axis in DENSE_AXES}
+    if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
+        return ""  # rule X006 looks at experts with a tp of their own
+    dense = Grid.of(spec.order, sizes)
+    expert = expert_grid(dense, ep)
+    return "; ".join(
+        f"{axis} neighbours are {dense.stride(axis)} ranks apart in dense layers and {expert.stride(axis)} in experts"
+        for axis in (Axis.TP, Axis.PP)
+        if sizes[axis] > 1 and dense.stride(axis) != expert.stride(axis) and not keeps_places(dense, expert)
+    )
+
+
+def _why_inputs_whole(spec: Resolution) -> str | None:
+    """Why the inputs of matrices are not gathered again; None: those of some are."""
+    if shared_inputs(spec.shape):
+        return None
+    return why_whole(spec.shape, frozenset({ATTENTION})) or "its attention and its MLPs need their input whole"
 
 
 def _given_ends(spec: Resolution) -> list[str]:
@@ -332,4 +440,14 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "vocabulary_modules": _vocabulary_modules,
     "given_ends": _given_ends,
     "counted_ends": _counted_ends,
+    "moved_experts": _moved_experts,
+    "keys_of_another_stage": _keys_of_another_stage,
+    "why_inputs_whole": _why_inputs_whole,
+    "has_levels": lambda spec: _levelled(spec).has_levels,
+    "possible_levels": lambda spec: [list(one) for one in possible_sizes(spec, _levelled(spec))],
+    "odd_width": _odd_width,
+    "reduction": lambda spec: str(spec.if_given("deepspeed", "gradient_allreduce_op")).lower(),
+    "predivide_factor": _predivide_factor,
+    "refused_scaling": lambda spec: refused_scaling(**_scaling(spec)),
+    "wrong_scale": _wrong_scale,
 }

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
-from parcompile.layout.groups import divisors
 from parcompile.model.family import by_type
 from parcompile.model.hf_config import InjectionError, ModelConfigError
-from parcompile.model.key_types import misspelt, turned_width
+from parcompile.model.key_types import misspelt
 from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from . import Finding, listed, model_path, removable, rule, settable
+from . import Finding, model_path, removable, rule
 
 _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
@@ -51,26 +50,6 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
         elif hint is None and error.key not in given and "hf_config" not in given:
             hint = f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
-
-
-@rule("S009")
-def heads_fit_together(spec: Resolution) -> Iterator[Finding]:
-    shape = spec.shape
-    heads = shape.num_attention_heads
-    for kv_heads in shape.kv_head_counts if shape.attention.projections is None else ():
-        if heads % kv_heads == 0:
-            continue
-        fitting = divisors(heads)
-        near = min(fitting, key=lambda one: abs(one - kv_heads))
-        path = model_path(spec, "num_key_value_heads")
-        message = f"num_attention_heads {heads} / num_key_value_heads {kv_heads} is not whole"
-        hint, values = f"num_key_value_heads can be {listed(fitting)}", [near] * (path[-1] == "num_key_value_heads")
-        yield settable(path, values, message, hint, (), Safety.CHANGES_NUMERICS)
-    turned = turned_width(spec.model_config, None if shape.attention.projections else shape.head_dim)
-    if turned is not None and turned[1] % 2:
-        key, width = turned
-        path = model_path(spec, key, "num_attention_heads")
-        yield Finding(f"{key} {width} is odd: rotary positions turn pairs", path, help="write an even width")
 
 
 @rule("S005", severity=Severity.WARNING)

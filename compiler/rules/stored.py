@@ -64,6 +64,7 @@ _WAYS: Mapping[str, Callable[[Any], Iterable[Any]]] = {
     "to": lambda value: [value],
     "any": iter,
     "divisors": lambda numbers: nearest_divisors(*numbers),
+    "nearest divisor": lambda numbers: nearest_divisors(*numbers, count=1),
     "multiples": lambda both: (one for one in nearest_multiples(*both) if one != both[0]),
     "divisor below": lambda both: [one for one in divisors(both[0]) if one < both[1]][-1:],
 }

@@ -12,15 +12,12 @@ from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Fix, Path, Safety, Severity
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, divisors
-from parcompile.layout.sequence import CpImplementation
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule, settable
-from .c_context import possible_sizes, resize
 
 if TYPE_CHECKING:
     from parcompile.cost.executions import Execution
@@ -122,29 +119,6 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
         right = "-".join(_MEGATRON_ORDERS[0])
         message = f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}"
         yield settable(_ORDER, [right], message, f"write {right}")
-
-
-# The two levels of a context-parallel implementation.
-
-_CP = ("parallelism", "cp")
-_SIZES = ("parallelism", "hierarchical_cp_sizes")
-
-
-@rule("W012")
-def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
-    sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation
-    if sizes is None or cp == 1 or sizes[0] * sizes[1] == cp:
-        return
-    kind = CpImplementation.USP if name == AUTO else CpImplementation(name)
-    if not kind.has_levels:
-        return  # C008: they have no effect
-    yield Finding(
-        f"hierarchical_cp_sizes {sizes[0]} · {sizes[1]} = {sizes[0] * sizes[1]} ≠ cp {cp}",
-        _SIZES,
-        help="remove it, and the cost model chooses the sizes",
-        fixes=tuple(resize(one) for one in possible_sizes(spec, kind)),
-        related=also(spec, _CP),
-    )
 
 
 def _grid(spec: Resolution) -> Grid:
