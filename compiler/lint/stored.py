@@ -18,7 +18,7 @@ from parcompile.rules.stored import finding
 from parcompile.user_files import shipped
 
 from .deepspeed import UsageOptions
-from .registry import Check, NotSaidError, Settings, file_rule
+from .registry import NotSaidError, Settings, file_rule
 
 
 def _only(*types: type) -> Callable[[Any], Any]:
@@ -57,13 +57,12 @@ def _value(settings: Settings, values: Values, name: str) -> Any:
     return settings.get(*name.split("."))
 
 
-def register(package: str, kind: str, facts: Facts, further: Mapping[str, Check]) -> None:
-    """Registers every rule of a room's table; `further` has by code what functions find beside the rows."""
+def register(package: str, kind: str, facts: Facts) -> None:
+    """Registers every rule of a room's table."""
     for code, stored in shipped(package, "rules.json").items():
         rows = tuple(rows_of(stored["finds"], stored.get("words", {})))
         (when,) = rows_of([{"when": stored.get("when", "True")}], stored.get("words", {}))
-        more = further.get(code, lambda _settings: iter(()))
-        check = functools.partial(_found, facts, when, rows, more, once=stored.get("is_once", False))
+        check = functools.partial(_found, facts, when, rows, once=stored.get("is_once", False))
         check.__module__ = package
         severity = Severity(stored.get("severity", "error"))
         usage = UsageOptions(**stored.get("usage", {}))
@@ -74,7 +73,6 @@ def _found(
     facts: Facts,
     when: Row,
     rows: tuple[Row, ...],
-    more: Check,
     settings: Settings,
     *,
     once: bool,
@@ -86,11 +84,11 @@ def _found(
         applies = holds(when, values)
     for row in rows if applies else ():
         with contextlib.suppress(NotSaidError):
-            if holds(row, values):
-                yield finding(row, values, functools.partial(_shown, settings.tree))
-                if once:
-                    break
-    yield from more(settings)
+            for bound in values.over(row):
+                if holds(row, bound):
+                    yield finding(row, bound, functools.partial(_shown, settings.tree))
+                    if once:
+                        return
 
 
 def _shown(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Related]:

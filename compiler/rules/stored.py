@@ -1,11 +1,11 @@
 """Rules that stand in tables, of specs (`table.py`) and of files: `backends/statements.py` is the language.
 
 A rule has the rows `finds`, with `words` that stand for others in them. A row is found where its condition `when` is
-true, and that of the rule if there is one; of a rule that `is_once`, the first. `say` is its message, `at` the path,
-dotted or as a list of steps, `help` what to write instead, `severity` its own. Each of `fixes` removes a path, or sets
-one as `_WAYS` say, by an expression where that is a text, or does what several such `edits` do; it may have a `title`
-and a condition. `related` has paths by what is said of them, and `also` paths to show where they are given; an empty
-one is none.
+true, and that of the rule if there is one; of a rule that `is_once`, the first. It may go `over` the values of a list,
+which have a name in its expressions. `say` is its message, `at` the path, dotted or as a list of steps, `help` what to
+write instead, `severity` its own. Each of `fixes` removes a path, or sets one as `_WAYS` say, by an expression where
+that is a text, or does what several such `edits` do; it may have a `title` and a condition. `related` has paths by what
+is said of them, and `also` paths to show where they are given; an empty one is none.
 """
 
 from __future__ import annotations

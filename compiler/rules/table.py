@@ -1,21 +1,19 @@
 """The rules of specs that stand in a table, `rules.json`, by code; `stored.py` has the words of a row.
 
-A rule has `severity`, `targets` and `run_by` as `rule` takes them. A row may go `over` the values of a
-list, which have a name in its expressions. They read a `Resolution`: "training.seed" is a value of the spec or its
-default, "given.training.seed" whether it is written, "tp" the size of an axis, "config.use_cache" a key of the model's
-configuration, "where.head_dim.hidden_size" the path of the first of these keys that the spec gives, and
-"how.parallelism.dp" how a value was found. Another name is one of `FACTS` or an attribute, and of None it is None.
+A rule has `severity`, `targets` and `run_by` as `rule` takes them. Rows read a `Resolution`: "training.seed" is a value
+of the spec or its default, "given.training.seed" whether it is written, "tp" the size of an axis, "config.use_cache" a
+key of the model's configuration, "where.head_dim.hidden_size" the path of the first of these keys that the spec gives,
+and "how.parallelism.dp" how a value was found. Another name is one of `FACTS` or an attribute, and of None it is None.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from parcompile.backends.statements import Row, Values, holds, rows_of
 from parcompile.diagnostics import Severity
-from parcompile.model.tables.expression import compiled
 from parcompile.spec.resolve import Resolution
 from parcompile.user_files import shipped
 
@@ -26,11 +24,8 @@ from .stored import finding
 _SECTIONS = frozenset(("training", "parallelism", "zero", "cluster", "model", "deepspeed", "backends"))
 
 
-_UNBOUND: Mapping[str, Any] = {}
-
-
-def value_of(spec: Resolution, name: str, bound: Mapping[str, Any] = _UNBOUND) -> Any:
-    """What a name of an expression stands for, where those of `over` are bound to values.
+def value_of(spec: Resolution, name: str) -> Any:
+    """What a name of an expression stands for.
 
     Raises:
         Unavailable: it is a value that is itself wrong, or follows from one.
@@ -47,7 +42,7 @@ def value_of(spec: Resolution, name: str, bound: Mapping[str, Any] = _UNBOUND) -
         return found and (found.detail or "the default")
     if head == "config":
         return spec.model_config.get(*rest)
-    found = bound[head] if head in bound else FACTS[head](spec) if head in FACTS else getattr(spec, head)
+    found = FACTS[head](spec) if head in FACTS else getattr(spec, head)
     for step in rest:
         found = None if found is None else getattr(found, step)
     return found
@@ -69,21 +64,11 @@ def _found(when: Row, rows: tuple[Row, ...], spec: Resolution, *, once: bool) ->
     """What the rows of a rule find, up to the first that needs a value which is itself wrong."""
     values = Values(spec, {}, functools.partial(value_of, spec))
     for row in rows if holds(when, values) else ():
-        for bound in _bound(row, spec, values):
+        for bound in values.over(row):
             if holds(row, bound):
                 yield finding(row, bound, lambda path: also(spec, path))
                 if once:
                     return
-
-
-def _bound(row: Row, spec: Resolution, values: Values) -> Iterator[Values]:
-    """The values of a row: one for each of what it goes over, which has a name in them."""
-    if "over" not in row:
-        yield values
-    for name, found in row.get("over", {}).items():
-        yield from (
-            Values(spec, {}, functools.partial(value_of, spec, bound={name: one})) for one in compiled(found)(values)
-        )
 
 
 _register()
