@@ -5,18 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from parcompile.backends.deepspeed import (
+    DECIDED_BY,
+    FORBIDDEN,
+    FORBIDDEN_ZERO,
     GATHERED,
     NO_NVME,
     OWN_CHECKPOINTS,
+    first_stage,
     has_effect,
     reach,
+    refusal,
     refused_scaling,
     wrong_scale,
 )
+from parcompile.diagnostics import Path
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
 from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.layout.shards import expert_rows, keeps_places, shared_tokens
@@ -24,7 +30,7 @@ from parcompile.machines import accelerators
 from parcompile.model.blocks.experts import router_biases
 from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES, model_type, router_scores
 from parcompile.model.derived_rows import dense_mlps, parameter_table, shared_inputs
-from parcompile.model.families import added_families, family_of
+from parcompile.model.families import FAMILIES, added_families, family_of
 from parcompile.model.key_types import turned_width
 from parcompile.model.layer_parts import ATTENTION, parts_of, why_whole
 from parcompile.model.layers import KeysAndValues
@@ -33,12 +39,13 @@ from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.spec.rampup import MOST_INCREMENTS, RampupBatchSize
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.resolve.training import AUTO
+from parcompile.spec.values import workload_of
 
 from . import layout_change, listed, model_path, nearest_divisors, nearest_multiples
 from .c_context import possible_sizes
-from .d_deepspeed import plan_overlaps
 from .h_memory import estimated, workload
 from .l_stages import stages_of
+from .t_tensor import fixes_of_tp, groups_of_heads, legal_tp, parts_that_tp_divides
 
 
 def _length_divisor(spec: Resolution) -> int:
@@ -84,6 +91,49 @@ def _why_recomputed_whole(spec: Resolution) -> str | None:
     """Why parts of layers that are to be recomputed cannot be told apart."""
     parts = frozenset(part for word in _recomputed(spec) for part in parts_of(word))
     return why_whole(spec.shape, parts) if parts else None
+
+
+# What tensor parallelism divides.
+
+
+class _Uncut(NamedTuple):
+    """Something that tp does not divide: how it is told, its size, what tp has to divide, and where it stands."""
+
+    told: str
+    size: int
+    each: str
+    place: str
+
+
+def _unit_of_kv_heads(spec: Resolution) -> int:
+    """The kv heads, or pairs of them, that tp neither divides nor is a multiple of; the first where there are none."""
+    tp, units = spec.axis(Axis.TP), spec.shape.kv_units
+    return next((one for one in units if one % tp and tp % one), units[0])
+
+
+def _uncut_widths(spec: Resolution) -> Iterator[_Uncut]:
+    shape, tp = spec.shape, spec.axis(Axis.TP)
+    if shape.user_module is not None:
+        return  # rule T011 looks at the module's own weights
+    experts, widths = FAMILIES[shape.model_type].experts, []
+    if shape.dense(range(shape.num_hidden_layers)):
+        widths.append((experts.dense_width[0] if experts else "intermediate_size", shape.intermediate_size))
+    if shape.moe is not None and spec.expert_tp is None:  # rule M005 looks at others
+        widths.append((experts.width[0] if experts else "moe_intermediate_size", shape.moe.intermediate_size))
+    for name, width in widths:
+        if width % tp:
+            yield _Uncut(f"{name} {width}", width, f"{name} {width}", ".".join(model_path(spec, name)))
+    for one in parts_that_tp_divides(shape):
+        if one.size % tp:
+            yield _Uncut(one.told, one.size, str(one.size), ".".join(model_path(spec, one.key)))
+            return
+
+
+def _uncut_groups(spec: Resolution) -> Iterator[_Uncut]:
+    for one in filter(None, (part.dealt() for part in spec.shape.parts)):
+        if one.size % spec.axis(Axis.TP):
+            each = f"the {one.size} {one.each}"
+            yield _Uncut(one.told, one.size, each, ".".join(model_path(spec, one.key)))
 
 
 # Batches.
@@ -261,7 +311,48 @@ def _wrong_scale(spec: Resolution) -> str | None:
     return wrong_scale(**_scaling(spec), ranks=spec.axis(Axis.DP) * cp, cp=cp)
 
 
-def _idle_zero_keys(spec: Resolution) -> Iterator[tuple[str, str]]:
+def _fighting_keys(spec: Resolution) -> Iterator[tuple[Path, str, str, str]]:
+    """Further DeepSpeed keys that fight the plan: what to say of each, what to write, and what decides it."""
+    for key in spec.get("deepspeed"):
+        path, owner = ("deepspeed", key), DECIDED_BY.get(key, "")
+        if owner and spec.given(*path):
+            yield path, f"{key} is decided by {owner}", f"set {owner} instead", owner
+        elif key in FORBIDDEN and spec.given(*path):
+            yield path, f"{key}: {FORBIDDEN[key]}", "remove it", ""
+    zero = spec.get("deepspeed", "zero_optimization")
+    for key in zero if isinstance(zero, Mapping) else ():
+        inner = ("deepspeed", "zero_optimization", key)
+        is_idle = first_stage(key) == 3 and spec.zero_stage < 3  # it only has no effect there: Z003
+        if key in FORBIDDEN_ZERO and spec.given(*inner) and not is_idle:
+            setter, says, _ = FORBIDDEN_ZERO[key].partition(" sets it")
+            hint = f"set {setter} instead" if says else "remove it"
+            yield inner, f"{key}: {FORBIDDEN_ZERO[key]}", hint, "zero.stage" if key == "stage" else ""
+
+
+def _paths_of_auto(node: object, path: Path = ("deepspeed",)) -> Iterator[Path]:
+    """Where DeepSpeed would be handed the word "auto" as it is."""
+    if node == "auto":
+        yield path
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            if refusal((*path[1:], key)) is None:
+                yield from _paths_of_auto(value, (*path, key))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _paths_of_auto(value, (*path, index))
+
+
+def _plan_overlaps(spec: Resolution) -> bool:
+    """Whether the plan itself reduces gradients under backward."""
+    if spec.zero_stage == 3:
+        return True
+    try:
+        return replace(workload_of(spec.spec()), overlap_comm=None).overlaps_gradients
+    except ValueError:
+        return False  # other rules say what is wrong
+
+
+def _idle_zero_keys(spec: Resolution) -> Iterator[tuple[Path, str]]:
     """Keys of zero_optimization that have no effect at the stage, and why."""
     stage, zero = spec.zero_stage, spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
@@ -269,10 +360,11 @@ def _idle_zero_keys(spec: Resolution) -> Iterator[tuple[str, str]]:
         if stage == 3 and key in GATHERED and zero[key] is True:
             continue
         if by_runtime or not has_effect(key, stage):
-            yield key, OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"
+            why = OWN_CHECKPOINTS[key] if by_runtime else f"DeepSpeed reads it {reach(key)}"
+            yield ("deepspeed", "zero_optimization", key), why
 
 
-def _refused_options(spec: Resolution) -> Iterator[tuple[str, str]]:
+def _refused_options(spec: Resolution) -> Iterator[tuple[Path, str]]:
     """Options for Megatron-LM that cannot be written as they stand, and why."""
     if not spec.given("backends", "megatron"):
         return
@@ -282,7 +374,7 @@ def _refused_options(spec: Resolution) -> Iterator[tuple[str, str]]:
     has_schedule, balances = spec.given("training", "lr_scheduler"), spec.given("training", "router", "aux_loss")
     for name, value in spec.get("backends", "megatron").items():
         if (why := refusal(name, value, has_schedule=has_schedule, balances=balances)) is not None:
-            yield name, why
+            yield ("backends", "megatron", name), why
 
 
 def _foreign(spec: Resolution) -> tuple[str, str] | None:
@@ -402,7 +494,7 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "no_nvme": lambda _: NO_NVME,
     "near_ep": _near_ep,
     "peak": lambda spec: estimated(workload(spec)).peak,
-    "plan_overlaps": plan_overlaps,
+    "plan_overlaps": _plan_overlaps,
     "router_is_corrected": lambda spec: spec.shape.model_type in CORRECTED,
     "starts_kernels_in_turn": _starts_kernels_in_turn,
     "experts_keep_places": _experts_keep_places,
@@ -450,4 +542,15 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "predivide_factor": _predivide_factor,
     "refused_scaling": lambda spec: refused_scaling(**_scaling(spec)),
     "wrong_scale": _wrong_scale,
+    "heads_to_cut": lambda spec: next(
+        (one for one in spec.shape.head_counts if one % spec.axis(Axis.TP)), spec.shape.num_attention_heads
+    ),
+    "unit_of_kv_heads": _unit_of_kv_heads,
+    "groups_of_heads": groups_of_heads,
+    "uncut_widths": _uncut_widths,
+    "uncut_groups": _uncut_groups,
+    "legal_tp": legal_tp,
+    "fixes_of_tp": lambda spec: fixes_of_tp(spec, legal_tp(spec)[:4]),
+    "fighting_keys": _fighting_keys,
+    "paths_of_auto": lambda spec: _paths_of_auto(spec.get("deepspeed")),
 }

@@ -2,10 +2,11 @@
 
 A rule has the rows `finds`, with `words` that stand for others in them. A row is found where its condition `when` is
 true, and that of the rule if there is one; of a rule that `is_once`, the first. It may go `over` the values of a list,
-which have a name in its expressions. `say` is its message, `at` the path, dotted or as a list of steps, `help` what to
-write instead, `severity` its own. Each of `fixes` removes a path, or sets one as `_WAYS` say, by an expression where
-that is a text, or does what several such `edits` do; it may have a `title` and a condition. `related` has paths by what
-is said of them, and `also` paths to show where they are given; an empty one is none.
+which have a name in its expressions. `say` is its message, `at` the path, dotted or an expression, `help` what to write
+instead, `severity` its own. `fixes` are those that an expression gives, or a list: each removes a path, or sets one as
+`_WAYS` say, by an expression where that is a text, or does what several such `edits` do; it may have a `title` and a
+condition. `related` has paths by what is said of them, and `also` paths to show where they are given; an empty one is
+none.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.statements import Formats, Row, Values, filled, holds
-from parcompile.diagnostics import Fix, Related, Safety, Severity
+from parcompile.backends.statements import Formats, Row, Values, filled, holds, made
+from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import divisors
 from parcompile.model.tables.expression import compiled
 from parcompile.units import format_bytes
@@ -38,26 +39,29 @@ _FORMATS: Formats = {
 }
 
 
-def finding(row: Row, values: Values, shown: Callable[[tuple[str, ...]], Iterable[Related]]) -> Finding:
+def finding(row: Row, values: Values, shown: Callable[[tuple[Any, ...]], Iterable[Related]]) -> Finding:
     """The finding of a row that is found; `shown` gives what there is to show of a path of `also`."""
     fill = functools.partial(filled, values=values, formats=_FORMATS)
-    related = [Related(fill(said), _path(path, fill)) for said, path in row.get("related", {}).items()]
+    related = [Related(fill(said), _path(path, values)) for said, path in row.get("related", {}).items()]
+    fixes = row.get("fixes", [])
+    if isinstance(fixes, str):
+        fixes = compiled(fixes)(values)
+    else:
+        fixes = (fix for one in fixes if holds(one, values) for fix in _fixes(one, values, fill))
     return Finding(
         fill(row["say"]),
-        _path(row["at"], fill),
+        _path(row["at"], values),
         help=fill(row["help"]) if "help" in row else None,
-        fixes=tuple(fix for one in row.get("fixes", ()) if holds(one, values) for fix in _fixes(one, values, fill)),
-        related=(
-            *related,
-            *(one for said in row.get("also", ()) if (path := _path(said, fill)) for one in shown(path)),
-        ),
+        fixes=tuple(fixes),
+        related=(*related, *(one for path in row.get("also", ()) if fill(path) for one in shown(_path(path, values)))),
         severity=Severity(row["severity"]) if "severity" in row else None,
     )
 
 
-def _path(said: str | list[str], fill: Callable[[str], str]) -> tuple[str, ...]:
-    """A path that is dotted, or a list of steps, in which there may be dots."""
-    return tuple(map(fill, said) if isinstance(said, list) else filter(None, fill(said).split(".")))
+def _path(said: str, values: Values) -> Path:
+    """A path that is dotted, or the value of an expression, where a step has a dot or is a number."""
+    found = made(said, values)
+    return tuple(filter(None, str(found).split("."))) if isinstance(found, str) else tuple(found)
 
 
 _WAYS: Mapping[str, Callable[[Any], Iterable[Any]]] = {
@@ -77,10 +81,10 @@ def _fixes(stored: Row, values: Values, fill: Callable[[str], str]) -> Iterator[
         fixes = (fix for one in stored["edits"] if holds(one, values) for fix in _fixes(one, values, fill))
         found = [Fix("", safety, tuple(edit for fix in fixes for edit in fix.edits))]
     elif "remove" in stored:
-        found = [Fix.removing(_path(stored["remove"], fill), safety)]
+        found = [Fix.removing(_path(stored["remove"], values), safety)]
     else:
         way = next(one for one in _WAYS if one in stored)
         given = stored[way]
         to = _WAYS[way](compiled(given)(values) if isinstance(given, str) else given)
-        found = [Fix.setting(_path(stored["set"], fill), one, safety) for one in to]
+        found = [Fix.setting(_path(stored["set"], values), one, safety) for one in to]
     yield from (replace(one, title=fill(stored["title"])) if "title" in stored else one for one in found)
