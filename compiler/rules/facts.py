@@ -42,7 +42,7 @@ from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 
 from . import layout_change, listed, model_path, nearest_divisors, nearest_multiples
-from .c_context import possible_sizes
+from .context import exchange, named, possible_sizes, why_no_levels
 from .h_memory import estimated, workload
 from .l_stages import stages_of
 from .t_tensor import fixes_of_tp, groups_of_heads, legal_tp, parts_that_tp_divides
@@ -553,4 +553,7 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "fixes_of_tp": lambda spec: fixes_of_tp(spec, legal_tp(spec)[:4]),
     "fighting_keys": _fighting_keys,
     "paths_of_auto": lambda spec: _paths_of_auto(spec.get("deepspeed")),
+    "named_cp": named,
+    "exchange": exchange,
+    "why_no_levels": why_no_levels,
 }

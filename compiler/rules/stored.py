@@ -11,16 +11,18 @@ none.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parcompile.backends.statements import Formats, Row, Values, filled, holds, made
+from parcompile.backends.statements import Formats, Row, Values, filled, holds, made, rows_of
 from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import divisors
 from parcompile.model.tables.expression import compiled
 from parcompile.units import format_bytes
+from parcompile.user_files import shipped
 
 from . import Finding, listed, nearest_divisors, nearest_multiples
 
@@ -39,7 +41,57 @@ _FORMATS: Formats = {
 }
 
 
-def finding(row: Row, values: Values, shown: Callable[[tuple[Any, ...]], Iterable[Related]]) -> Finding:
+Found = Callable[[Any], Iterator[Finding]]
+
+
+def stored_rules(
+    package: str,
+    module: str,
+    values_of: Callable[[Any], Values],
+    shown: Callable[..., Iterable[Related]],
+    quiet: tuple[type[Exception], ...] = (),
+) -> Iterator[tuple[str, Row, Severity, Found]]:
+    """The rules of a table: the code of each, its entry, its severity, and what finds.
+
+    Args:
+        package: the package whose `rules.json` it is.
+        module: where the rules stand.
+        values_of: what rows read of a subject.
+        shown: what there is to show of a subject at a path of `also`.
+        quiet: with which of these a row finds nothing; any other ends the rule.
+    """
+    for code, stored in shipped(package, "rules.json").items():
+        words = stored.get("words", {})
+        (when,) = rows_of([{"when": stored.get("when", "True")}], words)
+        rows = tuple(rows_of(stored["finds"], words))
+        check = functools.partial(_found, values_of, shown, quiet, when, rows, once=stored.get("is_once", False))
+        check.__module__ = module
+        yield code, stored, Severity(stored.get("severity", "error")), check
+
+
+def _found(
+    values_of: Callable[[Any], Values],
+    shown: Callable[..., Iterable[Related]],
+    quiet: tuple[type[Exception], ...],
+    when: Row,
+    rows: tuple[Row, ...],
+    subject: Any,
+    *,
+    once: bool,
+) -> Iterator[Finding]:
+    values, applies = values_of(subject), False
+    with contextlib.suppress(*quiet):
+        applies = holds(when, values)
+    for row in rows if applies else ():
+        with contextlib.suppress(*quiet):
+            for bound in values.over(row):
+                if holds(row, bound):
+                    yield _finding(row, bound, functools.partial(shown, subject))
+                    if once:
+                        return
+
+
+def _finding(row: Row, values: Values, shown: Callable[[tuple[Any, ...]], Iterable[Related]]) -> Finding:
     """The finding of a row that is found; `shown` gives what there is to show of a path of `also`."""
     fill = functools.partial(filled, values=values, formats=_FORMATS)
     related = [Related(fill(said), _path(path, values)) for said, path in row.get("related", {}).items()]

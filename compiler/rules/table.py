@@ -9,17 +9,14 @@ and "how.parallelism.dp" how a value was found. Another name is one of `FACTS` o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-from parcompile.backends.statements import Row, Values, holds, rows_of
-from parcompile.diagnostics import Severity
+from parcompile.backends.statements import Values
 from parcompile.spec.resolve import Resolution
-from parcompile.user_files import shipped
 
-from . import Finding, also, model_path, rule
+from . import also, model_path, rule
 from .facts import FACTS
-from .stored import finding
+from .stored import stored_rules
 
 _SECTIONS = frozenset(("training", "parallelism", "zero", "cluster", "model", "deepspeed", "backends"))
 
@@ -48,27 +45,10 @@ def value_of(spec: Resolution, name: str) -> Any:
     return found
 
 
-def _register() -> None:
-    """Registers every rule of the table of specs."""
-    for code, stored in shipped(__package__, "rules.json").items():
-        words = stored.get("words", {})
-        (when,) = rows_of([{"when": stored.get("when", "True")}], words)
-        rows = tuple(rows_of(stored["finds"], words))
-        check = functools.partial(_found, when, rows, once=stored.get("is_once", False))
-        check.__module__ = __name__
-        targets, run_by = tuple(stored.get("targets", ["all"])), tuple(stored.get("run_by", []))
-        rule(code, severity=Severity(stored.get("severity", "error")), targets=targets, run_by=run_by)(check)
+def _values(spec: Resolution) -> Values:
+    return Values(spec, {}, functools.partial(value_of, spec))
 
 
-def _found(when: Row, rows: tuple[Row, ...], spec: Resolution, *, once: bool) -> Iterator[Finding]:
-    """What the rows of a rule find, up to the first that needs a value which is itself wrong."""
-    values = Values(spec, {}, functools.partial(value_of, spec))
-    for row in rows if holds(when, values) else ():
-        for bound in values.over(row):
-            if holds(row, bound):
-                yield finding(row, bound, lambda path: also(spec, path))
-                if once:
-                    return
-
-
-_register()
+for _code, _stored, _severity, _check in stored_rules(__package__, __name__, _values, also):
+    _targets, _run_by = tuple(_stored.get("targets", ["all"])), tuple(_stored.get("run_by", []))
+    rule(_code, severity=_severity, targets=_targets, run_by=_run_by)(_check)
