@@ -22,6 +22,7 @@ from parcompile.backends.deepspeed import (
     refused_scaling,
     wrong_scale,
 )
+from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Path
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
 from parcompile.layout.sequence import CpImplementation, CpLayout
@@ -44,7 +45,7 @@ from parcompile.spec.values import workload_of
 from . import layout_change, listed, model_path, nearest_divisors, nearest_multiples
 from .context import exchange, named, possible_sizes, why_no_levels
 from .h_memory import estimated, workload
-from .l_stages import stages_of
+from .l_stages import stages_of, uneven_stages
 from .t_tensor import fixes_of_tp, groups_of_heads, legal_tp, parts_that_tp_divides
 
 
@@ -134,6 +135,40 @@ def _uncut_groups(spec: Resolution) -> Iterator[_Uncut]:
         if one.size % spec.axis(Axis.TP):
             each = f"the {one.size} {one.each}"
             yield _Uncut(one.told, one.size, each, ".".join(model_path(spec, one.key)))
+
+
+# Memory and stages.
+
+
+def _waste(spec: Resolution, switch: str) -> Iterator[tuple[int, float, float]]:
+    """Tokens of a micro-batch with which a switch that is to save memory does not, and the peak with and without it."""
+    work = workload(spec)
+    if not getattr(work, switch) or (switch == "tiled_mlp" and not dense_mlps(work.shape)):
+        return
+    off: dict[str, Any] = {switch: False}
+    taken, without = (estimated(one).peak.total_bytes for one in (work, replace(work, **off)))
+    if without < taken or (switch == "tiled_mlp" and work.mlp_tiles == 1):
+        yield work.local_tokens, taken, without
+
+
+def _idle_gathers(spec: Resolution) -> Iterator[Workload]:
+    """The step, where it keeps no gathered inputs anyway that could be gathered again."""
+    work = workload(spec)
+    words = [replace(work, recompute=word) for word in work.recompute_words]
+    parts = shared_inputs(work.shape)
+    if work.gathers_inputs and parts and not any(one.gathers_again(part) for one in words for part in parts):
+        yield work
+
+
+def _cut_modules(spec: Resolution) -> list[int]:
+    """The layers with which stages begin within a module of several layers."""
+    return [one.layers.start for one in stages_of(spec) if one.layers.start % spec.shape.stack.layers_per_module]
+
+
+def _stages_of_modules(spec: Resolution) -> list[int]:
+    """Numbers of stages, up to those of the spec, over which whole modules divide."""
+    whole = spec.shape.num_hidden_layers // spec.shape.stack.layers_per_module
+    return [pp for pp in divisors(whole) if pp <= spec.axis(Axis.PP)]
 
 
 # Batches.
@@ -556,4 +591,10 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "named_cp": named,
     "exchange": exchange,
     "why_no_levels": why_no_levels,
+    "waste_of_linear_loss": functools.partial(_waste, switch="linear_loss"),
+    "waste_of_tiles": functools.partial(_waste, switch="tiled_mlp"),
+    "idle_gathers": _idle_gathers,
+    "uneven_stages": uneven_stages,
+    "cut_modules": _cut_modules,
+    "stages_of_modules": _stages_of_modules,
 }

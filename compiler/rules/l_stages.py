@@ -17,7 +17,6 @@ from . import (
     nearest_divisors,
     nearest_multiples,
     rule,
-    settable,
 )
 
 _PP = ("parallelism", "pp")
@@ -118,22 +117,18 @@ def _nearest_end(path: tuple[str, str], ends: dict[tuple[str, str], int], layers
     return tuple(room - left for left in lefts if room - left > 0)
 
 
-@rule("L005")
-def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
+def uneven_stages(spec: Resolution) -> Iterator[tuple[str, int, int, tuple[int, ...], set[int]]]:
+    """The first stage of which virtual stages cannot have equally many layers: its share, its place and its layers.
+
+    With the numbers of virtual stages that are next, and the layers that stages have.
+    """
     split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
-    if virtual == 1 or pp == 1:
-        return
-    counts = _per_rank(spec)
+    counts = _per_rank(spec) if virtual > 1 and pp > 1 else ()
     bad = next((rank for rank, count in enumerate(counts) if count % virtual), None)
-    if bad is None:
-        return
-    total, _ = _counted(spec)
-    share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
-    near = nearest_divisors(virtual, *set(counts), count=3)
-    message = f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; "
-    message += f"nearest: {listed(near[:2])}"
-    related = also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS)
-    yield settable(_VIRTUAL, near, message, f"use a divisor of {listed(set(counts))}", related)
+    if bad is not None:
+        total, _ = _counted(spec)
+        share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
+        yield share, bad, counts[bad], nearest_divisors(virtual, *set(counts), count=3), set(counts)
 
 
 def _per_rank(spec: Resolution) -> tuple[int, ...]:
@@ -180,20 +175,3 @@ def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
                 if pp <= spec.axis(Axis.PP)
             ),
         )
-
-
-# Layers that are one module stay on one stage.
-
-
-@rule("L010")
-def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
-    layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
-    if together == 1:
-        return
-    cut = [stage.layers.start for stage in stages_of(spec) if stage.layers.start % together]
-    if cut:
-        sizes = [pp for pp in divisors(layers // together) if pp <= spec.axis(Axis.PP)]
-        message = f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(cut)} of {layers}, of which {together} "
-        message += "are one module"
-        hint = f"give each stage a multiple of {together} layers; pp can be {listed(sizes)}"
-        yield settable(_PP, sizes, message, hint, (), layout_change(spec))

@@ -11,7 +11,7 @@ from parcompile.model.key_types import misspelt
 from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution, Unavailable
 
-from . import Finding, model_path, removable, rule
+from . import Finding, model_path, rule
 
 _SHARED = (
     "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
@@ -79,7 +79,8 @@ def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
     for key in given:
         if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
             message = f"{key} has no effect: a {family} model does not read it"
-            yield removable(("model", key), message, "remove it, or choose the model_type that has it")
+            fix = Fix.removing(("model", key), Safety.SAFE)
+            yield Finding(message, ("model", key), "remove it, or choose the model_type that has it", (fix,))
 
 
 @rule("S008")

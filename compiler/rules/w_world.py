@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Fix, Path, Safety, Severity
+from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, divisors
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bytes, format_seconds
 
-from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule, settable
+from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
 
 if TYPE_CHECKING:
     from parcompile.cost.executions import Execution
@@ -81,6 +81,10 @@ _ORDER = ("parallelism", "order")
 _MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
 
 
+def _reordered(order: str, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:
+    return Finding(message, _ORDER, hint, (Fix.setting(_ORDER, order, Safety.CHANGES_COST),), related)
+
+
 @rule("W004")
 def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
     if not spec.given(*_ORDER):
@@ -90,14 +94,14 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
     if twice:
         once = "-".join(dict.fromkeys(named))
         message = f"{', '.join(twice)} stands twice in the order {'-'.join(named)}"
-        yield settable(_ORDER, [once], message, f"name each axis once: {once}")
+        yield _reordered(once, message, f"name each axis once: {once}")
     missing = [axis for axis in AXES if axis not in named and spec.axis(axis) > 1]
     if missing:
         sizes = ", ".join(f"{axis} {spec.axis(axis)}" for axis in missing)
         full = "-".join(chain(dict.fromkeys(named), missing))
         hint = f"name every axis that is larger than 1, for example {full}"
         related = also(spec, *map(axis_path, missing))
-        yield settable(_ORDER, [full], f"the order {'-'.join(named)} leaves out {sizes}", hint, related)
+        yield _reordered(full, f"the order {'-'.join(named)} leaves out {sizes}", hint, related)
 
 
 @rule("W006", targets=("megatron",))
@@ -108,7 +112,7 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
         dp, inner = spec.axis(Axis.DP), (axis for axis in order if axis is not Axis.PP)
         message = f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}"
         hint, related = "move pp to the end of the order", also(spec, axis_path(Axis.PP))
-        yield settable(_ORDER, ["-".join((*inner, Axis.PP))], message, hint, related)
+        yield _reordered("-".join((*inner, Axis.PP)), message, hint, related)
 
 
 @rule("W007", targets=("megatron",))
@@ -118,7 +122,7 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
     if larger not in known:
         right = "-".join(_MEGATRON_ORDERS[0])
         message = f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}"
-        yield settable(_ORDER, [right], message, f"write {right}")
+        yield _reordered(right, message, f"write {right}")
 
 
 def _grid(spec: Resolution) -> Grid:
