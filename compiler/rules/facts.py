@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,17 +23,20 @@ from parcompile.backends.deepspeed import (
     refused_scaling,
     wrong_scale,
 )
+from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Path
+from parcompile.diagnostics import Path, closest
 from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
 from parcompile.layout.sequence import CpImplementation, CpLayout
 from parcompile.layout.shards import expert_rows, keeps_places, shared_tokens
-from parcompile.machines import accelerators
+from parcompile.machines import PresetError, accelerators, is_preset_file
 from parcompile.model.blocks.experts import router_biases
 from parcompile.model.catalogue import CORRECTED, RUNTIME_FAMILIES, model_type, router_scores
 from parcompile.model.derived_rows import dense_mlps, parameter_table, shared_inputs
 from parcompile.model.families import FAMILIES, added_families, family_of
-from parcompile.model.key_types import turned_width
+from parcompile.model.family import by_type
+from parcompile.model.hf_config import ModelConfigError
+from parcompile.model.key_types import misspelt, turned_width
 from parcompile.model.layer_parts import ATTENTION, parts_of, why_whole
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
@@ -45,8 +49,9 @@ from parcompile.spec.values import workload_of
 from . import layout_change, listed, model_path, nearest_divisors, nearest_multiples
 from .context import exchange, named, possible_sizes, why_no_levels
 from .h_memory import estimated, workload
-from .l_stages import stages_of, uneven_stages
+from .l_stages import stages_of, stages_without_choice, uneven_stages
 from .t_tensor import fixes_of_tp, groups_of_heads, legal_tp, parts_that_tp_divides
+from .w_world import leaving_experts, leaving_groups, timed, traffic
 
 
 def _length_divisor(spec: Resolution) -> int:
@@ -289,6 +294,63 @@ def _levelled(spec: Resolution) -> CpImplementation:
     """The implementation whose two levels are spoken of."""
     name = spec.named_implementation
     return CpImplementation.USP if name == AUTO else CpImplementation(name)
+
+
+# The model and the machine.
+
+_SHARED = (
+    "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
+    "tie_word_embeddings initializer_range num_labels"
+)
+_KEYS = by_type("keys")
+"""What the configuration class of each family reads beside the keys that all read."""
+
+
+def _read_config(spec: Resolution) -> Mapping[str, Any]:
+    """The configuration that a file of the spec holds; none where rule S003 says what is wrong with it."""
+    if "hf_config" in spec.get("model"):
+        with suppress(ModelConfigError):
+            return spec.model_config
+    return {}
+
+
+def _misspelt_keys(spec: Resolution) -> list[tuple[str, str]]:
+    """Keys of it that its class does not read, each with the one that was meant."""
+    config = _read_config(spec)
+    return sorted(misspelt(str(config.get("model_type")), config)) if config else []
+
+
+def _is_quantized(spec: Resolution) -> bool:
+    config = _read_config(spec)
+    return bool(config) and "quantization_config" in {*config, *(spec.whole_config or ())}
+
+
+def _unread_dimensions(spec: Resolution) -> Iterator[Path]:
+    """Where a model is written out: keys that its family does not read."""
+    given = spec.get("model")
+    family = str(spec.get("model", "model_type")) if "model_type" in given and "hf_config" not in given else ""
+    for key in given if family in _KEYS else ():
+        if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
+            yield "model", key
+
+
+def _unusable_machine(spec: Resolution) -> Iterator[tuple[str, str | None]]:
+    """Why the file that describes the accelerator cannot be used, and the preset that may have been meant."""
+    name = spec.get("cluster", "accelerator")
+    if not isinstance(name, str) or not is_preset_file(name):
+        return
+    try:
+        spec.accelerator_preset(name)
+    except PresetError as error:
+        stem = name.removesuffix(".json")
+        near = closest(stem, list(accelerators()))
+        yield str(error), next((one for one in accelerators() if len(stem) > 2 and one.startswith(stem)), near)
+
+
+def _share_of_experts(spec: Resolution) -> float:
+    """The part of a step that takes experts' messages."""
+    step = timing(timed(spec)).step
+    return step.expert / step.seconds
 
 
 # Experts.
@@ -597,4 +659,14 @@ FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     "uneven_stages": uneven_stages,
     "cut_modules": _cut_modules,
     "stages_of_modules": _stages_of_modules,
+    "misspelt_keys": _misspelt_keys,
+    "is_quantized": _is_quantized,
+    "unread_dimensions": _unread_dimensions,
+    "unusable_machine": _unusable_machine,
+    "stages_without_choice": stages_without_choice,
+    "leaving_groups": leaving_groups,
+    "leaving_experts": leaving_experts,
+    "traffic": traffic,
+    "seconds_of_step": lambda spec: timing(timed(spec)).step.seconds,
+    "share_of_experts": _share_of_experts,
 }

@@ -10,10 +10,10 @@ from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
-from parcompile.machines import PresetError, accelerators, is_preset_file
+from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
@@ -270,24 +270,4 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
             fixes=tuple(Fix.removing(one, Safety.CHANGES_COST) for one in places),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,
-        )
-
-
-@rule("H002")
-def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
-    name = spec.get("cluster", "accelerator")
-    if not isinstance(name, str) or not is_preset_file(name):
-        return
-    try:
-        spec.accelerator_preset(name)
-    except PresetError as error:
-        place, stem = ("cluster", "accelerator"), name.removesuffix(".json")
-        near = closest(stem, list(accelerators()))
-        known = next((one for one in accelerators() if len(stem) > 2 and one.startswith(stem)), near)
-        fix = Fix(f"use the preset {known}", Safety.CHANGES_COST, (Edit(place, known),))
-        yield Finding(
-            f"accelerator {name}: {error}",
-            place,
-            help=f"write the file with `parcompile profile -o {name}`, or name one of `parcompile accelerators`",
-            fixes=(fix,) if known else (),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
@@ -152,26 +152,21 @@ def stages_of(spec: Resolution) -> tuple[Stage, ...]:
         return ()
 
 
-@rule("L009")
-def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
+def stages_without_choice(
+    spec: Resolution,
+) -> Iterator[tuple[list[int], str, Sequence[int], list[int], tuple[Fix, ...]]]:
+    """Where stages begin with layers that take the choice of one before them, what layers that choose have, which.
+
+    With the numbers of stages that would do, and fixes.
+    """
     layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
-    if not choosing:
-        return
-    one, sharing = choosing[0], choosing[0].behind
-    starts = [stage.layers.start for stage in stages_of(spec) if len(stage.layers) and stage.layers.start in sharing]
-    if starts:
-        others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
-        sizes = [pp for pp in divisors(layers) if not sharing.intersection(range(0, layers, layers // pp))]
-        removed = f", remove {', '.join(path[-1] for path in others)}" if others else ""
-        edits = tuple(Edit(path, remove=True) for path in others)
-        yield Finding(
-            f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(starts)}, which take the choice of a layer "
-            f"before them; the layers with {one.has} are {listed(one.layers)}",
-            _PP,
-            help=f"with stages of equal length pp can be {listed(sizes)}",
-            fixes=tuple(
-                Fix(f"set pp to {pp}{removed}", layout_change(spec), (Edit(_PP, pp), *edits))
-                for pp in sizes
-                if pp <= spec.axis(Axis.PP)
-            ),
-        )
+    for one in choosing[:1]:
+        begins = [stage.layers.start for stage in stages_of(spec) if len(stage.layers)]
+        if starts := [start for start in begins if start in one.behind]:
+            others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
+            sizes = [pp for pp in divisors(layers) if not one.behind.intersection(range(0, layers, layers // pp))]
+            removed = f", remove {', '.join(path[-1] for path in others)}" if others else ""
+            edits, change = [Edit(path, remove=True) for path in others], layout_change(spec)
+            fewer = [pp for pp in sizes if pp <= spec.axis(Axis.PP)]
+            fixes = tuple(Fix(f"set pp to {pp}{removed}", change, (Edit(_PP, pp), *edits)) for pp in fewer)
+            yield starts, one.has, one.layers, sizes, fixes

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
-from parcompile.model.family import by_type
+from parcompile.diagnostics import Edit, Fix, Safety, closest
 from parcompile.model.hf_config import InjectionError, ModelConfigError
-from parcompile.model.key_types import misspelt
 from parcompile.model.presets import near_presets, presets
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from . import Finding, model_path, rule
 
-_SHARED = (
-    "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size max_position_embeddings "
-    "tie_word_embeddings initializer_range num_labels"
-)
 _FILE = '"model": {"hf_config": "config.json"}'
-_KEYS = by_type("keys")
-"""What the configuration class of each family reads beside the keys that all read."""
 
 
 @rule("S003")
@@ -50,37 +42,6 @@ def model_can_be_read(spec: Resolution) -> Iterator[Finding]:
         elif hint is None and error.key not in given and "hf_config" not in given:
             hint = f"add {error.key}"
         yield Finding(str(error), path, help=hint, fixes=fixes)
-
-
-@rule("S005", severity=Severity.WARNING)
-def dimensions_have_an_effect(spec: Resolution) -> Iterator[Finding]:
-    given = spec.get("model")
-    if "hf_config" in given:
-        try:
-            config = spec.model_config
-        except ModelConfigError:
-            return  # rule S003 says what is wrong
-        for key, meant in sorted(misspelt(str(config.get("model_type")), config)):
-            yield Finding(
-                f"{key} has no effect: transformers' {config['model_type']} does not read it",
-                ("model", "hf_config"),
-                help=f"did you mean {meant}?",
-            )
-        if "quantization_config" in {*config, *(spec.whole_config or ())}:
-            yield Finding(
-                "quantization_config has no effect: weights are trained, or frozen under LoRA, in the plan's precision",
-                ("model", "hf_config"),
-                help="remove it; load quantized weights once with transformers' dequantize=True, and save them",
-            )
-        return
-    family = spec.get("model", "model_type") if "model_type" in given else None
-    if family is None or family not in _KEYS:
-        return
-    for key in given:
-        if spec.given("model", key) and key not in f"{_SHARED} {_KEYS[family]}".split():
-            message = f"{key} has no effect: a {family} model does not read it"
-            fix = Fix.removing(("model", key), Safety.SAFE)
-            yield Finding(message, ("model", key), "remove it, or choose the model_type that has it", (fix,))
 
 
 @rule("S008")

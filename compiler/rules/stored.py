@@ -21,7 +21,7 @@ from parcompile.backends.statements import Formats, Row, Values, filled, holds, 
 from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
 from parcompile.layout.groups import divisors
 from parcompile.model.tables.expression import compiled
-from parcompile.units import format_bytes
+from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import shipped
 
 from . import Finding, listed, nearest_divisors, nearest_multiples
@@ -33,6 +33,7 @@ _FORMATS: Formats = {
     "and": lambda values: " and ".join(map(str, values)),
     "auto": lambda names: " and ".join(f'{name} "auto"' for name in names),
     "bytes": format_bytes,
+    "seconds": format_seconds,
     "divisors": lambda total: listed(divisors(total)),
     "first divisors": lambda total: listed(divisors(total)[:12]),
     "multiples": lambda both: listed(nearest_multiples(*both)),

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Fix, Path, Related, Safety, Severity
-from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, divisors
+from parcompile.diagnostics import Fix, Related, Safety
+from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, Reach, divisors
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
-from parcompile.units import format_bytes, format_seconds
 
-from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
-
-if TYPE_CHECKING:
-    from parcompile.cost.executions import Execution
+from . import Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
 
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
@@ -132,7 +128,7 @@ def _grid(spec: Resolution) -> Grid:
     return grid
 
 
-def _traffic(spec: Resolution) -> Traffic:
+def traffic(spec: Resolution) -> Traffic:
     if spec.axis(Axis.DP) * spec.axis(Axis.CP) % spec.axis(Axis.EP):
         raise Unavailable("parallelism")  # W003 speaks of it
     try:
@@ -141,7 +137,7 @@ def _traffic(spec: Resolution) -> Traffic:
         raise Unavailable("model") from None
 
 
-def _timed(spec: Resolution) -> Workload:
+def timed(spec: Resolution) -> Workload:
     """The step of a spec on a machine that is known.
 
     Raises:
@@ -152,13 +148,26 @@ def _timed(spec: Resolution) -> Workload:
     return workload_of(spec.spec())
 
 
-def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | None]]:
-    """Each of tp and cp whose groups leave the node, with the order of a search where that is faster and keeps it."""
+class Leaving(NamedTuple):
+    """An axis whose groups leave the node: how far they reach, of what placement.
+
+    With the order of a search and its seconds, where that is faster and keeps the groups.
+    """
+
+    axis: Axis
+    found: Reach
+    here: Placement
+    order: str = ""
+    seconds: float = 0.0
+
+
+def leaving_groups(spec: Resolution) -> Iterator[Leaving]:
+    """Those of tp and cp."""
     per_node = spec.cluster.gpus_per_node
     if spec.cluster.nodes == 1:
         return
-    grid, traffic = _grid(spec), _traffic(spec)
-    here = placement(grid, per_node, traffic)
+    grid, sent = _grid(spec), traffic(spec)
+    here = placement(grid, per_node, sent)
     leaving = [axis for axis in (Axis.TP, Axis.CP) if not here.keeps(axis)]
     if not leaving:
         return
@@ -166,62 +175,18 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
     from parcompile.cost.context_time import EQUAL
     from parcompile.cost.executions import best_order
 
-    work = _timed(spec)
+    work = timed(spec)
     best = best_order(work)
     faster = best.step.seconds * EQUAL < timing(work).step.seconds
-    there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, traffic)
+    there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, sent)
     for axis in leaving:
-        yield axis, here, best if faster and there.keeps(axis) else None
+        better = ("-".join(best.work.order), best.step.seconds) if faster and there.keeps(axis) else ()
+        yield Leaving(axis, here.reaches[axis], here, *better)
 
 
-@rule("W010", severity=Severity.WARNING)
-def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    for axis, here, better in _leaving(spec):
-        if better is None:
-            continue
-        found, order = here.reaches[axis], "-".join(better.work.order)
-        seconds = timing(_timed(spec)).step.seconds
-        yield Finding(
-            f"{found.leaving_node} of {found.count} {axis} groups span {found.nodes[1]} nodes: with "
-            f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
-            f"leave it, and a step takes about {format_seconds(seconds)}; with order {order} "
-            f"{format_seconds(better.step.seconds)}",
-            _place(spec, axis),
-            help=f"write order {order}",
-            fixes=(Fix.setting(_ORDER, order, Safety.CHANGES_COST),),
-        )
-
-
-@rule("W011", severity=Severity.INFO)
-def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
-    for axis, here, better in _leaving(spec):
-        if axis is Axis.CP and better is None:
-            found, size = here.reaches[Axis.CP], _traffic(spec).cp
-            yield Finding(
-                f"tp {spec.axis(Axis.TP)} · cp {spec.axis(Axis.CP)} on nodes of {spec.cluster.gpus_per_node}: "
-                f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
-                f"{format_bytes(size)} per step in its cp group",
-                _place(spec, Axis.CP),
-            )
-
-
-@rule(EXPERTS_RULE, severity=Severity.WARNING)
-def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    if spec.axis(Axis.EP) == 1 or spec.cluster.nodes == 1:
-        return
-    traffic = _traffic(spec)
-    here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic)
-    if here.keeps(Axis.EP):
-        return
-    found, step = here.reaches[Axis.EP], timing(_timed(spec)).step
-    yield Finding(
-        f"{found.leaving_node} of {found.count} ep groups span {found.nodes[1]} nodes: each rank sends "
-        f"{format_bytes(traffic.ep)} per step in its ep group, which takes about {step.expert / step.seconds:.0%} of "
-        "the step",
-        axis_path(Axis.EP),
-        help=f"keep tp · ep within the {spec.cluster.gpus_per_node} ranks of a node",
-    )
-
-
-def _place(spec: Resolution, axis: Axis) -> Path:
-    return _ORDER if spec.given(*_ORDER) else axis_path(axis)
+def leaving_experts(spec: Resolution) -> Iterator[Reach]:
+    """How far groups of ep reach that leave the node."""
+    if spec.axis(Axis.EP) > 1 and spec.cluster.nodes > 1:
+        here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic(spec))
+        if not here.keeps(Axis.EP):
+            yield here.reaches[Axis.EP]
