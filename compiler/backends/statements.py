@@ -7,6 +7,7 @@ value of an expression (`model/tables/expression.py`), as `when` is one. `each` 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -31,15 +32,20 @@ class Values(Mapping[str, Any]):
         subject: what is spoken of.
         facts: functions of the subject; one called "is." is asked for "is.NAME", with NAME beside the subject.
         read: gives the value at any other name, None where there is none.
+        bound: what names of a row stand for, with its attributes.
     """
 
-    def __init__(self, subject: Any, facts: Facts, read: Callable[[str], Any]) -> None:
-        self._subject, self._facts, self._read = subject, facts, read
+    def __init__(
+        self, subject: Any, facts: Facts, read: Callable[[str], Any], bound: Mapping[str, Any] = _NONE
+    ) -> None:
+        self._subject, self._facts, self._read, self._bound = subject, facts, read, bound
 
     def __getitem__(self, name: str) -> Any:
         if name in self._facts:
             return self._facts[name](self._subject)
         head, _, rest = name.partition(".")
+        if head in self._bound:
+            return functools.reduce(getattr, filter(None, rest.split(".")), self._bound[head])
         asked = self._facts.get(f"{head}.")
         return self._read(name) if asked is None else asked(self._subject, rest)
 
@@ -47,6 +53,15 @@ class Values(Mapping[str, Any]):
         raise TypeError("names are looked up one by one")
 
     __len__ = __iter__  # type: ignore[assignment]
+
+    def over(self, row: Row) -> Iterator[Values]:
+        """These for a row, once for each of what it goes `over`, which has a name in them then."""
+        names = row.get("over")
+        for name, found in names.items() if names else ():
+            for one in compiled(found)(self):
+                yield Values(self._subject, self._facts, self._read, {name: one})
+        if not names:
+            yield self
 
 
 def rows_of(rows: Iterable[Row], words: Mapping[str, str], table: Mapping[str, Iterable[Row]] = _NONE) -> Iterator[Row]:

@@ -6,19 +6,15 @@ A row that needs a value which the file does not decide is quiet.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from parcompile.backends.statements import Facts, Row, Values, holds, rows_of
-from parcompile.diagnostics import Related, Severity
-from parcompile.rules import Finding
-from parcompile.rules.stored import finding
-from parcompile.user_files import shipped
+from parcompile.backends.statements import Facts, Values
+from parcompile.diagnostics import Related
+from parcompile.rules.stored import stored_rules
 
 from .deepspeed import UsageOptions
-from .registry import Check, NotSaidError, Settings, file_rule
+from .registry import NotSaidError, Settings, file_rule
 
 
 def _only(*types: type) -> Callable[[Any], Any]:
@@ -57,44 +53,19 @@ def _value(settings: Settings, values: Values, name: str) -> Any:
     return settings.get(*name.split("."))
 
 
-def register(package: str, kind: str, facts: Facts, further: Mapping[str, Check]) -> None:
-    """Registers every rule of a room's table; `further` has by code what functions find beside the rows."""
-    for code, stored in shipped(package, "rules.json").items():
-        rows = tuple(rows_of(stored["finds"], stored.get("words", {})))
-        (when,) = rows_of([{"when": stored.get("when", "True")}], stored.get("words", {}))
-        more = further.get(code, lambda _settings: iter(()))
-        check = functools.partial(_found, facts, when, rows, more, once=stored.get("is_once", False))
-        check.__module__ = package
-        severity = Severity(stored.get("severity", "error"))
-        usage = UsageOptions(**stored.get("usage", {}))
-        file_rule(code, kind, severity=severity, usage=usage)(check)
+def register(package: str, kind: str, facts: Facts) -> None:
+    """Registers every rule of a room's table."""
+
+    def values_of(settings: Settings) -> Values:
+        values = Values(settings, facts, lambda name: _value(settings, values, name))
+        return values
+
+    for code, stored, severity, check in stored_rules(package, package, values_of, _shown, (NotSaidError,)):
+        file_rule(code, kind, severity=severity, usage=UsageOptions(**stored.get("usage", {})))(check)
 
 
-def _found(
-    facts: Facts,
-    when: Row,
-    rows: tuple[Row, ...],
-    more: Check,
-    settings: Settings,
-    *,
-    once: bool,
-) -> Iterator[Finding]:
-    """What the rows of a rule find; one that needs a value that the file does not decide is quiet."""
-    values = Values(settings, facts, lambda name: _value(settings, values, name))
-    applies = False
-    with contextlib.suppress(NotSaidError):
-        applies = holds(when, values)
-    for row in rows if applies else ():
-        with contextlib.suppress(NotSaidError):
-            if holds(row, values):
-                yield finding(row, values, functools.partial(_shown, settings.tree))
-                if once:
-                    break
-    yield from more(settings)
-
-
-def _shown(tree: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Related]:
+def _shown(settings: Settings, path: tuple[str, ...]) -> Iterator[Related]:
     """What stands at a key of the file, unless it is nothing."""
     (name,) = path
-    if tree.get(name):
-        yield Related(f"{name} {tree[name]} is set here", path)
+    if settings.tree.get(name):
+        yield Related(f"{name} {settings.tree[name]} is set here", path)

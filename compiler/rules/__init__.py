@@ -352,25 +352,3 @@ def layout_change(spec: Resolution) -> Safety:
     if spec.given("training", "global_batch_size"):
         return Safety.CHANGES_COST
     return Safety.CHANGES_NUMERICS
-
-
-# Findings with one remedy.
-
-
-def removable(
-    path: Path, message: str, hint: str | None = None, related: tuple[Related, ...] = (), safety: Safety = Safety.SAFE
-) -> Finding:
-    """A finding that goes away without the key at `path`."""
-    return Finding(message, path, hint, (Fix.removing(path, safety),), related)
-
-
-def settable(
-    path: Path,
-    values: Iterable[object],
-    message: str,
-    hint: str | None = None,
-    related: tuple[Related, ...] = (),
-    safety: Safety = Safety.CHANGES_COST,
-) -> Finding:
-    """A finding that goes away with any of these values at `path`."""
-    return Finding(message, path, hint, tuple(Fix.setting(path, value, safety) for value in values), related)

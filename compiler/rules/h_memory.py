@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parcompile.cost.footprint import HOPELESS, Footprint, footprint, is_safe
 from parcompile.cost.memory import static_memory
 from parcompile.cost.offload import node_bytes
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Edit, Fix, Safety, Severity, closest
+from parcompile.diagnostics import Edit, Fix, Safety, Severity
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import SplitError
-from parcompile.machines import PresetError, accelerators, is_preset_file
-from parcompile.model.derived_rows import dense_mlps, shared_inputs
+from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.reader import place_of
 from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
-from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule, settable
+from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
@@ -58,45 +56,6 @@ def peak_fits(spec: Resolution) -> Iterator[Finding]:
         related=also(spec, *map(place_of, ("micro_batch_size", "tp", "pp", "activation_checkpointing"))),
         severity=Severity.ERROR if chance < HOPELESS else Severity.WARNING,
     )
-
-
-@rule("H007", severity=Severity.INFO, targets=(ESTIMATE,))
-def linear_loss_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    work = workload(spec)
-    if work.linear_loss:
-        yield from _costs_memory("linear_cross_entropy", work, replace(work, linear_loss=False))
-
-
-@rule("H008", severity=Severity.INFO, targets=(ESTIMATE,))
-def tiled_mlp_saves_memory(spec: Resolution) -> Iterator[Finding]:
-    work = workload(spec)
-    if work.tiled_mlp and dense_mlps(work.shape):
-        yield from _costs_memory("tiled_mlp", work, replace(work, tiled_mlp=False), useless=work.mlp_tiles == 1)
-
-
-@rule("H009", severity=Severity.INFO, targets=(ESTIMATE,))
-def inputs_are_gathered_again(spec: Resolution) -> Iterator[Finding]:
-    work = workload(spec)
-    words = [replace(work, recompute=word) for word in work.recompute_words]
-    parts = shared_inputs(work.shape)
-    if work.gathers_inputs and parts and not any(one.gathers_again(part) for one in words for part in parts):
-        split = "with" if work.sequence_parallel else "without"
-        yield settable(
-            place_of("gather_inputs_again"),
-            [False],
-            f"gather_inputs_again has no effect with tp {work.tp} {split} sequence parallelism at zero.stage "
-            f"{work.zero_stage}, activation_checkpointing {work.recompute_text}",
-            "leave it out: it is for sequence parallelism up to stage 2, where no parts are recomputed",
-        )
-
-
-def _costs_memory(name: str, work: Workload, other: Workload, *, useless: bool = False) -> Iterator[Finding]:
-    """Fires where a switch of `training` makes the peak of a rank higher than it is without, or is `useless`."""
-    taken, without = (estimated(one).peak.total_bytes for one in (work, other))
-    if without < taken or useless:
-        message = f"{name}: {work.local_tokens:,} tokens of a rank's micro-batch need a peak of {format_bytes(taken)} "
-        message += f"with it and of {format_bytes(without)} without"
-        yield settable(place_of(name), [False], message, "leave it out: it saves memory for longer sequences")
 
 
 def workload(spec: Resolution) -> Workload:
@@ -311,24 +270,4 @@ def the_host_holds_the_optimizer(spec: Resolution) -> Iterator[Finding]:
             fixes=tuple(Fix.removing(one, Safety.CHANGES_COST) for one in places),
             related=also(spec, _HOST_MEMORY),
             severity=Severity.ERROR if needed > room else Severity.WARNING,
-        )
-
-
-@rule("H002")
-def accelerator_file_can_be_used(spec: Resolution) -> Iterator[Finding]:
-    name = spec.get("cluster", "accelerator")
-    if not isinstance(name, str) or not is_preset_file(name):
-        return
-    try:
-        spec.accelerator_preset(name)
-    except PresetError as error:
-        place, stem = ("cluster", "accelerator"), name.removesuffix(".json")
-        near = closest(stem, list(accelerators()))
-        known = next((one for one in accelerators() if len(stem) > 2 and one.startswith(stem)), near)
-        fix = Fix(f"use the preset {known}", Safety.CHANGES_COST, (Edit(place, known),))
-        yield Finding(
-            f"accelerator {name}: {error}",
-            place,
-            help=f"write the file with `parcompile profile -o {name}`, or name one of `parcompile accelerators`",
-            fixes=(fix,) if known else (),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
@@ -17,7 +17,6 @@ from . import (
     nearest_divisors,
     nearest_multiples,
     rule,
-    settable,
 )
 
 _PP = ("parallelism", "pp")
@@ -78,27 +77,6 @@ def _accounted(spec: Resolution, embedding: bool, loss: bool) -> Fix:
     return Fix(f"set {named}", Safety.CHANGES_COST, edits)
 
 
-@rule("L003")
-def one_way_of_counting(spec: Resolution) -> Iterator[Finding]:
-    split = spec.pipeline_split
-    given = [path for path, value in ((_FIRST, split.first), (_LAST, split.last)) if value is not None]
-    counted = [path for path, value in ((_EMBEDDING, split.embedding), (_LOSS, split.loss)) if value]
-    if not given or not counted:
-        return
-    removals = (("the accounts", counted), ("the given numbers", given))
-    yield Finding(
-        f"{' and '.join(path[-1] for path in counted)} with {' and '.join(path[-1] for path in given)}: "
-        "embedding and loss cannot count as layers where the layers of a stage are given",
-        counted[0],
-        help=f"remove {' and '.join(path[-1] for path in counted)}",
-        fixes=tuple(
-            Fix(f"remove {what}", Safety.CHANGES_COST, tuple(Edit(path, remove=True) for path in paths))
-            for what, paths in removals
-        ),
-        related=also(spec, *given, *counted[1:]),
-    )
-
-
 @rule("L004")
 def middle_layers_divide(spec: Resolution) -> Iterator[Finding]:
     split, layers, pp = spec.pipeline_split, spec.shape.num_hidden_layers, spec.axis(Axis.PP)
@@ -139,22 +117,18 @@ def _nearest_end(path: tuple[str, str], ends: dict[tuple[str, str], int], layers
     return tuple(room - left for left in lefts if room - left > 0)
 
 
-@rule("L005")
-def virtual_stages_divide(spec: Resolution) -> Iterator[Finding]:
+def uneven_stages(spec: Resolution) -> Iterator[tuple[str, int, int, tuple[int, ...], set[int]]]:
+    """The first stage of which virtual stages cannot have equally many layers: its share, its place and its layers.
+
+    With the numbers of virtual stages that are next, and the layers that stages have.
+    """
     split, virtual, pp = spec.pipeline_split, spec.virtual_stages, spec.axis(Axis.PP)
-    if virtual == 1 or pp == 1:
-        return
-    counts = _per_rank(spec)
+    counts = _per_rank(spec) if virtual > 1 and pp > 1 else ()
     bad = next((rank for rank, count in enumerate(counts) if count % virtual), None)
-    if bad is None:
-        return
-    total, _ = _counted(spec)
-    share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
-    near = nearest_divisors(virtual, *set(counts), count=3)
-    message = f"{share} layers of stage {bad} in {virtual} virtual stages: {counts[bad]} / {virtual} is not whole; "
-    message += f"nearest: {listed(near[:2])}"
-    related = also(spec, _PP, _FIRST, _LAST, _EMBEDDING, _LOSS)
-    yield settable(_VIRTUAL, near, message, f"use a divisor of {listed(set(counts))}", related)
+    if bad is not None:
+        total, _ = _counted(spec)
+        share = f"{total} / pp {pp} = {counts[bad]}" if not _has_ends(split) else f"{counts[bad]}"
+        yield share, bad, counts[bad], nearest_divisors(virtual, *set(counts), count=3), set(counts)
 
 
 def _per_rank(spec: Resolution) -> tuple[int, ...]:
@@ -178,43 +152,21 @@ def stages_of(spec: Resolution) -> tuple[Stage, ...]:
         return ()
 
 
-@rule("L009")
-def stages_begin_with_a_choice(spec: Resolution) -> Iterator[Finding]:
+def stages_without_choice(
+    spec: Resolution,
+) -> Iterator[tuple[list[int], str, Sequence[int], list[int], tuple[Fix, ...]]]:
+    """Where stages begin with layers that take the choice of one before them, what layers that choose have, which.
+
+    With the numbers of stages that would do, and fixes.
+    """
     layers, choosing = spec.shape.num_hidden_layers, [one for one in spec.shape.parts if one.behind]
-    if not choosing:
-        return
-    one, sharing = choosing[0], choosing[0].behind
-    starts = [stage.layers.start for stage in stages_of(spec) if len(stage.layers) and stage.layers.start in sharing]
-    if starts:
-        others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
-        sizes = [pp for pp in divisors(layers) if not sharing.intersection(range(0, layers, layers // pp))]
-        removed = f", remove {', '.join(path[-1] for path in others)}" if others else ""
-        edits = tuple(Edit(path, remove=True) for path in others)
-        yield Finding(
-            f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(starts)}, which take the choice of a layer "
-            f"before them; the layers with {one.has} are {listed(one.layers)}",
-            _PP,
-            help=f"with stages of equal length pp can be {listed(sizes)}",
-            fixes=tuple(
-                Fix(f"set pp to {pp}{removed}", layout_change(spec), (Edit(_PP, pp), *edits))
-                for pp in sizes
-                if pp <= spec.axis(Axis.PP)
-            ),
-        )
-
-
-# Layers that are one module stay on one stage.
-
-
-@rule("L010")
-def modules_stay_whole(spec: Resolution) -> Iterator[Finding]:
-    layers, together = spec.shape.num_hidden_layers, spec.shape.stack.layers_per_module
-    if together == 1:
-        return
-    cut = [stage.layers.start for stage in stages_of(spec) if stage.layers.start % together]
-    if cut:
-        sizes = [pp for pp in divisors(layers // together) if pp <= spec.axis(Axis.PP)]
-        message = f"pp {spec.axis(Axis.PP)}: stages begin with layers {listed(cut)} of {layers}, of which {together} "
-        message += "are one module"
-        hint = f"give each stage a multiple of {together} layers; pp can be {listed(sizes)}"
-        yield settable(_PP, sizes, message, hint, (), layout_change(spec))
+    for one in choosing[:1]:
+        begins = [stage.layers.start for stage in stages_of(spec) if len(stage.layers)]
+        if starts := [start for start in begins if start in one.behind]:
+            others = [path for path in (_FIRST, _LAST, _EMBEDDING, _LOSS, _VIRTUAL) if spec.given(*path)]
+            sizes = [pp for pp in divisors(layers) if not one.behind.intersection(range(0, layers, layers // pp))]
+            removed = f", remove {', '.join(path[-1] for path in others)}" if others else ""
+            edits, change = [Edit(path, remove=True) for path in others], layout_change(spec)
+            fewer = [pp for pp in sizes if pp <= spec.axis(Axis.PP)]
+            fixes = tuple(Fix(f"set pp to {pp}{removed}", change, (Edit(_PP, pp), *edits)) for pp in fewer)
+            yield starts, one.has, one.layers, sizes, fixes

@@ -9,7 +9,7 @@ from parcompile.layout.groups import Axis
 from parcompile.model.blocks import Divided
 from parcompile.model.catalogue import SCORE_CAP, SCORE_DROPOUTS
 from parcompile.model.derived_rows import parameter_table
-from parcompile.model.families import FAMILIES, family_of
+from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.values import workload_of
@@ -19,7 +19,7 @@ from . import Finding, also, layout_change, listed, model_path, nearest_divisors
 _TP = ("parallelism", "tp")
 
 
-def _legal_tp(spec: Resolution) -> tuple[int, ...]:
+def legal_tp(spec: Resolution) -> tuple[int, ...]:
     """The tp sizes that cut heads, kv heads and MLP evenly, nearest to the spec's first."""
     shape = spec.shape
     sizes = [*shape.head_counts]
@@ -28,22 +28,22 @@ def _legal_tp(spec: Resolution) -> tuple[int, ...]:
         sizes.append(shape.intermediate_size)
     if shape.moe is not None:
         sizes.append(shape.moe.intermediate_size)
-    sizes += [one.size for one in _of_parts(shape)]
-    groups, _ = _groups(spec)
+    sizes += [one.size for one in parts_that_tp_divides(shape)]
+    groups, _ = groups_of_heads(spec)
     near = nearest_divisors(spec.axis(Axis.TP), *sizes, count=99)
     return tuple(
         tp for tp in near if all(heads % tp == 0 or tp % heads == 0 for heads in shape.kv_units) and groups % tp == 0
     )
 
 
-def _of_parts(shape: ModelShape) -> list[Divided]:
+def parts_that_tp_divides(shape: ModelShape) -> list[Divided]:
     """What tp has to divide of parameters of the mechanisms that layers have."""
     rows = parameter_table(shape).layer if shape.parts else ()
     named = [(row.name.partition(".{layer}.")[2], row.shape) for row in rows]
     return [one for own, size in named for part in shape.parts for one in part.divided(own, size)]
 
 
-def _groups(spec: Resolution) -> tuple[int, str]:
+def groups_of_heads(spec: Resolution) -> tuple[int, str]:
     """Into how many pieces the projections of queries, keys and values can be cut, and what keeps heads together."""
     shape, family = spec.shape, family_of(spec.shape.model_type)
     if blocks := family.fused_blocks:
@@ -59,18 +59,7 @@ def _groups(spec: Resolution) -> tuple[int, str]:
     return heads, "holds each key and value between its queries in one projection"
 
 
-def _indivisible(spec: Resolution, message: str, help_text: str, *keys: str) -> Finding:
-    near = _legal_tp(spec)
-    return Finding(
-        f"{message}; nearest tp: {listed(near[:2])}",
-        _TP if spec.given(*_TP) else model_path(spec, *keys),
-        help=help_text,
-        fixes=_tp_fixes(spec, near[:4]),
-        related=also(spec, model_path(spec, *keys)),
-    )
-
-
-def _tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
+def fixes_of_tp(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
     """Other sizes of tp; where dp is given, it takes up the difference."""
     fixes = []
     dp_path = ("parallelism", "dp")
@@ -84,74 +73,6 @@ def _tp_fixes(spec: Resolution, sizes: tuple[int, ...]) -> tuple[Fix, ...]:
                 title += f" and dp to {ranks // tp}"
         fixes.append(Fix(title, layout_change(spec), tuple(edits)))
     return tuple(fixes)
-
-
-@rule("T001")
-def heads_divide(spec: Resolution) -> Iterator[Finding]:
-    tp = spec.axis(Axis.TP)
-    heads = next((one for one in spec.shape.head_counts if one % tp), spec.shape.num_attention_heads)
-    if heads % tp:
-        yield _indivisible(
-            spec,
-            f"num_attention_heads {heads} on tp {tp}: {heads} / {tp} is not whole",
-            f"choose a tp that divides the {heads} heads",
-            "num_attention_heads",
-        )
-
-
-@rule("T002")
-def kv_heads_divide_or_replicate(spec: Resolution) -> Iterator[Finding]:
-    tp, paired = spec.axis(Axis.TP), spec.shape.heads.paired
-    if not spec.shape.attends:
-        return
-    indivisible = [heads for heads in spec.shape.kv_units if heads % tp and tp % heads]
-    units = indivisible[0] if indivisible else spec.shape.kv_units[0]
-    heads = units * (2 if paired else 1)
-    pairs = f" in {units} pairs" if paired else ""
-    if indivisible and spec.shape.num_attention_heads % tp == 0:
-        yield _indivisible(
-            spec,
-            f"num_key_value_heads {heads}{pairs} on tp {tp}: neither {units} / {tp} nor {tp} / {units} is whole",
-            "choose a tp that divides the kv heads, or a multiple of them",
-            "num_key_value_heads",
-        )
-        return
-    groups, why = _groups(spec)
-    if spec.shape.num_attention_heads % tp == 0 and groups % tp:
-        whose = f"num_key_value_heads {heads} on tp {tp}: {spec.shape.model_type}"
-        message = f"{whose} {why}, and {groups} / {tp} is not whole"
-        hint = f"choose a tp that divides {groups if groups != heads or pairs else 'the kv heads'}"
-        yield _indivisible(spec, message, hint, "num_key_value_heads")
-
-
-@rule("T004")
-def mlp_divides(spec: Resolution) -> Iterator[Finding]:
-    shape, tp = spec.shape, spec.axis(Axis.TP)
-    if shape.user_module is not None:
-        return  # rule T011 looks at the module's own weights
-    experts, widths = FAMILIES[shape.model_type].experts, []
-    if shape.dense(range(shape.num_hidden_layers)):
-        widths.append((experts.dense_width[0] if experts else "intermediate_size", shape.intermediate_size))
-    if shape.moe is not None and spec.expert_tp is None:  # rule M005 looks at others
-        widths.append((experts.width[0] if experts else "moe_intermediate_size", shape.moe.intermediate_size))
-    for name, width in widths:
-        if width % tp:
-            message = f"{name} {width} on tp {tp}: {width} / {tp} is not whole"
-            yield _indivisible(spec, message, f"choose a tp that divides {name} {width}", name)
-    for one in _of_parts(shape):
-        if one.size % tp:
-            message = f"{one.told} on tp {tp}: {one.size} / {tp} is not whole"
-            yield _indivisible(spec, message, f"choose a tp that divides {one.size}", one.key)
-            return
-
-
-@rule("T012")
-def groups_divide(spec: Resolution) -> Iterator[Finding]:
-    tp = spec.axis(Axis.TP)
-    for one in filter(None, (part.dealt() for part in spec.shape.parts)):
-        if one.size % tp:
-            message = f"{one.told} on tp {tp}: {one.size} / {tp} is not whole"
-            yield _indivisible(spec, message, f"choose a tp that divides the {one.size} {one.each}", one.key)
 
 
 # What tensor parallelism changes without being told: replicated heads, a padded vocabulary, keys without effect.
@@ -221,6 +142,6 @@ def module_divides(spec: Resolution) -> Iterator[Finding]:
                 f"nearest tp: {listed(near[:2])}",
                 ("model", "injection", name),
                 help="choose another tp, or remove the rules of the row and its columns to hold them whole",
-                fixes=_tp_fixes(spec, near),
+                fixes=fixes_of_tp(spec, near),
                 related=also(spec, _TP),
             )

@@ -5,25 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
-from parcompile.diagnostics import Fix, Path, Safety, Severity
-from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, divisors
-from parcompile.layout.sequence import CpImplementation
+from parcompile.diagnostics import Fix, Related, Safety
+from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, Reach, divisors
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
-from parcompile.units import format_bytes, format_seconds
 
-from . import EXPERTS_RULE, Finding, also, axis_path, layout_change, listed, nearest_divisors, rule, settable
-from .c_context import possible_sizes, resize
-
-if TYPE_CHECKING:
-    from parcompile.cost.executions import Execution
+from . import Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
 
 _DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
@@ -78,35 +71,14 @@ def _resize(spec: Resolution, axis: Axis, size: int) -> Fix:
     return Fix.setting(axis_path(axis), size, layout_change(spec))
 
 
-@rule("W002")
-def one_axis_is_auto(spec: Resolution) -> Iterator[Finding]:
-    if len(spec.auto_axes) > 1:
-        named = " and ".join(f'{axis} "auto"' for axis in spec.auto_axes)
-        first, second = spec.auto_axes[:2]
-        yield Finding(
-            f"{named}: only one axis can follow from the world size",
-            axis_path(second),
-            help=f"write a number for all but one of {', '.join(spec.auto_axes)}, or let `parcompile search SPEC -o "
-            "CHOSEN` choose",
-            fixes=tuple(
-                Fix.setting(axis_path(axis), 1, layout_change(spec)) for axis in spec.auto_axes if axis is not Axis.DP
-            ),
-            related=also(spec, axis_path(first)),
-        )
-
-
-@rule("W005", severity=Severity.INFO)
-def inferred_axis_is_shown(spec: Resolution) -> Iterator[Finding]:
-    for axis in spec.auto_axes[:1]:
-        size = spec.axis(axis)
-        how = spec.provenance[f"parallelism.{axis}"].detail
-        yield Finding(f"{axis} = {size}: {how}", axis_path(axis))
-
-
 # The order names each axis once, in a way that the targets know.
 
 _ORDER = ("parallelism", "order")
 _MEGATRON_ORDERS = (AXES, (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
+
+
+def _reordered(order: str, message: str, hint: str, related: tuple[Related, ...] = ()) -> Finding:
+    return Finding(message, _ORDER, hint, (Fix.setting(_ORDER, order, Safety.CHANGES_COST),), related)
 
 
 @rule("W004")
@@ -118,14 +90,14 @@ def order_names_each_axis_once(spec: Resolution) -> Iterator[Finding]:
     if twice:
         once = "-".join(dict.fromkeys(named))
         message = f"{', '.join(twice)} stands twice in the order {'-'.join(named)}"
-        yield settable(_ORDER, [once], message, f"name each axis once: {once}")
+        yield _reordered(once, message, f"name each axis once: {once}")
     missing = [axis for axis in AXES if axis not in named and spec.axis(axis) > 1]
     if missing:
         sizes = ", ".join(f"{axis} {spec.axis(axis)}" for axis in missing)
         full = "-".join(chain(dict.fromkeys(named), missing))
         hint = f"name every axis that is larger than 1, for example {full}"
         related = also(spec, *map(axis_path, missing))
-        yield settable(_ORDER, [full], f"the order {'-'.join(named)} leaves out {sizes}", hint, related)
+        yield _reordered(full, f"the order {'-'.join(named)} leaves out {sizes}", hint, related)
 
 
 @rule("W006", targets=("megatron",))
@@ -136,7 +108,7 @@ def megatron_pipelines_are_outermost(spec: Resolution) -> Iterator[Finding]:
         dp, inner = spec.axis(Axis.DP), (axis for axis in order if axis is not Axis.PP)
         message = f"the order {'-'.join(order)} with pp {pp}, and dp {dp} ≠ expert-dp {dp} · cp {cp} / ep {ep}"
         hint, related = "move pp to the end of the order", also(spec, axis_path(Axis.PP))
-        yield settable(_ORDER, ["-".join((*inner, Axis.PP))], message, hint, related)
+        yield _reordered("-".join((*inner, Axis.PP)), message, hint, related)
 
 
 @rule("W007", targets=("megatron",))
@@ -146,30 +118,7 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
     if larger not in known:
         right = "-".join(_MEGATRON_ORDERS[0])
         message = f"the order {'-'.join(larger)} is not {' or '.join(dict.fromkeys('-'.join(one) for one in known))}"
-        yield settable(_ORDER, [right], message, f"write {right}")
-
-
-# The two levels of a context-parallel implementation.
-
-_CP = ("parallelism", "cp")
-_SIZES = ("parallelism", "hierarchical_cp_sizes")
-
-
-@rule("W012")
-def levels_multiply_to_cp(spec: Resolution) -> Iterator[Finding]:
-    sizes, cp, name = spec.given_sizes, spec.axis(Axis.CP), spec.named_implementation
-    if sizes is None or cp == 1 or sizes[0] * sizes[1] == cp:
-        return
-    kind = CpImplementation.USP if name == AUTO else CpImplementation(name)
-    if not kind.has_levels:
-        return  # C008: they have no effect
-    yield Finding(
-        f"hierarchical_cp_sizes {sizes[0]} · {sizes[1]} = {sizes[0] * sizes[1]} ≠ cp {cp}",
-        _SIZES,
-        help="remove it, and the cost model chooses the sizes",
-        fixes=tuple(resize(one) for one in possible_sizes(spec, kind)),
-        related=also(spec, _CP),
-    )
+        yield _reordered(right, message, f"write {right}")
 
 
 def _grid(spec: Resolution) -> Grid:
@@ -179,7 +128,7 @@ def _grid(spec: Resolution) -> Grid:
     return grid
 
 
-def _traffic(spec: Resolution) -> Traffic:
+def traffic(spec: Resolution) -> Traffic:
     if spec.axis(Axis.DP) * spec.axis(Axis.CP) % spec.axis(Axis.EP):
         raise Unavailable("parallelism")  # W003 speaks of it
     try:
@@ -188,7 +137,7 @@ def _traffic(spec: Resolution) -> Traffic:
         raise Unavailable("model") from None
 
 
-def _timed(spec: Resolution) -> Workload:
+def timed(spec: Resolution) -> Workload:
     """The step of a spec on a machine that is known.
 
     Raises:
@@ -199,13 +148,26 @@ def _timed(spec: Resolution) -> Workload:
     return workload_of(spec.spec())
 
 
-def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | None]]:
-    """Each of tp and cp whose groups leave the node, with the order of a search where that is faster and keeps it."""
+class Leaving(NamedTuple):
+    """An axis whose groups leave the node: how far they reach, of what placement.
+
+    With the order of a search and its seconds, where that is faster and keeps the groups.
+    """
+
+    axis: Axis
+    found: Reach
+    here: Placement
+    order: str = ""
+    seconds: float = 0.0
+
+
+def leaving_groups(spec: Resolution) -> Iterator[Leaving]:
+    """Those of tp and cp."""
     per_node = spec.cluster.gpus_per_node
     if spec.cluster.nodes == 1:
         return
-    grid, traffic = _grid(spec), _traffic(spec)
-    here = placement(grid, per_node, traffic)
+    grid, sent = _grid(spec), traffic(spec)
+    here = placement(grid, per_node, sent)
     leaving = [axis for axis in (Axis.TP, Axis.CP) if not here.keeps(axis)]
     if not leaving:
         return
@@ -213,62 +175,18 @@ def _leaving(spec: Resolution) -> Iterator[tuple[Axis, Placement, Execution | No
     from parcompile.cost.context_time import EQUAL
     from parcompile.cost.executions import best_order
 
-    work = _timed(spec)
+    work = timed(spec)
     best = best_order(work)
     faster = best.step.seconds * EQUAL < timing(work).step.seconds
-    there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, traffic)
+    there = placement(Grid.of(best.work.order, {axis: spec.axis(axis) for axis in DENSE_AXES}), per_node, sent)
     for axis in leaving:
-        yield axis, here, best if faster and there.keeps(axis) else None
+        better = ("-".join(best.work.order), best.step.seconds) if faster and there.keeps(axis) else ()
+        yield Leaving(axis, here.reaches[axis], here, *better)
 
 
-@rule("W010", severity=Severity.WARNING)
-def order_keeps_groups_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    for axis, here, better in _leaving(spec):
-        if better is None:
-            continue
-        found, order = here.reaches[axis], "-".join(better.work.order)
-        seconds = timing(_timed(spec)).step.seconds
-        yield Finding(
-            f"{found.leaving_node} of {found.count} {axis} groups span {found.nodes[1]} nodes: with "
-            f"order {'-'.join(here.order)} each rank sends {format_bytes(here.leaving_bytes)} per step in groups that "
-            f"leave it, and a step takes about {format_seconds(seconds)}; with order {order} "
-            f"{format_seconds(better.step.seconds)}",
-            _place(spec, axis),
-            help=f"write order {order}",
-            fixes=(Fix.setting(_ORDER, order, Safety.CHANGES_COST),),
-        )
-
-
-@rule("W011", severity=Severity.INFO)
-def ring_over_nodes_is_shown(spec: Resolution) -> Iterator[Finding]:
-    for axis, here, better in _leaving(spec):
-        if axis is Axis.CP and better is None:
-            found, size = here.reaches[Axis.CP], _traffic(spec).cp
-            yield Finding(
-                f"tp {spec.axis(Axis.TP)} · cp {spec.axis(Axis.CP)} on nodes of {spec.cluster.gpus_per_node}: "
-                f"{found.leaving_node} of {found.count} cp groups lie on {found.nodes[1]} nodes; each rank sends "
-                f"{format_bytes(size)} per step in its cp group",
-                _place(spec, Axis.CP),
-            )
-
-
-@rule(EXPERTS_RULE, severity=Severity.WARNING)
-def experts_stay_on_a_node(spec: Resolution) -> Iterator[Finding]:
-    if spec.axis(Axis.EP) == 1 or spec.cluster.nodes == 1:
-        return
-    traffic = _traffic(spec)
-    here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic)
-    if here.keeps(Axis.EP):
-        return
-    found, step = here.reaches[Axis.EP], timing(_timed(spec)).step
-    yield Finding(
-        f"{found.leaving_node} of {found.count} ep groups span {found.nodes[1]} nodes: each rank sends "
-        f"{format_bytes(traffic.ep)} per step in its ep group, which takes about {step.expert / step.seconds:.0%} of "
-        "the step",
-        axis_path(Axis.EP),
-        help=f"keep tp · ep within the {spec.cluster.gpus_per_node} ranks of a node",
-    )
-
-
-def _place(spec: Resolution, axis: Axis) -> Path:
-    return _ORDER if spec.given(*_ORDER) else axis_path(axis)
+def leaving_experts(spec: Resolution) -> Iterator[Reach]:
+    """How far groups of ep reach that leave the node."""
+    if spec.axis(Axis.EP) > 1 and spec.cluster.nodes > 1:
+        here = placement(_grid(spec), spec.cluster.gpus_per_node, traffic(spec))
+        if not here.keeps(Axis.EP):
+            yield here.reaches[Axis.EP]

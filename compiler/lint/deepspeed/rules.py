@@ -24,7 +24,7 @@ from parcompile.backends.kinds import DEEPSPEED
 from parcompile.diagnostics import Edit, Fix, Path, Related, Safety, Severity, closest, format_path
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.lint.stored import register
-from parcompile.rules import Finding, listed, nearest_multiples
+from parcompile.rules import Finding
 from parcompile.units import first_of
 
 from . import ACCELERATE, BARE, GUESSED, TITLES, TRANSFORMERS, UsageOptions, autos, filled
@@ -157,60 +157,9 @@ _FACTS: Mapping[str, Callable[..., Any]] = {
     "is_guessed": lambda settings: settings.usage.filler_from == GUESSED,
 }
 
-# What rules find beside their rows.
-
-
-def _batches_multiply(settings: Settings) -> Iterator[Finding]:
-    """Fires when no number of ranks gives the batch."""
-    total, factors = settings.number(TOTAL), {name: settings.number(name) for name in (MICRO, STEPS)}
-    given = {name: int(value) for name, value in factors.items() if value and value > 0}
-    if not total or total < 0 or not given:
-        return
-    divisor = given.get(MICRO, 1) * given.get(STEPS, 1)
-    if int(total) % divisor:
-        terms = " · ".join(f"{name} {value}" for name, value in given.items())
-        near = nearest_multiples(int(total), divisor)
-        yield Finding(
-            f"{TOTAL} {int(total)} / ({terms}) is not whole; nearest: {listed(near)}",
-            (TOTAL,),
-            help=f"write a multiple of {divisor}",
-            fixes=tuple(Fix.setting((TOTAL,), value, Safety.CHANGES_NUMERICS) for value in near),
-            related=tuple(Related(f"{name} is set here", (name,)) for name in given),
-        )
-
-
-register(__package__, DEEPSPEED, _FACTS, {"F003": _batches_multiply})
-
+register(__package__, DEEPSPEED, _FACTS)
 
 # Rules that go through many keys.
-
-_LOWER_UPPER = {
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
-    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr"),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-}
-
-
-def _parameter(name: str) -> Path:
-    return ("scheduler", "params", name)
-
-
-@file_rule("F027", DEEPSPEED, severity=Severity.WARNING)
-def rates_rise(settings: Settings) -> Iterator[Finding]:
-    """Fires when both are numbers and stand the wrong way round."""
-    names = _LOWER_UPPER.get(str(settings.get("scheduler", "type")))
-    if names is None:
-        return
-    low, high = (settings.number(*_parameter(name)) for name in names)
-    rate = settings.number("optimizer", "params", "lr")
-    if high is None and names[1] == "warmup_max_lr" and settings.left_out(*_parameter(names[1])):
-        high = rate if order(settings.usage.version) >= order("0.17.5") else 0.001
-    if low is not None and high is not None and low > high:
-        message = f"{names[0]} {low:g} > {names[1]} {high:g}: the rate falls where it should rise"
-        edits = (Edit(_parameter(names[0]), high), Edit(_parameter(names[1]), low))
-        fix = Fix("exchange the two", Safety.CHANGES_NUMERICS, edits)
-        related = (Related("the highest", _parameter(names[1])),)
-        yield Finding(message, _parameter(names[0]), help="exchange the two", fixes=(fix,), related=related)
 
 
 def _is_on(settings: Settings, key: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from parcompile.backends.gpt_neox import ATTENTION_KINDS, REPLACED, fields
 from parcompile.backends.gpt_neox.beside import Beside
 from parcompile.backends.kinds import GPT_NEOX, NEOX_KEYS
-from parcompile.diagnostics import Path, Severity, closest
+from parcompile.diagnostics import Path, closest
 from parcompile.lint.registry import Settings, file_rule
 from parcompile.lint.stored import register
 from parcompile.rules import Finding
@@ -86,14 +86,12 @@ def _unknown_name(what: str, name: str, known: Sequence[str], path: tuple[str | 
     return Finding(f"gpt-neox has no {what} {name!r}", path, help=help_)
 
 
-def _data_has_all_paths(settings: Settings) -> Iterator[Finding]:
-    """Fires for some of the three alone: what the file leaves to another file of the run is a warning."""
-    lacking = [f"{one}_data_paths" for one in _SPLITS if not isinstance(settings.get(f"{one}_data_paths"), list)]
-    given = next((name for one in _SPLITS if (name := f"{one}_data_paths") not in lacking), None)
-    if _asks_for_data(settings) and given and lacking and not any(settings.get(one) for one in lacking):
-        message = f"{given} without {' and '.join(lacking)}: gpt-neox wants all three or none"
-        help_ = "write them, unless another file of the run does"
-        yield Finding(message, (given,), help=help_, severity=Severity.WARNING)
+def _lone_data_paths(settings: Settings) -> tuple[str, str] | None:
+    """The first of three lists of data that is given, and those that are not, whose single files are not either."""
+    names = [f"{one}_data_paths" for one in _SPLITS]
+    given = [name for name in names if isinstance(settings.get(name), list)]
+    lacking = [name for name in names if name not in given]
+    return (given[0], " and ".join(lacking)) if given and lacking and not any(map(settings.get, lacking)) else None
 
 
 def _asks_for_data(settings: Settings) -> bool:
@@ -110,5 +108,6 @@ _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "layers_with_kinds": _layers_with_kinds,
     "checks": lambda settings: _fork(settings).checks,
     "asks_for_data": _asks_for_data,
+    "lone_data_paths": _lone_data_paths,
 }
-register(__package__, GPT_NEOX, _FACTS, {"F209": _data_has_all_paths})
+register(__package__, GPT_NEOX, _FACTS)

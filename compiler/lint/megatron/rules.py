@@ -95,7 +95,7 @@ _FACTS: Mapping[str, Callable[..., Any]] = {
     "count.": size,
     "one.": _one,
 }
-register(__package__, MEGATRON, _FACTS, {})
+register(__package__, MEGATRON, _FACTS)
 
 
 @file_rule("F101", MEGATRON)
