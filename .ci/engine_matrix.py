@@ -27,31 +27,10 @@ from parcompile.runtime.prove.ranks.cells import cell_of, text_of
 from parcompile.show.pictures import SMALL, Box, Picture, Sketch, Text
 from parcompile.show.pictures.svg import svg
 
-START = """# Engines beside one process
-
-Cells of [`parcompile prove`](prove.md), drawn so that each pair of features meets: the same tiny models, batches and
-optimizer in an engine's own ranks and in one plain process. A command for each engine writes its certificate on two
-cores, in minutes, and `--verify` runs it again:
-
-```bash
-@COMMANDS@
-parcompile prove --verify docs/certificates/@FIRST@.json
-```
-
-`python .ci/engine_matrix.py > docs/engines.md` makes this page of the certificates. `--engine NAME --cell "TEXT"` runs
-a cell of a table alone. Of a red cell the first wrong place is named; its script runs with `torchrun`, and imports
-upstream alone. It fails, and passes without the suspected feature (`--without`). Other versions of an engine run in
-interpreters that `.ci/engine_matrix.py --interpreter` makes. A *shim* is what an adapter replaces
-so that an engine runs on CPUs: a cell with one says less about GPUs.
-"""
-GLANCE = """## At a glance
-
-Each number counts the cells with a feature that are equal, or differ by rounding. **Red** names the other features
-that the feature needs to be red: those that are left when nothing more can be turned off. A dash: no such cell was
-drawn, or the adapter has none. Red cells of other versions are not shrunk: their table has them.
-
-![Features of engines beside one process](pictures/engines/matrix.svg)
-"""
+START, GLANCE = (
+    f"{part.rstrip()}\n"
+    for part in re.split(r"^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"), flags=re.M)
+)
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURE = DOCS / "pictures" / "engines" / "matrix.svg"
 SIGN = {"equal": "equal", "rounding": "rounding", "red": "**red**", "not runnable": "not runnable"}
