@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import cpu_spec, heads, llama, parsed, plan_of
+from harness import cpu_spec, heads, llama, parsed, plan_of, quartiles
 from harness import row as table_row
 
 LAYOUTS = {
@@ -356,7 +356,10 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
         if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
             end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
-    goes_on = all(one.is_alive() for one in ranks) and _last_step(folder) > fault["step"] + 1
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    last = int(json.loads(lines[-1])["step"]) if lines else 0
+    goes_on = all(one.is_alive() for one in ranks) and last > fault["step"] + 1
     if "plain" in fault:  # ranks that are done end a moment after their dumps
         dumps = [folder / f"trace_{rank}" for rank in range(4)]
         _wait(10, lambda: all(dump.exists() or not one.is_alive() for dump, one in zip(dumps, ranks, strict=True)))
@@ -381,12 +384,6 @@ def _wait(seconds: float, is_reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _last_step(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
 def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[str, bool]:
     """What of a verdict is right."""
     kind = fault["class"]
@@ -398,32 +395,23 @@ def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[st
     return found | {name: getattr(verdict, name) == truth[name] for name in names}
 
 
-def _left(folder: Path) -> list[Path]:
-    """What a run has left, without the output of its ranks."""
-    return [one for one in (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*")) if one.exists()]
-
-
-def draw_of(seed: int, kind: str, layout: str, number: int) -> dict[str, Any]:
-    """The fault of one draw: its rank, step, place in the step, and how large it is."""
-    drawn = random.Random(f"{seed} {kind} {layout} {number}")
-    fault = {"class": kind, "rank": drawn.randrange(4), "draw": drawn.randrange(1000), "step": drawn.randrange(3, 7)}
-    fault |= {"seconds": drawn.uniform(0.2, 0.4), "megabytes": drawn.choice((8, 16))}
-    return fault if layout in LAYOUTS else {**fault, "plain": layout}
-
-
 def try_one(
     context: Any, options: argparse.Namespace, root: Path, kind: str, layout: str, number: int
 ) -> dict[str, Any]:
     """One run, and what doctor says of it."""
     from parcompile.doctor import judge, read_all
 
-    began, load, fault = time.time(), os.getloadavg()[0], draw_of(options.seed, kind, layout, number)
+    began, load, drawn = time.time(), os.getloadavg()[0], random.Random(f"{options.seed} {kind} {layout} {number}")
+    fault = {"class": kind, "rank": drawn.randrange(4), "draw": drawn.randrange(1000), "step": drawn.randrange(3, 7)}
+    fault |= {"seconds": drawn.uniform(0.2, 0.4), "megabytes": drawn.choice((8, 16))}
+    fault |= {} if layout in LAYOUTS else {"plain": layout}
     folder = root / f"{kind}-{layout}-{number}"
     folder.mkdir()
     is_whole = run_once(context, layout, fault, folder)
     told = folder / "truth"
     truth = json.loads(told.read_text()) if told.exists() else None
-    verdict = judge(read_all(_left(folder)))
+    left = (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*"))  # without the output of ranks
+    verdict = judge(read_all(one for one in left if one.exists()))
     row = {"seed": options.seed, "class": kind, "layout": layout, "draw": number, "rank": fault["rank"]}
     row |= {"load": round(load, 1), "seconds": round(time.time() - began, 1), "truth": truth, "right": None, "why": ""}
     row |= {"kind": verdict.kind, "cause": verdict.cause, "ranks": verdict.ranks, "said": verdict.summary[:300]}
@@ -560,8 +548,8 @@ def overhead(pairs_asked: int) -> None:
 
     for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=pairs_asked), timeout=3600)):
         without = statistics.median(one[False] for one in pairs)
-        more = sorted((one[True] - one[False]) / without for one in pairs)
-        low, middle, high = (more[int(len(more) * share)] for share in (0.25, 0.5, 0.75))
+        more = [(one[True] - one[False]) / without for one in pairs]
+        low, middle, high = quartiles(more)
         said = f"{middle:+.2%} with the recorder (middle half of {len(more)} pairs {low:+.2%} to {high:+.2%})"
         print(f"rank {rank}: {without * 1e3:.0f} ms of processor time a step, {said}; load {os.getloadavg()[0]:.1f}")
 

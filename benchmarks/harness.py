@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -143,6 +143,19 @@ def llama(hidden: int, intermediate: int, layers: int, vocabulary: int, position
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     ends = {"vocab_size": vocabulary, "max_position_embeddings": positions}
     return {"model_type": "llama", **sizes, **heads, **ends, **more}
+
+
+@contextlib.contextmanager
+def drawn_model(config: Mapping[str, Any]) -> Iterator[str]:
+    """The folder of a Llama that is drawn, for ranks of this process; they have one thread each."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(LlamaConfig(**config)).save_pretrained(folder)
+        yield folder
 
 
 def cpu_spec(

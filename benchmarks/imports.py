@@ -106,7 +106,8 @@ def _outcomes(file: Path, function: str | None) -> tuple[str, list[str]]:
     if not result.complete or result.plan is None:
         return kind, outcomes
     outcomes.append("complete")
-    counted = COUNTS.get(kind, _nothing)(importer, tree, result.plan.spec.model.shape.vocab_size)
+    shape = result.plan.spec.model.shape
+    counted = COUNTS[kind](importer, tree, shape.vocab_size) if kind in COUNTS else None
     here = result.plan.parameters.numel
     if counted is not None:
         outcomes += ["counted", "equal" if counted == here else f"({counted:,} there, {here:,} here)"]
@@ -199,12 +200,8 @@ def _gpt_neox(importer: Importer, tree: Mapping[str, Any], vocabulary: int) -> i
     return int(layers * (attention + mlp + 2 * norm) + ends)
 
 
-def _nothing(*_: object) -> int | None:
-    """Other files say nothing of the sizes of their model."""
-    return None
-
-
 COUNTS = {MEGATRON: _megatron, GPT_NEOX: _gpt_neox}
+"""Other files say nothing of the sizes of their model."""
 
 if __name__ == "__main__":
     main()

@@ -142,14 +142,10 @@ def run(method: Method, tensors: list[Tensor], backward: bool) -> tuple[Tensor, 
         return (method(query, key, value),)
 
 
-def packed_lengths(length: int) -> list[int]:
-    """Documents of half the sequence, a quarter, … and a 64th, none of them a round number."""
-    return [(length >> halvings) - 1 for halvings in (1, 2, 3, 4, 5, 6, 6)]
-
-
 def packed(shape: Shape, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Both methods of the comparison with their tensors, and their numbers of pairs of queries and keys."""
-    lengths = packed_lengths(length)
+    # Documents of half the sequence, a quarter, … and a 64th, none of them a round number.
+    lengths = [(length >> halvings) - 1 for halvings in (1, 2, 3, 4, 5, 6, 6)]
     # Nothing but attention is computed here, and a message is cheap beside it.
     packing, rank = pack_documents(lengths, RANKS, costs=PackingCosts(0.0, 50.0)), dist.get_rank()
     documents = [list(torch.split(whole[0].transpose(0, 1), lengths)) for whole in draw(shape, sum(lengths), dtype)]
