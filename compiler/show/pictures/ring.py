@@ -99,7 +99,9 @@ def draw(subject: Subject, width: float) -> Picture:
     if len(shown) < ring.context.ring_ranks:
         size = ring.context.ring_ranks
         sketch.caption(f"{len(shown)} of {size} ranks and steps are drawn, evenly spread.", size=SMALL + 1)
-    description = f"{ring.words} (mean work of a rank over the busiest one's). By whose keys they are: {_each(ring)}."
+    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [KeySource.OWN]
+    each = ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
+    description = f"{ring.words} (mean work of a rank over the busiest one's). By whose keys they are: {each}."
     return sketch.picture("Ring schedule", ring.words, description)
 
 
@@ -139,11 +141,6 @@ def _axes(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, fl
             if cell * label >= 22:
                 x = left + (row + 0.5) * cell - 1
                 sketch.add(Text(x, top + cell * len(shown) + 13, str(place), SMALL, "soft", "middle"))
-
-
-def _each(ring: _Ring) -> str:
-    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [KeySource.OWN]
-    return ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
 
 
 def _blocks(sketch: Sketch, x: float, y: float, side: float, blocks: tuple[Block, ...], layout: CpLayout) -> None:
