@@ -91,10 +91,13 @@ def page(proved: Mapping[str, Certificate]) -> str:
     ]
     start = START.replace("@COMMANDS@", "\n".join(commands)).replace("@FIRST@", next(iter(proved)))
     head = f"| engine | versions | {' | '.join(SIGN)} |\n|---|---|---|---|---|---|"
-    summary = [
-        f"| {name} | {_versions(one)} | {' | '.join(map(str, one.counts.values()))} |" for name, one in proved.items()
-    ]
-    text = "\n".join([start, head, *summary, "", GLANCE, *_glance(proved), *_tables(proved, scripts)]).rstrip() + "\n"
+    summary = []
+    for name, one in proved.items():
+        versions = ", ".join(f"{package} {version}" for package, version in one.versions.items() if package != "python")
+        summary.append(f"| {name} | {versions} | {' | '.join(map(str, one.counts.values()))} |")
+    seen = [f"| | {' | '.join(proved)} |\n|---|{'---|' * len(proved)}"]
+    seen += [f"| {label} | {' | '.join(map(str, entries.values()))} |" for label, entries in glance(proved).items()]
+    text = "\n".join([start, head, *summary, "", GLANCE, *seen, "", *_tables(proved, scripts)]).rstrip() + "\n"
     return text + _beside(text)
 
 
@@ -106,10 +109,6 @@ def _beside(text: str) -> str:
             title, said, *_ = file.read_text(encoding="utf-8").removeprefix('"""').split("\n\n")
             lines.append(f"- {title.removesuffix('.')}. {' '.join(said.split())} [script](red_cells/{file.name})")
     return "\n".join(["", "## Found in other cells", "", *lines, ""]) if lines else ""
-
-
-def _versions(one: Certificate) -> str:
-    return ", ".join(f"{name} {version}" for name, version in one.versions.items() if name != "python")
 
 
 def _scripts(proved: Mapping[str, Certificate]) -> dict[Shown, list[tuple[Mapping[str, Any], str]]]:
@@ -184,13 +183,6 @@ def glance(proved: Mapping[str, Certificate]) -> dict[str, dict[str, Entry]]:
                 rows[label][name].red = True
                 rows[label][name].needs |= set(few.values()) - {label}
     return rows
-
-
-def _glance(proved: Mapping[str, Certificate]) -> Iterator[str]:
-    yield f"| | {' | '.join(proved)} |\n|---|{'---|' * len(proved)}"
-    for label, entries in glance(proved).items():
-        yield f"| {label} | {' | '.join(map(str, entries.values()))} |"
-    yield ""
 
 
 def picture(proved: Mapping[str, Certificate]) -> Picture:

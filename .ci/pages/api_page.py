@@ -16,17 +16,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "Plan": ("groups", "estimate", "world_size", "plan_hash", "spec", "refusals"),
     "CheckResult": ("valid", "diagnostics", "errors", "warnings", "remarks", "kind", "text"),
     "Diagnostic": (
-        "code",
-        "severity",
-        "message",
-        "path",
-        "file",
-        "position",
-        "end",
-        "help",
-        "fixes",
-        "related",
-        "is_error",
+        *("code", "severity", "message", "path", "file", "position", "end", "help", "fixes", "related", "is_error"),
     ),
     "Search": ("spec", "best", "fitting", "too_large", "refused"),
     "FirstSpec": ("offers", "spec", "reason", "remedies"),
@@ -45,7 +35,8 @@ def reference() -> str:
     parts = [START, "## Functions\n"]
     for name in FUNCTIONS:
         function = getattr(parcompile, name)
-        parts += [f"### {name}\n", f"```text\n{_signature(name, function)}\n```\n", _prose(function.__doc__)]
+        shown = str(inspect.signature(function)).replace("'", "")
+        parts += [f"### {name}\n", f"```text\nparcompile.{name}{shown}\n```\n", _prose(function.__doc__)]
     parts.append("## Objects\n")
     for name, members in OBJECTS.items():
         parts += [
@@ -56,12 +47,6 @@ def reference() -> str:
     parts.append("## Errors\n")
     parts += [f"- `parcompile.{name}`: {_first(getattr(parcompile, name).__doc__)}" for name in ERRORS]
     return "\n".join(parts) + "\n"
-
-
-def _signature(name: str, function: object) -> str:
-    assert callable(function)
-    shown = str(inspect.signature(function)).replace("'", "")
-    return f"parcompile.{name}{shown}"
 
 
 def _prose(docstring: str | None) -> str:

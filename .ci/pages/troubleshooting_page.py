@@ -66,15 +66,12 @@ row that the run left in `measurements.csv` and [calibrate](estimates.md#your-ow
 def reference() -> str:
     """The whole document."""
     found = _messages()
-    parts = [_START, _runs(), _MEMORY]
+    rows = ["## A run says", "", "| you see | which means | do |", "|---|---|---|"]
+    rows += [f"| … {one.sign} … | {one.meaning} | {one.advice} |" for one in RUN]
+    parts = [_START, "\n".join([*rows, ""]), _MEMORY]
     letters = sorted({code[0] for code in pages()})
     parts += [_table(letter, [(code, one) for code, one in found.items() if code[0] == letter]) for letter in letters]
     return "\n".join(parts)
-
-
-def _runs() -> str:
-    rows = ["## A run says", "", "| you see | which means | do |", "|---|---|---|"]
-    return "\n".join([*rows, *(f"| … {one.sign} … | {one.meaning} | {one.advice} |" for one in RUN), ""])
 
 
 def _table(letter: str, rows: Sequence[tuple[str, Diagnostic | None]]) -> str:
