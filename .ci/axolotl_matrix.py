@@ -8,7 +8,6 @@ weight is further from one process than 1e-5 (relative).
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matrix import logged, table
+from matrix import logged, parsed, table
 
 EXAMPLES: list[tuple[str, str, dict[str, Any]]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
@@ -40,11 +39,7 @@ def cells(found: list[Any]) -> tuple[str, ...]:
 
 def main() -> int:
     """One row for each example."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("examples", type=Path)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=len(EXAMPLES))
-    options = parser.parse_args()
+    options = parsed(__doc__, ("examples", {"type": Path}), first=0, count=len(EXAMPLES))
     runs = []
     for name, family, layout in EXAMPLES[options.first : options.first + options.count]:
         sizes = ", ".join(f"{axis} {size}" for axis, size in layout.items())

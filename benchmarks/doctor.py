@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from harness import cpu_spec, heads, llama, parsed, plan_of, quartiles
@@ -185,7 +186,12 @@ def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
                 _tell(folder, {"step": step})
                 return
             if mine == "nan" and step == fault["step"]:
-                _spoil(engine, folder, fault)
+                named = {name: one for name, one in engine.module.named_parameters() if ".layers." in name}
+                named = {name: one for name, one in named.items() if "mlp" in name}
+                name = list(named)[fault["draw"] % len(named)]
+                with torch.no_grad():
+                    named[name].view(-1)[0] = float("nan")  # a weight of one layer of this rank
+                _tell(folder, {"step": step, "layer": int(name.split(".layers.")[1].split(".")[0])})
             if mine == "growth":
                 kept.append(torch.ones(fault["megabytes"] * 2**18))
             if mine == "slow":
@@ -202,26 +208,8 @@ def _tell(folder: str, truth: dict[str, Any]) -> None:
     Path(folder, "truth.new").rename(Path(folder, "truth"))
 
 
-def _spoil(engine: Any, folder: str, fault: dict[str, Any]) -> None:
-    """A weight of one layer of this rank is no number."""
-    import torch
-
-    names = [name for name, _ in engine.module.named_parameters() if ".layers." in name and "mlp" in name]
-    name = names[fault["draw"] % len(names)]
-    layer = int(name.split(".layers.")[1].split(".")[0])
-    with torch.no_grad():
-        dict(engine.module.named_parameters())[name].view(-1)[0] = float("nan")
-    _tell(folder, {"step": fault["step"], "layer": layer})
-
-
-class _Done:
-    """In place of a message that was not posted."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
+_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+"""In place of a message that was not posted."""
 
 
 class Injected:
@@ -300,11 +288,11 @@ class Injected:
         )
         kind = self.fault["class"]
         if kind == "skip":
-            return _Done()
+            return _DONE
         if kind == "swap":
             self.late = lambda: method(group, *args, **options)
             self.late.__code__ = self.late.__code__.replace(co_filename="/torch/injected.py")  # type: ignore[attr-defined]
-            return _Done()
+            return _DONE
         if kind == "size":
             x = _first(args)
             wrong = x.new_zeros(x.numel() + 8)

@@ -29,13 +29,15 @@ ENVIRONMENT = {
 """Of a command whose ranks are CPU processes of one thread."""
 
 
-def parsed(doc: str | None, **options: Any) -> argparse.Namespace:
-    """The options of a command, whose help begins with its docstring.
+def parsed(doc: str | None, *named: tuple[str, dict[str, Any]], **options: Any) -> argparse.Namespace:
+    """The options of a command, whose help begins with its docstring; `named`: its arguments, as argparse takes them.
 
     Each keyword is an option: its default, or its default, what it means and the values that it may have. A list takes
     several of them, a type stands for an option without a default, and False for one without a value.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, how in named:
+        parser.add_argument(name, **how)
     for name, given in options.items():
         default, said, choices = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
         more: dict[str, Any] = {"default": default, "type": type(default), "choices": choices}

@@ -10,14 +10,13 @@ modules that Megatron-Core and gpt-neox build. A plan of another size than the s
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import heads, row
+from harness import heads, parsed, row
 
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import GPT_NEOX, MEGATRON
@@ -54,10 +53,8 @@ ANSWERS: Mapping[SpecPath, Any] = {
 
 def main() -> None:
     """Prints a row for each kind of file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--list", action="store_true", help="say of each file what became of it")
-    options = parser.parse_args()
+    folders = "folders", {"nargs": "+", "type": Path}
+    options = parsed(__doc__, folders, list=(False, "say of each file what became of it"))
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for file in sorted(one for folder in options.folders for one in folder.rglob("*") if one.is_file()):
         for function in _functions(file):
