@@ -43,20 +43,12 @@ INTRODUCTION, NOISE, NEVER = (
     for part in re.split(r"^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"), flags=re.M)
 )
 
-PLUMBING = frozenset(
-    {
-        *(
-            "_attn_implementation",
-            "_auto_class",
-            "attribute_map",
-            "base_config_key",
-            "extra_config_files",
-            "extra_files",
-        ),
-        *("base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "inputs_embeds"),
-        *("get_text_config", "text_config", "vision_config", "sub_configs_defaults", "per_layer_config", "num_labels"),
-    }
-)
+PLUMBING = {
+    *("_attn_implementation", "_auto_class", "attribute_map", "base_config_key", "base_model_ep_plan"),
+    *("base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "extra_config_files", "extra_files"),
+    *("get_text_config", "inputs_embeds", "num_labels", "per_layer_config", "sub_configs_defaults", "text_config"),
+    *("vision_config",),
+}
 """What the code reads of a configuration that no `config.json` of a text model sets."""
 DRAWS = 40
 """Draws of a family that are looked at for the keys that they set."""
