@@ -33,7 +33,7 @@ from parcompile.cost.measurements import read_plain
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from harness import ROOT, parsed, run_for, write_json  # noqa: E402
+from harness import ENVIRONMENT, ROOT, parsed, run_for, write_json  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 STEPS = 10
@@ -52,11 +52,9 @@ class Parts:
     def run(self, name: str, command: list[str], seconds: float, cpu: bool = False) -> bool:
         """Whether the command ended well; its output is kept beside the figures."""
         seconds = min(seconds, max(self._end - time.monotonic(), 1.0))
-        environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
-        if cpu:
-            environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"OMP_NUM_THREADS": "2"}
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "2", **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
+        if not cpu:
+            del environment["DS_ACCELERATOR"]
         start = time.monotonic()
         log = self.output / f"{name}.log"
         with log.open("w", encoding="utf-8") as stream:
