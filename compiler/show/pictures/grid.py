@@ -103,20 +103,16 @@ def draw(subject: Subject, width: float, *, axis: str | None = None, rank: int |
         title = f"Ranks, coloured by {chosen}"
         words = f"Neighbours on {chosen} are {stride} {'rank' if stride == 1 else 'ranks'} apart."
     else:
-        sketch.legend([("ink", f"rank {rank}"), *_group_legend(subject, rank)])
+        entries = [("ink", f"rank {rank}")]
+        for each in subject.axes:
+            ranks = AxisGroups(grid, (each,)).of_rank(rank)
+            nodes = len({one // cluster.gpus_per_node for one in ranks})
+            words = f"{each}: splits {SPLITS[each]}, {len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}"
+            entries.append((each, words))
+        sketch.legend(entries)
         title = f"The groups of rank {rank}"
         words = f"Rank {rank} is at {_place(subject, rank)}."
     return sketch.picture(title, world, f"{world}. {words}")
-
-
-def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
-    grid, per_node = subject.plan.groups.grid, subject.plan.spec.cluster.gpus_per_node
-    found: list[tuple[str, str]] = []
-    for axis in subject.axes:
-        ranks = AxisGroups(grid, (axis,)).of_rank(rank)
-        nodes = len({one // per_node for one in ranks})
-        found.append((axis, f"{axis}: splits {SPLITS[axis]}, {len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}"))
-    return found
 
 
 def _place(subject: Subject, rank: int) -> str:

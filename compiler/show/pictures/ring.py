@@ -32,13 +32,15 @@ class _Ring:
     layout: CpLayout
     blocks: Mapping[KeySource, tuple[Block, ...]]
     shares: Mapping[KeySource, Fraction]
+    """The part of a rank's queries × a source's keys that is computed."""
 
     @classmethod
     def of(cls, subject: Subject) -> _Ring:
         parallelism = subject.plan.spec.parallelism
         layout, context = parallelism.cp_layout, parallelism.context
         blocks = source_blocks(layout, context.ring_ranks)
-        shares = {kind: share(found, layout.chunks_per_rank) for kind, found in blocks.items()}
+        areas = {kind: sum((block.area for block in found), Fraction(0)) for kind, found in blocks.items()}
+        shares = {kind: area / layout.chunks_per_rank**2 for kind, area in areas.items()}
         return cls(context, layout, blocks, shares)
 
     @property
@@ -154,11 +156,6 @@ def _blocks(sketch: Sketch, x: float, y: float, side: float, blocks: tuple[Block
             continue
         # The diagonal itself is one token wide: too little to be seen.
         sketch.add(Area(((left, top), (left, top + height), (left + width, top + height)), "full"))
-
-
-def share(blocks: tuple[Block, ...], chunks: int) -> Fraction:
-    """The part of a rank's queries × a source's keys that is computed."""
-    return sum((block.area for block in blocks), Fraction(0)) / chunks**2
 
 
 def words(part: Fraction) -> str:
