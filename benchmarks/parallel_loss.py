@@ -107,7 +107,10 @@ def run_rank(_: int, rounds: int, tokens: int) -> list[dict]:
     return rows
 
 
-def show(rows: list[dict]) -> None:
+def main() -> None:
+    options = parsed(__doc__, rounds=(5, "steps of each method"), tokens=(1024, "T"), json=JSON)
+    rows, *_ = run_local(RANKS, run_rank, options.rounds, options.tokens, timeout=TIMEOUT)
+    write_json(options.json, rows)
     ours = {one["dtype"]: one for one in rows if one["method"] == "ours"}
     heads("dtype", "method", "step ms", "time / ours (quartiles)", "CPU / ours", "sent MB", "peak MB")
     for one in rows:
@@ -116,13 +119,6 @@ def show(rows: list[dict]) -> None:
         taken, share = f"{1e3 * quartiles(one['seconds'])[1]:.0f}", spread(ratios(one["seconds"], base["seconds"]))
         sizes = f"{one['sent_bytes'] / 1e6:.2f}", f"{one['peak_bytes'] / 1e6:.0f}"
         row(one["dtype"].removeprefix("torch."), one["method"], taken, share, f"{cpu:.2f}", *sizes)
-
-
-def main() -> None:
-    options = parsed(__doc__, rounds=(5, "steps of each method"), tokens=(1024, "T"), json=JSON)
-    rows, *_ = run_local(RANKS, run_rank, options.rounds, options.tokens, timeout=TIMEOUT)
-    write_json(options.json, rows)
-    show(rows)
 
 
 if __name__ == "__main__":

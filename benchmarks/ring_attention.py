@@ -278,11 +278,6 @@ def report(found: dict[str, Any]) -> None:
         for name, errors in part["errors"].items():
             print(f"  {name:18} {errors[0]:.1e} {errors[1]:.1e}")
     print("\ngoals")
-    print_goals(found)
-
-
-def print_goals(found: dict[str, Any]) -> None:
-    """Each goal with what was measured: the median with its quartiles, or the figure."""
     for part in found["times"]:
         _goals_of_times(part)
     for part in found["wire"]:
@@ -320,6 +315,7 @@ def _goals_of_times(part: dict[str, Any]) -> None:
 def _goal(
     part: dict[str, Any], what: str, values: list[float], *, least: float | None = None, most: float | None = None
 ) -> None:
+    """Prints what was measured, the median with its quartiles or the figure, and whether it meets a goal."""
     way = {None: "", False: " forward", True: " forward + backward"}[part.get("backward")]
     low, middle, high = quartiles(values)
     said = f"  {part['dtype']} {part['length']}{way}: {what} {middle:.3f}"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import JSON, heads, parsed, ratios, row, seconds_in_turns, spread, write_json
 from meters import TIMEOUT, kept_bytes, measured
-from peers.tensor_parallel import absent, parts_of, say_absent, with_autotp, with_megatron
+from peers.tensor_parallel import absent, parts_of, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -246,7 +246,13 @@ def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, 
     return [{"size": name, "dtype": str(dtype), **one, "kept_bytes": kept[method]} for method, one in found]
 
 
-def show(report: list[dict]) -> None:
+def main() -> None:
+    sizes = "", "only the blocks whose name contains this"
+    options = parsed(__doc__, rounds=(15, "steps of each method"), sizes=sizes, json=JSON)
+    report, *_ = run_local(RANKS, run_rank, options.rounds, options.sizes, timeout=TIMEOUT)
+    with LocalWorld(1, process_group=False) as world:
+        (host,) = world.run(host_overhead, options.rounds, timeout=TIMEOUT)
+    write_json(options.json, report)
     ours_seconds = {}
     for one in report:
         if one["method"] in ("ours", "ours + sp"):
@@ -259,18 +265,9 @@ def show(report: list[dict]) -> None:
         sizes = f"{one['sent_bytes'] / 1e6:.2f}", *(f"{one[what] / 1e6:.1f}" for what in ("kept_bytes", "peak_bytes"))
         names = one["size"], one["dtype"].removeprefix("torch."), one["method"]
         row(*names, wall, spread(ratios(one["seconds"], base)), cpu, one["calls"], *sizes)
-
-
-def main() -> None:
-    sizes = "", "only the blocks whose name contains this"
-    options = parsed(__doc__, rounds=(15, "steps of each method"), sizes=sizes, json=JSON)
-    report, *_ = run_local(RANKS, run_rank, options.rounds, options.sizes, timeout=TIMEOUT)
-    with LocalWorld(1, process_group=False) as world:
-        (host,) = world.run(host_overhead, options.rounds, timeout=TIMEOUT)
-    write_json(options.json, report)
-    show(report)
     print("\nhost, µs per block:", ", ".join(f"{method} {value:+.0f}" for method, value in host.items()))
-    say_absent()
+    for name, reason in absent().items():
+        print(f"absent: {name} ({reason})")
 
 
 if __name__ == "__main__":
