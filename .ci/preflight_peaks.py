@@ -37,8 +37,10 @@ from parcompile.units import format_bytes
 TOLERANCE, NEAR = 0.03, 0.01
 
 _ROWS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-MODELS = {name: {**_ROWS["llama"], **row} for name, row in _ROWS.items()}
+LLAMA = _ROWS["llama"]
+MODELS = {name: {**LLAMA, **row} for name, row in _ROWS.items()}
 """What differs from the first, by name."""
+GEMMA = MODELS.pop("gemma2")
 
 
 PARTS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
@@ -77,7 +79,7 @@ def drawn(seed: int, count: int, *, in_parts: bool = False, of_types: bool = Fal
     `in_parts`: they recompute named parts of layers; `of_types`: of one model type after the other.
     """
     dice = random.Random(seed)
-    models = {name: row for name, row in MODELS.items() if in_parts or name != "gemma2"}
+    models = {**MODELS, "gemma2": GEMMA} if in_parts else MODELS
     names = sorted(FAMILIES)
     dice_of_types = random.Random(seed)
     while count:
