@@ -8,76 +8,44 @@ weight is further from one process than 1e-5 (relative).
 
 from __future__ import annotations
 
-import argparse
+import functools
+import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import yaml
+from matrix import logged, parsed, table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
-
-TP, CP, BOTH = {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}
-EXAMPLES = (
-    ("llama-3/fft-8b.yaml", "llama", TP),
-    ("llama-3/fft-8b-liger-fsdp.yaml", "llama", CP),
-    ("llama-3/lora-1b.yml", "llama", TP),
-    ("llama-3/lora-8b.yml", "llama", CP),
-    ("llama-3/lora-1b-sample-packing-sequentially.yml", "llama", TP),
-    ("llama-3/lora-1b-kernels.yml", "llama", BOTH),
-    ("llama-3/3b-qat-fsdp2.yaml", "llama", {"tp": 2, "sequence_parallel": True}),
-    ("llama-3/qlora-1b.yml", "llama", {"cp": 2, "cp_implementation": "ulysses", "cp_layout": "contiguous"}),
-    ("llama-2/fft_optimized.yml", "llama", {"cp": 2, "cp_implementation": "all_gather"}),
-    ("llama-2/lora.yml", "llama", TP),
-    ("mistral/config.yml", "mistral", CP),
-    ("mistral/lora.yml", "mistral", TP),
-    ("mistral/mixtral/mixtral.yml", "mixtral", TP),
-    ("qwen2/qlora-fsdp.yaml", "qwen2", CP),
-    ("qwen3/8b-qat-fsdp2.yml", "qwen3", TP),
-    ("qwen3/8b-lora-fused-attn.yaml", "qwen3", CP),
-    ("gemma2/qlora.yml", "gemma2", TP),
-    ("phi/phi3-ft.yml", "phi3", CP),
-    ("olmo3/olmo3-7b-qlora.yaml", "olmo3", TP),
-    ("cohere/command-r-7b-qlora.yml", "cohere2", CP),
+EXAMPLES: list[tuple[str, str, dict[str, Any]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
 )
 """Each with a family and a layout."""
 
 
-def main() -> int:
-    """One row for each example."""
+def compared(file: Path, family: str, layout: dict[str, Any]) -> list[Any]:
     from axolotl_runs import compare
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("examples", type=Path)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=len(EXAMPLES))
-    options = parser.parse_args()
-    print("| example | model and layout | log | norm | weights |\n|---|---|---|---|---|")
-    failed, chosen = 0, EXAMPLES[options.first : options.first + options.count]
-    for name, family, layout in chosen:
+    world = layout.get("tp", 1) * layout.get("cp", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(yaml.safe_load(file.read_text()), family, world, layout, Path(folder))
+
+
+def cells(found: list[Any]) -> tuple[str, ...]:
+    log, of, *others = logged(found)
+    return f"{log} ({of})", *others
+
+
+def main() -> int:
+    """One row for each example."""
+    options = parsed(__doc__, ("examples", {"type": Path}), first=0, count=len(EXAMPLES))
+    runs = []
+    for name, family, layout in EXAMPLES[options.first : options.first + options.count]:
         sizes = ", ".join(f"{axis} {size}" for axis, size in layout.items())
-        world = layout.get("tp", 1) * layout.get("cp", 1)
-        try:
-            given = yaml.safe_load((options.examples / name).read_text())
-            with tempfile.TemporaryDirectory() as folder:
-                found = compare(given, family, world, layout, Path(folder))
-        except Exception as error:  # a rank's, whose message says what failed
-            print(f"| {name} | {family}, {sizes} | {str(error).strip().splitlines()[-1][:400]} |", flush=True)
-            failed += 1
-            continue
-        worst = max(found, key=lambda one: one.ratio)
-        failed += worst.ratio > 1
-        log = max((one for one in found if one.what.startswith("log")), key=lambda one: one.difference)
-        norm = max(one.difference for one in found if one.what.endswith("grad_norm"))
-        weights = max(one.difference for one in found if one.what.startswith("parameters"))
-        mark = f" {worst.text}" if worst.ratio > 1 else ""
-        of = log.what.split("] ")[-1]
-        print(
-            f"| {name} | {family}, {sizes} | {log.difference:.1e} ({of}) | {norm:.1e} | {weights:.1e} |{mark}",
-            flush=True,
-        )
-    print(f"\n{len(chosen) - failed} of {len(chosen)} within their limits")
-    return int(failed > 0)
+        run = functools.partial(compared, options.examples / name, family, layout)
+        runs.append((f"{name} | {family}, {sizes}", run))
+    return table(("example", "model and layout", "log", "norm", "weights"), runs, cells)
 
 
 if __name__ == "__main__":

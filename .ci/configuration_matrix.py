@@ -38,53 +38,17 @@ SIZES = frozenset({"hidden_size", "vocab_size", "max_position_embeddings", "mode
 """Keys that every configuration of the tests sets, and none varies here."""
 
 
-INTRODUCTION = """# Drawn configurations
-
-Configurations of every family, drawn over the keys of its class that change numbers, trained three AdamW steps with
-clipping on live ranks (gloo, fp32), and with plain transformers and torch in one process. *Equal*: every loss, gradient
-norm and parameter within 1e-5 relative. *Rounded*: further apart in fp32, and within ten times what a change of the
-last bits of the weights (1e-7 relative) does to transformers alone, at most 1e-3, or within 1e-6 where both compute in
-fp64.
-*Refused*: the message names a key that was drawn. *No model*: transformers builds none. The suite trains a sample; the
-tables were written by `python .ci/configuration_matrix.py run LOG` and `write LOG docs/configurations.md`.
-
-Over dp 2 x ep 2 no draw of a family with experts adds the loss that balances experts (`output_router_logits`). Each
-micro-batch is balanced alone there, as under DeepSpeed and Megatron-LM; one process would balance both as one.
-
-Why a run can be *rounded* and right: relu, top-k routers and clamps have edges, and a sum in another order can fall on
-the other side of one. A LongCat-Flash with relu over dp 2 x ep 2 came out 1.5e-4 off in the gradient norm of its third
-step; everything before was equal. One number in front of the dense relu had another sign: 3.5e-07 on the ranks and
--4.5e-08 in one process, where such numbers are 0.5 in the mean. No router chose otherwise. One process in fp64 is
-within 1.0e-07 of the ranks, and 1.5e-4 off one process in fp32. Two of four changes of the last bits of the weights
-move transformers alone as far. With silu the runs are equal.
-"""
-
-NOISE = """## Both sides of the noise
-
-The numbers of these families move far by themselves. Each draw has two differences: of the ranks from one process, and
-of transformers alone from itself when the last bits of its weights change (1e-7 relative; the most of three changes).
-Each is the largest of all losses, gradient norms and parameters in three steps. Keys for which a draw is refused are
-left out of it. The table is written from `python .ci/configuration_matrix.py run LOG --noise --family NAME …`.
-"""
-NEVER = """## Keys that no draw varies
-
-The classes or the models' code read them, and no draw of the family sets them. Dropouts and jitters are 0 here: they
-are drawn by the place in the batch, and have tests of their own.
-"""
-PLUMBING = frozenset(
-    {
-        *(
-            "_attn_implementation",
-            "_auto_class",
-            "attribute_map",
-            "base_config_key",
-            "extra_config_files",
-            "extra_files",
-        ),
-        *("base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "inputs_embeds"),
-        *("get_text_config", "text_config", "vision_config", "sub_configs_defaults", "per_layer_config", "num_labels"),
-    }
+INTRODUCTION, NOISE, NEVER = (
+    f"{part.rstrip()}\n"
+    for part in re.split(r"^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"), flags=re.M)
 )
+
+PLUMBING = {
+    *("_attn_implementation", "_auto_class", "attribute_map", "base_config_key", "base_model_ep_plan"),
+    *("base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "extra_config_files", "extra_files"),
+    *("get_text_config", "inputs_embeds", "num_labels", "per_layer_config", "sub_configs_defaults", "text_config"),
+    *("vision_config",),
+}
 """What the code reads of a configuration that no `config.json` of a text model sets."""
 DRAWS = 40
 """Draws of a family that are looked at for the keys that they set."""

@@ -8,21 +8,15 @@ no wait. It takes about 2 seconds of one core for a run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+from matrix import parsed
 
 
 def main() -> int:
     """The table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("families", nargs="*")
-    options = parser.parse_args()
+    options = parsed(__doc__, ("families", {"nargs": "*"}), draws=1)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from cuda_runs import CudaRun, drawn, run
 

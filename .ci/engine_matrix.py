@@ -27,31 +27,10 @@ from parcompile.runtime.prove.ranks.cells import cell_of, text_of
 from parcompile.show.pictures import SMALL, Box, Picture, Sketch, Text
 from parcompile.show.pictures.svg import svg
 
-START = """# Engines beside one process
-
-Cells of [`parcompile prove`](prove.md), drawn so that each pair of features meets: the same tiny models, batches and
-optimizer in an engine's own ranks and in one plain process. A command for each engine writes its certificate on two
-cores, in minutes, and `--verify` runs it again:
-
-```bash
-@COMMANDS@
-parcompile prove --verify docs/certificates/@FIRST@.json
-```
-
-`python .ci/engine_matrix.py > docs/engines.md` makes this page of the certificates. `--engine NAME --cell "TEXT"` runs
-a cell of a table alone. Of a red cell the first wrong place is named; its script runs with `torchrun`, and imports
-upstream alone. It fails, and passes without the suspected feature (`--without`). Other versions of an engine run in
-interpreters that `.ci/engine_matrix.py --interpreter` makes. A *shim* is what an adapter replaces
-so that an engine runs on CPUs: a cell with one says less about GPUs.
-"""
-GLANCE = """## At a glance
-
-Each number counts the cells with a feature that are equal, or differ by rounding. **Red** names the other features
-that the feature needs to be red: those that are left when nothing more can be turned off. A dash: no such cell was
-drawn, or the adapter has none. Red cells of other versions are not shrunk: their table has them.
-
-![Features of engines beside one process](pictures/engines/matrix.svg)
-"""
+START, GLANCE = (
+    f"{part.rstrip()}\n"
+    for part in re.split(r"^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"), flags=re.M)
+)
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURE = DOCS / "pictures" / "engines" / "matrix.svg"
 SIGN = {"equal": "equal", "rounding": "rounding", "red": "**red**", "not runnable": "not runnable"}
@@ -112,10 +91,13 @@ def page(proved: Mapping[str, Certificate]) -> str:
     ]
     start = START.replace("@COMMANDS@", "\n".join(commands)).replace("@FIRST@", next(iter(proved)))
     head = f"| engine | versions | {' | '.join(SIGN)} |\n|---|---|---|---|---|---|"
-    summary = [
-        f"| {name} | {_versions(one)} | {' | '.join(map(str, one.counts.values()))} |" for name, one in proved.items()
-    ]
-    text = "\n".join([start, head, *summary, "", GLANCE, *_glance(proved), *_tables(proved, scripts)]).rstrip() + "\n"
+    summary = []
+    for name, one in proved.items():
+        versions = ", ".join(f"{package} {version}" for package, version in one.versions.items() if package != "python")
+        summary.append(f"| {name} | {versions} | {' | '.join(map(str, one.counts.values()))} |")
+    seen = [f"| | {' | '.join(proved)} |\n|---|{'---|' * len(proved)}"]
+    seen += [f"| {label} | {' | '.join(map(str, entries.values()))} |" for label, entries in glance(proved).items()]
+    text = "\n".join([start, head, *summary, "", GLANCE, *seen, "", *_tables(proved, scripts)]).rstrip() + "\n"
     return text + _beside(text)
 
 
@@ -127,10 +109,6 @@ def _beside(text: str) -> str:
             title, said, *_ = file.read_text(encoding="utf-8").removeprefix('"""').split("\n\n")
             lines.append(f"- {title.removesuffix('.')}. {' '.join(said.split())} [script](red_cells/{file.name})")
     return "\n".join(["", "## Found in other cells", "", *lines, ""]) if lines else ""
-
-
-def _versions(one: Certificate) -> str:
-    return ", ".join(f"{name} {version}" for name, version in one.versions.items() if name != "python")
 
 
 def _scripts(proved: Mapping[str, Certificate]) -> dict[Shown, list[tuple[Mapping[str, Any], str]]]:
@@ -205,13 +183,6 @@ def glance(proved: Mapping[str, Certificate]) -> dict[str, dict[str, Entry]]:
                 rows[label][name].red = True
                 rows[label][name].needs |= set(few.values()) - {label}
     return rows
-
-
-def _glance(proved: Mapping[str, Certificate]) -> Iterator[str]:
-    yield f"| | {' | '.join(proved)} |\n|---|{'---|' * len(proved)}"
-    for label, entries in glance(proved).items():
-        yield f"| {label} | {' | '.join(map(str, entries.values()))} |"
-    yield ""
 
 
 def picture(proved: Mapping[str, Certificate]) -> Picture:

@@ -12,54 +12,47 @@ change of the last bits of the weights explains (`tests/runtime/closeness.py`).
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+from matrix import heads, parsed, row, table
 
 
 def main() -> int:
     """One row for each layout, or for each layout that runs go on from."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", action="store_true", help="from every layout to every other")
-    parser.add_argument("--routers", action="store_true", help="with losses of routers")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    options = parser.parse_args()
+    options = parsed(
+        __doc__,
+        resume=(False, "from every layout to every other"),
+        routers=(False, "with losses of routers"),
+        first=0,
+        count=100,
+    )
     chosen = slice(options.first, options.first + options.count)
-    failed = _resume(chosen) if options.resume else _train(chosen, routers=options.routers)
-    print(f"\n{failed} further than their limits")
-    return int(failed > 0)
+    return _resume(chosen) if options.resume else _train(chosen, routers=options.routers)
 
 
 def _train(chosen: slice, *, routers: bool) -> int:
-    from closeness import largest
     from expert_runs import compare, families, further, subsets
     from router_runs import compare as compare_routers
     from router_runs import drawn
 
-    print("| model | layout | loss | norm | parameters |\n|---|---|---|---|---|")
-    failed = 0
-    for case in (drawn() if routers else [*subsets(), *further(), *families()])[chosen]:
-        found = (compare_routers if routers else compare)(case)
-        failed += max(one.ratio for one in found) > 1
-        numbers = " | ".join(f"{largest(found, what):.1e}" for what in ("losses", "norms", "parameters"))
-        print(f"| {case.model} | {case.text} | {numbers} |", flush=True)
-    return failed
+    compared = compare_routers if routers else compare
+    cases = (drawn() if routers else [*subsets(), *further(), *families()])[chosen]
+    runs = [(f"{case.model} | {case.text}", functools.partial(compared, case)) for case in cases]
+    return table(("model", "layout", "loss", "norm", "parameters"), runs)
 
 
 def _resume(chosen: slice) -> int:
     from expert_runs import RESUMED, resumed
 
-    names = [case.text for case in RESUMED]
-    print(f"| from \\ to | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    heads("from \\ to", *(case.text for case in RESUMED))
     failed = 0
     for case in RESUMED[chosen]:
         found = resumed(case)
         failed += sum(one.ratio > 1 for one in found)
-        print(f"| {case.text} | {' | '.join(f'{one.difference:.1e}' for one in found)} |", flush=True)
-    return failed
+        row(case.text, *(f"{one.difference:.1e}" for one in found))
+    print(f"\n{failed} further than their limits")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -32,23 +32,7 @@ SETS = {
 }
 """ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_ENABLE_INSTRUCTIONS."""
 
-START = """# Margins of the numeric tests
-
-How near to its limit every numeric test comes. A number is compared with a reference, relative to the reference's norm.
-Its limit is what sums in another order cost (1e-5 in fp32, 1e-12 in fp64, others where a test says so), or ten times
-what a change of 1e-7 of each weight does to the reference itself, and never more than 1e-3 for that reason
-(`tests/runtime/closeness.py`). A test fails where a number uses more than a third of its limit: another processor
-rounds otherwise. *Noise* is that change of the reference, where the first limit alone was nearly used up.
-
-`python .ci/margins.py` runs every numeric test with `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA`,
-`MKL_ENABLE_INSTRUCTIONS` and `OMP_NUM_THREADS` set, and writes the page; `python .ci/margins.py --read FOLDER …` writes
-it from the folders of `pytest --margins FOLDER`. `tests/runtime/test_instruction_sets.py` runs a sample in the suite.
-
-{variants}
-
-A row is a test with all of its cases that ran. Its numbers are those of the worst, which ran *under* that instruction
-set and that number of threads.
-"""
+START = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 
 
 def environment(isa: str, threads: int) -> dict[str, str]:

@@ -8,36 +8,20 @@ process than `tests/runtime/closeness.py` allows.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+from matrix import ROOT, numbers, parsed
 
-START = """# Optimizers beside one process
-
-Layouts drawn with their family, ZeRO stage, accumulation, clipping (0.5 is active, 1000 is not) and optimizer,
-trained three steps on live ranks (gloo, fp32), and with transformers and torch's own optimizers in one process.
-Newton-Schulz runs in fp32 on both sides; the page [Training](training.md#optimizers) says what bf16 does. "On the
-host" is `zero.offload_optimizer`; a falling rate warms up for two steps and falls. Numbers are the largest relative
-differences. Their limit is 1e-5 or, if that is more, ten times what a change of the last bits of the weights does to
-one process: it moves norms of this qwen3_next by 1e-4. Differences stay within a third of the limit. `python
-.ci/optimizer_matrix.py --write` makes this page again.
-
-| | layout | family | ZeRO | accumulation | clipping | optimizer | loss | norm | parameters |
-|---|---|---|---|---|---|---|---|---|---|"""
+START = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").rstrip()
 
 
 def main() -> int:
     """The page, written or on standard output."""
-    from closeness import ROOM, largest
+    from closeness import ROOM
     from optimizer_runs import compare, draw
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=48)
-    parser.add_argument("--write", action="store_true")
-    given, worst, rows = parser.parse_args(), 0.0, [START]
+    given, worst, rows = parsed(__doc__, cells=48, write=False), 0.0, [START]
     for number in range(given.cells):
         cell = draw(number)
         margins = compare(cell)
@@ -50,11 +34,8 @@ def main() -> int:
         words = ", ".join(
             [cell.optimizer, *said.get(cell.optimizer, []), *(one for one, is_so in further.items() if is_so)]
         )
-        values = " | ".join(
-            f"{one:.1e}" for one in (largest(margins, what) for what in ("losses", "norms", "parameters"))
-        )
         layout = f"{cell.layout} | {cell.family} | {cell.zero} | {cell.accumulation} | {cell.clip:g}"
-        rows.append(f"| {number} | {layout} | {words} | {values} |")
+        rows.append(f"| {number} | {layout} | {words} | {' | '.join(numbers(margins))} |")
         print(rows[-1], file=sys.stderr, flush=True)
     page = "\n".join([*rows, f"\nThe largest share of its limit that a difference takes is {worst:.2f}.\n"])
     if given.write:

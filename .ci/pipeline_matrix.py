@@ -13,12 +13,12 @@ a change of the last bits of the weights explains (`tests/runtime/closeness.py`)
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+from matrix import parsed, table
 
 FURTHER: dict[str, dict[str, Any]] = {
     "offload": {"on_host": True},
@@ -35,33 +35,13 @@ FURTHER: dict[str, dict[str, Any]] = {
 
 def main() -> int:
     """One row for each drawn plan."""
-    from importlib import import_module
-
-    from closeness import largest
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=8, help="of the largest plan")
-    parser.add_argument("--draws", choices=("pipelines", "stages", *FURTHER), default="pipelines")
-    options = parser.parse_args()
+    draws = ["pipelines", "stages", *FURTHER]
+    options = parsed(__doc__, first=0, count=100, ranks=(8, "of the largest plan"), draws=("pipelines", None, draws))
     drawn = import_module("drawn_pipelines" if options.draws == "pipelines" else "drawn_stages")
-    further = FURTHER.get(options.draws, {})
-    print("| plan | loss | norm | parameters |\n|---|---|---|---|")
-    failed = 0
-    for number in range(options.first, options.first + options.count):
-        plan, text = drawn.draw(number, options.ranks, **further)
-        try:
-            found = drawn.compare(plan)
-        except Exception as error:  # a rank's, whose message says what failed
-            print(f"| {text} | {str(error).strip().splitlines()[-1][:300]} |", flush=True)
-            failed += 1
-            continue
-        failed += max(one.ratio for one in found) > 1
-        numbers = " | ".join(f"{largest(found, what):.1e}" for what in ("losses", "norms", "parameters"))
-        print(f"| {text} | {numbers} |", flush=True)
-    print(f"\n{options.count - failed} of {options.count} within their limits")
-    return int(failed > 0)
+    numbers = range(options.first, options.first + options.count)
+    plans = [drawn.draw(number, options.ranks, **FURTHER.get(options.draws, {})) for number in numbers]
+    runs = [(text, functools.partial(drawn.compare, plan)) for plan, text in plans]
+    return table(("plan", "loss", "norm", "parameters"), runs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import re
 import statistics
@@ -35,46 +36,14 @@ from parcompile.units import format_bytes
 
 TOLERANCE, NEAR = 0.03, 0.01
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
-EXPERTS: dict[str, Any] = {**LLAMA, "intermediate_size": 4096, "vocab_size": 32000, "num_key_value_heads": 32}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "llama, tied": {**LLAMA, "tie_word_embeddings": True},
-    "qwen2": {**LLAMA, "model_type": "qwen2", "hidden_size": 4096, "vocab_size": 32000},
-    "qwen3": {**LLAMA, "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128},
-    "mixtral": {**EXPERTS, "model_type": "mixtral", "num_local_experts": 8},
-    "qwen3_moe": {
-        **EXPERTS,
-        "model_type": "qwen3_moe",
-        "head_dim": 64,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 768,
-    },
-    "deepseek_v3": {
-        **EXPERTS,
-        "model_type": "deepseek_v3",
-        "moe_intermediate_size": 1024,
-        "first_k_dense_replace": 2,
-        "n_routed_experts": 32,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-    },
-}
+_ROWS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LLAMA = _ROWS["llama"]
+MODELS = {name: {**LLAMA, **row} for name, row in _ROWS.items()}
+"""What differs from the first, by name."""
+GEMMA = MODELS.pop("gemma2")
 
 
 PARTS = ("norms", "attention", "mlp", "attention+norms", "mlp+norms", "attention+mlp", "attention+mlp+norms")
-GEMMA = {**LLAMA, "model_type": "gemma2", "head_dim": 64, "query_pre_attn_scalar": 64}
 HEADS = re.compile("(^|_)heads$|^n_head$")
 """Keys of a small configuration that count heads: a model that is so many times as wide has `OF_HEAD` times fewer."""
 PER_HEAD = re.compile(

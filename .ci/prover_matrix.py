@@ -15,10 +15,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-ADAPTER = Path(__file__).parents[1] / "tests" / "runtime" / "mutants.py"
+from matrix import ROOT, parsed
+
+ADAPTER = ROOT / "tests" / "runtime" / "mutants.py"
 ENGINES = ("deepspeed", "transformers", "accelerate", "megatron")
 START = """# Proof of the prover
 
@@ -42,12 +43,13 @@ def main() -> int:
     """The page on standard output, what goes on on the other."""
     from parcompile.runtime.prove import Engine, prove
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--right", type=int, default=400, help="cells of the engine without a mistake")
-    parser.add_argument("--cells", type=int, default=20, help="at most so many of each mutant")
-    parser.add_argument("--only", default="", help="mutants whose name has this part")
-    parser.add_argument("--engines", action="store_true", help="mistakes in engines alone, the second part of the page")
-    options = parser.parse_args()
+    options = parsed(
+        __doc__,
+        right=(400, "cells of the engine without a mistake"),
+        cells=(20, "at most so many of each mutant"),
+        only=("", "mutants whose name has this part"),
+        engines=(False, "mistakes in engines alone, the second part of the page"),
+    )
     if options.engines:
         return in_engines(options)
     rows, found = list[str](), Counter[int]()

@@ -8,42 +8,29 @@ change of the last bits of the weights explains (`tests/runtime/closeness.py`).
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 import tempfile
-from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
+from matrix import logged, parsed, table
+
+
+def compared(run: Any) -> list[Any]:
+    from trl_runs import compare
+
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(run, folder)
 
 
 def main() -> int:
     """One row for each drawn script."""
-    from trl_runs import compare, draw
+    from trl_runs import draw
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=40)
-    options = parser.parse_args()
-    print("| script and plan | log | of | norm | weights |\n|---|---|---|---|---|")
-    failed = 0
-    for number in range(options.first, options.first + options.count):
-        run = draw(number)
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                found = compare(run, folder)
-        except Exception as error:  # a rank's, whose message says what failed
-            print(f"| {number}: {run.text} | {str(error).strip().splitlines()[-1][:300]} |", flush=True)
-            failed += 1
-            continue
-        failed += (worst := max(found, key=lambda one: one.ratio)).ratio > 1
-        log = max((one for one in found if one.what.startswith("log")), key=lambda one: one.difference)
-        norm = max(one.difference for one in found if one.what.endswith("grad_norm"))
-        weights = max(one.difference for one in found if one.what.startswith("parameters"))
-        mark = f" {worst.text}" if worst.ratio > 1 else ""
-        numbers = f"{log.difference:.1e} | {log.what.split('] ')[-1]} | {norm:.1e} | {weights:.1e}"
-        print(f"| {number}: {run.text} | {numbers} |{mark}", flush=True)
-    print(f"\n{options.count - failed} of {options.count} within their limits")
-    return int(failed > 0)
+    options = parsed(__doc__, first=0, count=40)
+    drawn = [(number, draw(number)) for number in range(options.first, options.first + options.count)]
+    runs = [(f"{number}: {run.text}", functools.partial(compared, run)) for number, run in drawn]
+    return table(("script and plan", "log", "of", "norm", "weights"), runs, logged)
 
 
 if __name__ == "__main__":

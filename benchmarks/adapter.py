@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from typing import Any
 
@@ -22,6 +21,7 @@ from harness import (
     JSON,
     check_losses,
     cpu_spec,
+    drawn_model,
     forget_peak,
     llama,
     parsed,
@@ -141,7 +141,13 @@ def run(methods: list[str], rounds: int, folder: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def main() -> None:
+    options = parsed(
+        __doc__, rounds=(7, "steps of each engine"), only=(METHODS, "some of the engines", METHODS), json=JSON
+    )
+    with drawn_model(MODEL) as folder:
+        rows = run(options.only, options.rounds, folder)
+    write_json(options.json, rows)
     tokens = SETTINGS["batch"] * SETTINGS["length"]
     table(
         rows,
@@ -153,21 +159,6 @@ def show(rows: list[dict[str, Any]]) -> None:
             "start s": lambda one: f"{one['start']:.2f}",
         },
     )
-
-
-def main() -> None:
-    options = parsed(
-        __doc__, rounds=(7, "steps of each engine"), only=(METHODS, "some of the engines", METHODS), json=JSON
-    )
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder)
-        rows = run(options.only, options.rounds, folder)
-    write_json(options.json, rows)
-    show(rows)
 
 
 if __name__ == "__main__":

@@ -91,21 +91,16 @@ def written(folders: Sequence[Path], kind: str) -> list[Path]:
     return [one for one in files if check_any(one).kind == kind]
 
 
-def filler_of(checked: Checked, file: Path) -> str:
-    tree = checked.document.tree if checked.document else None
-    found = usage_context(tree, file, UsageOptions()).filler
-    if found is None and checked.document is None and '"auto"' in checked.text.text:
-        found = "transformers"
-    return found if found in ("transformers", "accelerate", LIGHTNING) else "bare"
-
-
 def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
     checked = check_any(file, usage=NEWEST)
     tally.files += 1
     tally.kinds[checked.kind] += 1
     if checked.kind != DEEPSPEED:
         return
-    filler = filler_of(checked, file)
+    filler = usage_context(checked.document.tree if checked.document else None, file, UsageOptions()).filler
+    if filler is None and checked.document is None and '"auto"' in checked.text.text:
+        filler = "transformers"
+    filler = filler if filler in ("transformers", "accelerate", LIGHTNING) else "bare"
     if filler == LIGHTNING:
         tally.unjudged["files that Lightning fills"] += 1
         return
@@ -211,13 +206,6 @@ def pace(files: Sequence[Path]) -> float:
     for file in files:
         check_any(file)
     return len(files) / (time.process_time() - start)
-
-
-def files_per_second(files: Sequence[Path], rounds: int = 9) -> tuple[float, float, float]:
-    """Least, median and most of some rounds, each in a process of its own, which has kept nothing of the files."""
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
-        rates = fresh.map(pace, [files] * rounds, chunksize=1)
-    return min(rates), statistics.median(rates), max(rates)
 
 
 def of_megatron(sources: Sequence[Path], files: Sequence[Path]) -> Tally:
@@ -360,16 +348,13 @@ def of_deepspeed(files: Sequence[Path]) -> None:
         "remarks": tally.infos,
         "files that --fix changes": f"{tally.rewritten}, wrongly: {len(tally.rewritten_wrongly)}",
     }
-    if files:
-        low, middle, high = files_per_second(files)
-        figures["files per second"] = f"{middle:.0f} ({low:.0f} to {high:.0f}), one core"
-    lists = {
-        "false error": tally.false_errors,
-        "refusal without an error": tally.missed,
-        "false warning": tally.wrong_warnings,
-        "wrong fix": tally.rewritten_wrongly,
-    }
-    show(figures, lists)
+    if files:  # in nine rounds, each in a process of its own, which has kept nothing of the files
+        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as fresh:
+            rates = fresh.map(pace, [files] * 9, chunksize=1)
+        said = f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f}), one core"
+        figures["files per second"] = said
+    lists = {"false error": tally.false_errors, "refusal without an error": tally.missed}
+    show(figures, {**lists, "false warning": tally.wrong_warnings, "wrong fix": tally.rewritten_wrongly})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from harness import heads, parsed, ratios, row, seconds_in_turns, spread
-from torch import Tensor
 
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel, kept_memory
@@ -64,20 +63,14 @@ def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> None:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = seconds_in_turns(steps, rounds, clock)
     cells = [spread(ratios(seconds[f"fused {way}"], seconds[f"tiles {way}"])) for way in ("forward", "backward")]
-    errors = _key_errors(query, key, value, grad, band, scale, sums)
-    row(block, "causal" if band == CAUSAL else "full", *cells, errors)
-
-
-def _key_errors(
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, band: Band, scale: float, sums: dict[str, Gradients]
-) -> str:
     wide = [each.double() for each in (query, key, value)]
     out, lse = KERNELS["fused"].forward(*wide, band=band, scale=scale, terms=None)
     exact = Gradients(*map(torch.zeros_like, wide))
     read = Queries(wide[0], grad.double(), out, lse, scale)
     KERNELS["fused"].backward(read, *wide[1:], band=band, terms=None, into=exact)
     errors = [float((sums[name].key.double() - exact.key).norm() / exact.key.norm()) for name in ("fused", "tiles")]
-    return " · ".join(f"{error:.1e}" for error in errors)
+    said = " · ".join(f"{error:.1e}" for error in errors)
+    row(block, "causal" if band == CAUSAL else "full", *cells, said)
 
 
 def main() -> None:

@@ -34,9 +34,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from harness import cpu_spec, heads, llama, parsed, plan_of
+from harness import cpu_spec, heads, llama, parsed, plan_of, quartiles
 from harness import row as table_row
 
 LAYOUTS = {
@@ -185,7 +186,12 @@ def _train(folder: str, fault: dict[str, Any], mine: str) -> None:
                 _tell(folder, {"step": step})
                 return
             if mine == "nan" and step == fault["step"]:
-                _spoil(engine, folder, fault)
+                named = {name: one for name, one in engine.module.named_parameters() if ".layers." in name}
+                named = {name: one for name, one in named.items() if "mlp" in name}
+                name = list(named)[fault["draw"] % len(named)]
+                with torch.no_grad():
+                    named[name].view(-1)[0] = float("nan")  # a weight of one layer of this rank
+                _tell(folder, {"step": step, "layer": int(name.split(".layers.")[1].split(".")[0])})
             if mine == "growth":
                 kept.append(torch.ones(fault["megabytes"] * 2**18))
             if mine == "slow":
@@ -202,26 +208,8 @@ def _tell(folder: str, truth: dict[str, Any]) -> None:
     Path(folder, "truth.new").rename(Path(folder, "truth"))
 
 
-def _spoil(engine: Any, folder: str, fault: dict[str, Any]) -> None:
-    """A weight of one layer of this rank is no number."""
-    import torch
-
-    names = [name for name, _ in engine.module.named_parameters() if ".layers." in name and "mlp" in name]
-    name = names[fault["draw"] % len(names)]
-    layer = int(name.split(".layers.")[1].split(".")[0])
-    with torch.no_grad():
-        dict(engine.module.named_parameters())[name].view(-1)[0] = float("nan")
-    _tell(folder, {"step": fault["step"], "layer": layer})
-
-
-class _Done:
-    """In place of a message that was not posted."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
+_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+"""In place of a message that was not posted."""
 
 
 class Injected:
@@ -300,11 +288,11 @@ class Injected:
         )
         kind = self.fault["class"]
         if kind == "skip":
-            return _Done()
+            return _DONE
         if kind == "swap":
             self.late = lambda: method(group, *args, **options)
             self.late.__code__ = self.late.__code__.replace(co_filename="/torch/injected.py")  # type: ignore[attr-defined]
-            return _Done()
+            return _DONE
         if kind == "size":
             x = _first(args)
             wrong = x.new_zeros(x.numel() + 8)
@@ -356,7 +344,10 @@ def run_once(context: Any, layout: str, fault: dict[str, Any], folder: Path) -> 
         if (folder / "truth").exists() and fault["class"] not in ("slow", "growth"):
             end = min(end, time.monotonic() + (9 if "plain" in fault else 18))
     (folder / "over").touch()
-    goes_on = all(one.is_alive() for one in ranks) and _last_step(folder) > fault["step"] + 1
+    file = folder / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    last = int(json.loads(lines[-1])["step"]) if lines else 0
+    goes_on = all(one.is_alive() for one in ranks) and last > fault["step"] + 1
     if "plain" in fault:  # ranks that are done end a moment after their dumps
         dumps = [folder / f"trace_{rank}" for rank in range(4)]
         _wait(10, lambda: all(dump.exists() or not one.is_alive() for dump, one in zip(dumps, ranks, strict=True)))
@@ -381,12 +372,6 @@ def _wait(seconds: float, is_reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _last_step(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
 def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[str, bool]:
     """What of a verdict is right."""
     kind = fault["class"]
@@ -398,32 +383,23 @@ def right(fault: dict[str, Any], truth: dict[str, Any], verdict: Any) -> dict[st
     return found | {name: getattr(verdict, name) == truth[name] for name in names}
 
 
-def _left(folder: Path) -> list[Path]:
-    """What a run has left, without the output of its ranks."""
-    return [one for one in (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*")) if one.exists()]
-
-
-def draw_of(seed: int, kind: str, layout: str, number: int) -> dict[str, Any]:
-    """The fault of one draw: its rank, step, place in the step, and how large it is."""
-    drawn = random.Random(f"{seed} {kind} {layout} {number}")
-    fault = {"class": kind, "rank": drawn.randrange(4), "draw": drawn.randrange(1000), "step": drawn.randrange(3, 7)}
-    fault |= {"seconds": drawn.uniform(0.2, 0.4), "megabytes": drawn.choice((8, 16))}
-    return fault if layout in LAYOUTS else {**fault, "plain": layout}
-
-
 def try_one(
     context: Any, options: argparse.Namespace, root: Path, kind: str, layout: str, number: int
 ) -> dict[str, Any]:
     """One run, and what doctor says of it."""
     from parcompile.doctor import judge, read_all
 
-    began, load, fault = time.time(), os.getloadavg()[0], draw_of(options.seed, kind, layout, number)
+    began, load, drawn = time.time(), os.getloadavg()[0], random.Random(f"{options.seed} {kind} {layout} {number}")
+    fault = {"class": kind, "rank": drawn.randrange(4), "draw": drawn.randrange(1000), "step": drawn.randrange(3, 7)}
+    fault |= {"seconds": drawn.uniform(0.2, 0.4), "megabytes": drawn.choice((8, 16))}
+    fault |= {} if layout in LAYOUTS else {"plain": layout}
     folder = root / f"{kind}-{layout}-{number}"
     folder.mkdir()
     is_whole = run_once(context, layout, fault, folder)
     told = folder / "truth"
     truth = json.loads(told.read_text()) if told.exists() else None
-    verdict = judge(read_all(_left(folder)))
+    left = (folder / "records", folder / "metrics.jsonl", *folder.glob("trace_*"))  # without the output of ranks
+    verdict = judge(read_all(one for one in left if one.exists()))
     row = {"seed": options.seed, "class": kind, "layout": layout, "draw": number, "rank": fault["rank"]}
     row |= {"load": round(load, 1), "seconds": round(time.time() - began, 1), "truth": truth, "right": None, "why": ""}
     row |= {"kind": verdict.kind, "cause": verdict.cause, "ranks": verdict.ranks, "said": verdict.summary[:300]}
@@ -560,8 +536,8 @@ def overhead(pairs_asked: int) -> None:
 
     for rank, pairs in enumerate(run_local(2, partial(_measure, pairs=pairs_asked), timeout=3600)):
         without = statistics.median(one[False] for one in pairs)
-        more = sorted((one[True] - one[False]) / without for one in pairs)
-        low, middle, high = (more[int(len(more) * share)] for share in (0.25, 0.5, 0.75))
+        more = [(one[True] - one[False]) / without for one in pairs]
+        low, middle, high = quartiles(more)
         said = f"{middle:+.2%} with the recorder (middle half of {len(more)} pairs {low:+.2%} to {high:+.2%})"
         print(f"rank {rank}: {without * 1e3:.0f} ms of processor time a step, {said}; load {os.getloadavg()[0]:.1f}")
 

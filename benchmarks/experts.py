@@ -74,13 +74,16 @@ def mixtral_block(hidden: int, width: int, experts: int, chosen: int) -> nn.Modu
     return block
 
 
-def dealt(block: Any) -> nn.Module:
-    """Each rank has an equal run of the experts."""
+def dealt(
+    block: Any, ep: dist.ProcessGroup | None = None, tp: dist.ProcessGroup | None = None, *, whole: bool = True
+) -> nn.Module:
+    """Each rank of ep has an equal run of the experts, beside tp whole ones or a slice of each."""
     from parcompile.runtime.expert_parallel import Dispatched
 
-    keep_local(block, dist.group.WORLD)
-    Dispatched(block.experts, dist.group.WORLD)
-    return block
+    group = dist.group.WORLD if ep is None else ep
+    keep_local(block, group)
+    Dispatched(block.experts, group, tp, holders=None if whole else tp)
+    return block if tp is None else summed(block, tp) if whole else cut(block, tp)
 
 
 def cut(block: Any, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -104,24 +107,6 @@ def summed(block: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return block
 
 
-def dealt_and_cut(block: Any, tp: dist.ProcessGroup, ep: dist.ProcessGroup) -> nn.Module:
-    """Experts over ep, and each cut over tp."""
-    from parcompile.runtime.expert_parallel import Dispatched
-
-    keep_local(block, ep)
-    Dispatched(block.experts, ep, tp, holders=tp)
-    return cut(block, tp)
-
-
-def folded(block: Any, tp: dist.ProcessGroup) -> nn.Module:
-    """Whole experts over all ranks, beside tp."""
-    from parcompile.runtime.expert_parallel import Dispatched
-
-    keep_local(block, dist.group.WORLD)
-    Dispatched(block.experts, dist.group.WORLD, tp)
-    return summed(block, tp)
-
-
 def methods_of(layout: str) -> dict[str, Method]:
     """This project's first, which the others are compared with."""
     rank, world = dist.get_rank(), tuple(range(dist.get_world_size()))
@@ -140,8 +125,8 @@ def methods_of(layout: str) -> dict[str, Method]:
     tp, ep = tps[rank // 2], eps[rank % 2]
     across = (rank % 2, rank % 2 + 2)
     return {
-        "this project, ep 2": Method(lambda block: dealt_and_cut(block, tp, ep), ep=across),
-        "this project, ep 4, expert_tp 1": Method(lambda block: folded(block, tp), ep=world),
+        "this project, ep 2": Method(lambda block: dealt(block, ep, tp, whole=False), ep=across),
+        "this project, ep 4, expert_tp 1": Method(lambda block: dealt(block, None, tp), ep=world),
         "transformers, ep 4": Method(lambda block: of_transformers(block, tp=2), ep=world),
     }
 
@@ -213,11 +198,6 @@ def measure(_: int, layout: str, sizes: dict[str, Any], rounds: int) -> dict[str
     return found
 
 
-def difference(method: dict[str, Any], ours: dict[str, Any], figure: str) -> str:
-    """Relative, to this project's."""
-    return "–" if method[figure] is None else f"{abs(method[figure] / ours[figure] - 1):.0e}"
-
-
 def main() -> None:
     """Prints a table."""
     options = parsed(
@@ -248,7 +228,10 @@ def main() -> None:
                 continue
             part, share = one["exchanged_to_rows"], quartiles(one["seconds"])[1] / quartiles(ours["seconds"])[1]
             sent, exchanged = f"{one['bytes'] / 1e6:.1f}", "–" if part is None else f"{part:.4f}"
-            errors = (difference(one, ours, figure) for figure in ("loss", "input_gradient"))
+            pairs = (
+                (one[figure], ours[figure]) for figure in ("loss", "input_gradient")
+            )  # relative, to this project's
+            errors = ("–" if own is None else f"{abs(own / right - 1):.0e}" for own, right in pairs)
             row(method, spread([1e3 * one for one in one["seconds"]], ".1f"), f"{share:.2f}", sent, exchanged, *errors)
 
 

@@ -37,15 +37,10 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def is_stale(section: str) -> bool:
-    """Whether the code of a section has changed since it was measured."""
-    found = _OF.search(section)
-    return found is not None and digest(found["rooms"].split()) != found["digest"]
-
-
 def unmarked(text: str) -> list[str]:
-    """The sections that are older than their code and do not say so."""
-    return [name for name, section in sections(text).items() if is_stale(section) and MARK not in section]
+    """The sections whose code has changed since they were measured, and that do not say so."""
+    found = {name: _OF.search(section) for name, section in sections(text).items() if MARK not in section}
+    return [name for name, one in found.items() if one and digest(one["rooms"].split()) != one["digest"]]
 
 
 def marked(text: str) -> str:

@@ -116,7 +116,9 @@ def run_all(options: argparse.Namespace) -> int:
                     print(json.dumps(line["failure"]), file=sys.stderr)
             last = int((folder / "now").read_text(encoding="utf-8"))
             if process.exitcode:
-                found.append({"failure": _death(folder, last, process.exitcode)})
+                said = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+                died = {"what": f"the process died ({process.exitcode})", "message": " ".join(said)[:300]}
+                found.append({"failure": {"kind": "?", "seed": last, "words": [], "place": "", "kept": "", **died}})
             lines.extend(found)
             seeds = range(last + 1, seeds.stop) if process.exitcode else seeds[:0]
             shutil.rmtree(folder, ignore_errors=True)
@@ -135,13 +137,6 @@ def run_all(options: argparse.Namespace) -> int:
     else:
         shutil.rmtree(root, ignore_errors=True)
     return len(failures)
-
-
-def _death(folder: Path, seed: int, code: int) -> dict[str, Any]:
-    """What there is to say of a process that did not reach its end."""
-    last = (folder / "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    found = {"kind": "?", "seed": seed, "words": [], "what": f"the process died ({code})", "place": "", "kept": ""}
-    return {**found, "message": " ".join(last)[:300]}
 
 
 def print_table(sums: Iterable[Mapping[str, Line]]) -> None:

@@ -21,7 +21,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,13 @@ from parcompile.cost.measurements import read_plain
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from harness import ROOT, parsed, run_for, write_json  # noqa: E402
+from harness import ENVIRONMENT, ROOT, parsed, run_for, write_json  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 STEPS = 10
 """Enough for a row of measurements, which is written after eight."""
 TOLERANCE = {"fp32": {"loss": 1e-3, "gradient_norm": 1e-3}, "bf16": {"loss": 3e-2, "gradient_norm": 1e-1}}
 """Relative, over the steps of an example: fp32 matrix products of a GPU sum in another order, bf16 has 8 bits."""
-
-
-def missing() -> str | None:
-    """Why nothing can run here, in one sentence."""
-    if torch.cuda.is_available():
-        return None
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"there is no GPU for torch {torch.__version__}, which was built without CUDA: install a build with it"
-    return f"there is no GPU: torch {torch.__version__} was built for CUDA {torch.version.cuda} and sees no device"
 
 
 class Parts:
@@ -62,11 +52,9 @@ class Parts:
     def run(self, name: str, command: list[str], seconds: float, cpu: bool = False) -> bool:
         """Whether the command ended well; its output is kept beside the figures."""
         seconds = min(seconds, max(self._end - time.monotonic(), 1.0))
-        environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
-        if cpu:
-            environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"OMP_NUM_THREADS": "2"}
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "2", **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
+        if not cpu:
+            del environment["DS_ACCELERATOR"]
         start = time.monotonic()
         log = self.output / f"{name}.log"
         with log.open("w", encoding="utf-8") as stream:
@@ -165,18 +153,15 @@ def examples(parts: Parts, names: list[str], layouts: list[str]) -> None:
         name, model = on_cpu(layout)
         references[name] = LAYOUTS[layout][0], model
 
-    def of(
-        example: str, name: str, gpus: int, precision: str | None, changes: dict[str, Any]
-    ) -> Callable[[], Numbers | None]:
-        return lambda: train(parts, name, spec_of(EXAMPLES / f"{example}.json", gpus, precision, changes), gpus)
+    def numbers(name: str, example: str, gpus: int, precision: str | None, changes: dict[str, Any]) -> Numbers | None:
+        return train(parts, name, spec_of(EXAMPLES / f"{example}.json", gpus, precision, changes), gpus)
 
     # A rank keeps about three processors busy while it starts.
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 4)) as pool:
-        wanted = {name: pool.submit(of(one, name, 0, None, model)) for name, (one, model) in references.items()}
+        wanted = {name: pool.submit(numbers, name, one, 0, None, model) for name, (one, model) in references.items()}
         jobs = [(f"{one}-{kind}", one, 1, kind, {}, f"{one}-cpu") for one in names for kind in ("fp32", "bf16")]
         jobs += [(one, LAYOUTS[one][0], LAYOUTS[one][1], None, LAYOUTS[one][2], on_cpu(one)[0]) for one in layouts]
-        runs = [(job, pool.submit(of(job[1], job[0], *job[2:5]))) for job in jobs]
-        for (name, _, _, kind, _, reference), future in runs:
+        for (name, _, _, kind, _, reference), future in [(job, pool.submit(numbers, *job[:5])) for job in jobs]:
             compare(parts, name, future.result(), wanted[reference].result(), TOLERANCE[kind or "fp32"])
 
 
@@ -193,8 +178,11 @@ def main() -> int:
         layouts=([*LAYOUTS], None, [*LAYOUTS]),
         models=([*_TREE["models"]], None, [*_TREE["models"]]),
     )
-    if (why := missing()) is not None:
-        print(f"make gpu: {why}.", file=sys.stderr)
+    if not torch.cuda.is_available():
+        why = f": torch {torch.__version__} was built for CUDA {torch.version.cuda} and sees no device"
+        if torch.version.cuda is None and torch.version.hip is None:
+            why = f" for torch {torch.__version__}, which was built without CUDA: install a build with it"
+        print(f"make gpu: there is no GPU{why}.", file=sys.stderr)
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
     parts, gpus = Parts(arguments.output, arguments.minutes), torch.cuda.device_count()
@@ -206,11 +194,8 @@ def main() -> int:
             tests = [*python, "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
             tests += [str(ROOT / "tests" / "runtime" / "test_gpu.py")]
             beside.submit(parts.run, "tests", tests, 150)
-        examples(
-            parts,
-            names if "examples" in arguments.only else [],
-            arguments.layouts if "ranks" in arguments.only else [],
-        )
+        layouts = arguments.layouts if "ranks" in arguments.only else []
+        examples(parts, names if "examples" in arguments.only else [], layouts)
     if "speed" in arguments.only:
         profile = ["parcompile", "profile", "-o", str(arguments.output / "this.json"), "--seconds", "20"]
         parts.run("profile", [*python, *profile], 60)

@@ -11,7 +11,6 @@ that take most.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import gc
 import json
@@ -33,7 +32,7 @@ from parcompile.model.presets import find_preset
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
 
-from harness import spread, write_json  # noqa: E402
+from harness import parsed, spread, write_json  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = json.loads((HERE / "gpu.json").read_text(encoding="utf-8"))["models"]
 """What is trained: a preset, and what is changed of it."""
@@ -212,12 +211,13 @@ def of_peer(plan: parcompile.Plan, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=sorted(MODELS))
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path("out/gpu"), help="folder for the spec and the figures")
-    parser.add_argument("--without", default="", help="a kernel of attention that is not taken, such as cuda-cudnn")
-    arguments = parser.parse_args()
+    arguments = parsed(
+        __doc__,
+        ("name", {"choices": sorted(MODELS)}),
+        steps=8,
+        output=(Path("out/gpu"), "folder for the spec and the figures"),
+        without=("", "a kernel of attention that is not taken, such as cuda-cudnn"),
+    )
     folder = arguments.output / arguments.name
     spec = write_spec(arguments.name, folder)
     attention_kernels.FUSED = tuple(one for one in attention_kernels.FUSED if one.name != arguments.without)

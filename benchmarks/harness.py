@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,13 +29,15 @@ ENVIRONMENT = {
 """Of a command whose ranks are CPU processes of one thread."""
 
 
-def parsed(doc: str | None, **options: Any) -> argparse.Namespace:
-    """The options of a command, whose help begins with its docstring.
+def parsed(doc: str | None, *named: tuple[str, dict[str, Any]], **options: Any) -> argparse.Namespace:
+    """The options of a command, whose help begins with its docstring; `named`: its arguments, as argparse takes them.
 
     Each keyword is an option: its default, or its default, what it means and the values that it may have. A list takes
     several of them, a type stands for an option without a default, and False for one without a value.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, how in named:
+        parser.add_argument(name, **how)
     for name, given in options.items():
         default, said, choices = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
         more: dict[str, Any] = {"default": default, "type": type(default), "choices": choices}
@@ -143,6 +145,19 @@ def llama(hidden: int, intermediate: int, layers: int, vocabulary: int, position
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     ends = {"vocab_size": vocabulary, "max_position_embeddings": positions}
     return {"model_type": "llama", **sizes, **heads, **ends, **more}
+
+
+@contextlib.contextmanager
+def drawn_model(config: Mapping[str, Any]) -> Iterator[str]:
+    """The folder of a Llama that is drawn, for ranks of this process; they have one thread each."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(LlamaConfig(**config)).save_pretrained(folder)
+        yield folder
 
 
 def cpu_spec(

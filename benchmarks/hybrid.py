@@ -137,25 +137,20 @@ def measure(rank: int, ranks: int, lengths: list[int], rounds: int) -> list[Row]
     return found
 
 
-def show(ranks: int, found: list[list[Row]]) -> None:
-    """A line for each layer, length and method."""
-    gathered = found[0][0]
-    for rows in zip(*found, strict=True):
-        first = rows[0]
-        # Barriers stand around each step: the ranks agree on its time.
-        gathered = first if first.method == "gathered" else gathered
-        ratio = "1" if first.method == "gathered" else spread(ratios(gathered.seconds, first.seconds))
-        sent, apart = max(one.sent_bytes for one in rows), max(one.apart for one in rows)
-        figures = f"{1e3 * quartiles(first.seconds)[1]:.0f}", ratio, f"{sent / 1024:,.0f}", f"{apart:.0e}"
-        row(first.layer, ranks, f"{first.length:,}", first.method, *figures)
-
-
 def main() -> None:
     """Prints the table."""
     given = parsed(__doc__, ranks=[2, 4], lengths=[2048, 8192], rounds=7)
     heads("layer", "ranks", "tokens", "method", "ms", "ratio", "sent, KiB", "apart")
     for ranks in given.ranks:
-        show(ranks, run_local(ranks, measure, ranks, given.lengths, given.rounds, timeout=TIMEOUT))
+        found = run_local(ranks, measure, ranks, given.lengths, given.rounds, timeout=TIMEOUT)
+        for rows in zip(*found, strict=True):
+            first = rows[0]  # barriers stand around each step: the ranks agree on its time
+            if first.method == "gathered":
+                base = first
+            ratio = "1" if first is base else spread(ratios(base.seconds, first.seconds))
+            sent, apart = max(one.sent_bytes for one in rows), max(one.apart for one in rows)
+            figures = f"{1e3 * quartiles(first.seconds)[1]:.0f}", ratio, f"{sent / 1024:,.0f}", f"{apart:.0e}"
+            row(first.layer, ranks, f"{first.length:,}", first.method, *figures)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ modules that Megatron-Core and gpt-neox build. A plan of another size than the s
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import heads, row
+from harness import heads, parsed, row
 
 from parcompile.backends.importers import IMPORTERS
 from parcompile.backends.kinds import GPT_NEOX, MEGATRON
@@ -54,10 +53,8 @@ ANSWERS: Mapping[SpecPath, Any] = {
 
 def main() -> None:
     """Prints a row for each kind of file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--list", action="store_true", help="say of each file what became of it")
-    options = parser.parse_args()
+    folders = "folders", {"nargs": "+", "type": Path}
+    options = parsed(__doc__, folders, list=(False, "say of each file what became of it"))
     found: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for file in sorted(one for folder in options.folders for one in folder.rglob("*") if one.is_file()):
         for function in _functions(file):
@@ -106,7 +103,8 @@ def _outcomes(file: Path, function: str | None) -> tuple[str, list[str]]:
     if not result.complete or result.plan is None:
         return kind, outcomes
     outcomes.append("complete")
-    counted = COUNTS.get(kind, _nothing)(importer, tree, result.plan.spec.model.shape.vocab_size)
+    shape = result.plan.spec.model.shape
+    counted = COUNTS[kind](importer, tree, shape.vocab_size) if kind in COUNTS else None
     here = result.plan.parameters.numel
     if counted is not None:
         outcomes += ["counted", "equal" if counted == here else f"({counted:,} there, {here:,} here)"]
@@ -199,12 +197,8 @@ def _gpt_neox(importer: Importer, tree: Mapping[str, Any], vocabulary: int) -> i
     return int(layers * (attention + mlp + 2 * norm) + ends)
 
 
-def _nothing(*_: object) -> int | None:
-    """Other files say nothing of the sizes of their model."""
-    return None
-
-
 COUNTS = {MEGATRON: _megatron, GPT_NEOX: _gpt_neox}
+"""Other files say nothing of the sizes of their model."""
 
 if __name__ == "__main__":
     main()

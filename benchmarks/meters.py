@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,19 @@ def in_turns(
             dist.barrier()
             seconds[method].append(time.perf_counter() - start)
     return seconds, cpu_seconds
+
+
+def measured(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Of each method: calls and bytes of its messages, its peak of memory, and its seconds in turns."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, step in steps.items():
+        with Wire() as wire:
+            step()
+        found[name] = {"method": name, "calls": wire.calls, "sent_bytes": wire.bytes, "peak_bytes": peak_bytes(step)}
+    for kind, times in zip(("seconds", "cpu_seconds"), in_turns(steps, rounds), strict=True):
+        for name, values in times.items():
+            found[name][kind] = values
+    return found
 
 
 def slowest_seconds(work: Callable[[], object], times: int = 1) -> float:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import JSON, heads, parsed, quartiles, ratios, row, spread, write_json
-from meters import TIMEOUT, Wire, in_turns, peak_bytes
+from meters import TIMEOUT, measured
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -103,35 +103,22 @@ def run_rank(_: int, rounds: int, tokens: int) -> list[dict]:
                 assert abs(float(loss - expected)) < 1e-2, name
                 # DTensor leaves the input's gradient as this rank's part of the sum.
                 assert name == "DTensor" or error < (1e-5 if dtype == torch.float32 else 3e-2), f"{name}: {error:.1e}"
-            with Wire() as wire:
-                step()
-            rows.append({"dtype": str(dtype), "method": name, "sent_bytes": wire.bytes, "peak_bytes": peak_bytes(step)})
-        seconds, cpu_seconds = in_turns(steps, rounds)
-        for one in rows[-len(steps) :]:
-            one["seconds"], one["cpu_seconds"] = seconds[one["method"]], cpu_seconds[one["method"]]
+        rows += [{"dtype": str(dtype), **one} for one in measured(steps, rounds).values()]
     return rows
-
-
-def show(rows: list[dict]) -> None:
-    ours = {one["dtype"]: one for one in rows if one["method"] == "ours"}
-    heads("dtype", "method", "step ms", "time / ours (quartiles)", "CPU / ours", "sent MB", "peak MB")
-    for one in rows:
-        base = ours[one["dtype"]]
-        cpu = quartiles(ratios(one["cpu_seconds"], base["cpu_seconds"]))[1]
-        times = (
-            f"{1e3 * quartiles(one['seconds'])[1]:.0f}",
-            spread(ratios(one["seconds"], base["seconds"])),
-            f"{cpu:.2f}",
-        )
-        sizes = f"{one['sent_bytes'] / 1e6:.2f}", f"{one['peak_bytes'] / 1e6:.0f}"
-        row(one["dtype"].removeprefix("torch."), one["method"], *times, *sizes)
 
 
 def main() -> None:
     options = parsed(__doc__, rounds=(5, "steps of each method"), tokens=(1024, "T"), json=JSON)
     rows, *_ = run_local(RANKS, run_rank, options.rounds, options.tokens, timeout=TIMEOUT)
     write_json(options.json, rows)
-    show(rows)
+    ours = {one["dtype"]: one for one in rows if one["method"] == "ours"}
+    heads("dtype", "method", "step ms", "time / ours (quartiles)", "CPU / ours", "sent MB", "peak MB")
+    for one in rows:
+        base = ours[one["dtype"]]
+        cpu = quartiles(ratios(one["cpu_seconds"], base["cpu_seconds"]))[1]
+        taken, share = f"{1e3 * quartiles(one['seconds'])[1]:.0f}", spread(ratios(one["seconds"], base["seconds"]))
+        sizes = f"{one['sent_bytes'] / 1e6:.2f}", f"{one['peak_bytes'] / 1e6:.0f}"
+        row(one["dtype"].removeprefix("torch."), one["method"], taken, share, f"{cpu:.2f}", *sizes)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from harness import (
     JSON,
     check_losses,
     cpu_spec,
+    drawn_model,
     heads,
     llama,
     parsed,
@@ -142,8 +142,6 @@ def ideal(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], co
 
 def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
     """All methods with as many stages and micro-batches."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     settings = {"stages": stages, "micro_batches": count, "virtual": VIRTUAL, "batch": 1, "lr": LR}
     settings["hidden"] = MODELS[stages]["hidden_size"]
     names = [name for world in WORLDS for name in world if name != "kernels"]
@@ -151,13 +149,11 @@ def run(stages: int, count: int, rounds: int, cores: int) -> dict[str, Any]:
     found: dict[str, Any] = {"stages": stages, "micro_batches": count}
     found |= {"methods": {name: {kind: [] for kind in kinds} for name in names}}
     found |= {figure: {1: [], VIRTUAL: []} for figure in ("ideal", "kernels")}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+    with drawn_model(MODELS[stages]) as folder, contextlib.ExitStack() as opened:
         worlds: dict[str, LocalWorld] = {}
         for those in WORLDS:
             world = LocalWorld(stages, process_group=False, start_method="forkserver", preload=PRELOAD)
             worlds |= dict.fromkeys(those, opened.enter_context(world))
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(LlamaConfig(**MODELS[stages])).save_pretrained(folder)
         for name in ["kernels", *names]:
             worlds[name].run(start, name, folder, settings, timeout=TIMEOUT)
         for number in range(rounds + 1):
@@ -219,7 +215,6 @@ def main() -> None:
         rounds=(5, "steps of each engine"),
         json=JSON,
     )
-    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     cores = len(os.sched_getaffinity(0))
     columns = "passes s", "ideal / passes", "passes / ours", "whole / ours", "CPU / kernels", "others"
     print(f"{cores} cores\n")

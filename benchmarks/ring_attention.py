@@ -142,14 +142,10 @@ def run(method: Method, tensors: list[Tensor], backward: bool) -> tuple[Tensor, 
         return (method(query, key, value),)
 
 
-def packed_lengths(length: int) -> list[int]:
-    """Documents of half the sequence, a quarter, … and a 64th, none of them a round number."""
-    return [(length >> halvings) - 1 for halvings in (1, 2, 3, 4, 5, 6, 6)]
-
-
 def packed(shape: Shape, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """Both methods of the comparison with their tensors, and their numbers of pairs of queries and keys."""
-    lengths = packed_lengths(length)
+    # Documents of half the sequence, a quarter, … and a 64th, none of them a round number.
+    lengths = [(length >> halvings) - 1 for halvings in (1, 2, 3, 4, 5, 6, 6)]
     # Nothing but attention is computed here, and a message is cheap beside it.
     packing, rank = pack_documents(lengths, RANKS, costs=PackingCosts(0.0, 50.0)), dist.get_rank()
     documents = [list(torch.split(whole[0].transpose(0, 1), lengths)) for whole in draw(shape, sum(lengths), dtype)]
@@ -282,11 +278,6 @@ def report(found: dict[str, Any]) -> None:
         for name, errors in part["errors"].items():
             print(f"  {name:18} {errors[0]:.1e} {errors[1]:.1e}")
     print("\ngoals")
-    print_goals(found)
-
-
-def print_goals(found: dict[str, Any]) -> None:
-    """Each goal with what was measured: the median with its quartiles, or the figure."""
     for part in found["times"]:
         _goals_of_times(part)
     for part in found["wire"]:
@@ -324,6 +315,7 @@ def _goals_of_times(part: dict[str, Any]) -> None:
 def _goal(
     part: dict[str, Any], what: str, values: list[float], *, least: float | None = None, most: float | None = None
 ) -> None:
+    """Prints what was measured, the median with its quartiles or the figure, and whether it meets a goal."""
     way = {None: "", False: " forward", True: " forward + backward"}[part.get("backward")]
     low, middle, high = quartiles(values)
     said = f"  {part['dtype']} {part['length']}{way}: {what} {middle:.3f}"

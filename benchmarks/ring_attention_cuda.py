@@ -40,13 +40,10 @@ from parcompile.runtime.ring_attention.route import Masking, plan_route
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
-def draw(length: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    return [
-        torch.randn(1, length, count, HEAD_DIM, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
-        for count in heads
-    ]
+def draw(length: int, keys: int = HEAD_DIM, values: int = HEAD_DIM, seed: int = 0) -> list[Tensor]:
+    options = {"generator": torch.Generator("cuda").manual_seed(seed), "device": "cuda", "dtype": torch.bfloat16}
+    shapes = (HEADS, keys), (KV_HEADS, keys), (KV_HEADS, values), (HEADS, values)
+    return [torch.randn(1, length, count, width, **options).transpose(1, 2) for count, width in shapes]
 
 
 def seconds(function: Callable[[], object], rounds: int) -> list[float]:
@@ -75,19 +72,13 @@ def compare_kernels(length: int, rounds: int) -> list[dict[str, Any]]:
     """
     found = []
     for keys, values in WIDTHS:
-        generator = torch.Generator("cuda").manual_seed(1)
-        query, key, value, grad = (
-            torch.randn(1, length, heads, width, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(
-                1, 2
-            )
-            for heads, width in ((HEADS, keys), (KV_HEADS, keys), (KV_HEADS, values), (HEADS, values))
-        )
+        tensors = draw(length, keys, values, seed=1)
         for make in CANDIDATES:
             for band in (CAUSAL, FULL):
                 row: dict[str, Any] = {"widths": [keys, values], "length": length, "causal": band == CAUSAL}
                 found.append(row)
                 try:
-                    row |= rates_of(make, [query, key, value, grad], band, rounds)
+                    row |= rates_of(make, tensors, band, rounds)
                 except Exception as error:  # a kernel that does not serve these widths says so
                     row["refused"] = f"{type(error).__name__}: {error}"[:300]
     return found
@@ -228,14 +219,6 @@ def worker(rank: int, ranks: int, rendezvous: str, arguments: argparse.Namespace
     dist.destroy_process_group()
 
 
-def many_gpus(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    ranks = torch.cuda.device_count()
-    results = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (ranks, f"{folder}/rendezvous", arguments, results), nprocs=ranks)
-    return results.get()
-
-
 def main() -> int:
     arguments = parsed(
         __doc__,
@@ -273,7 +256,12 @@ def main() -> int:
         times = [statistics.median(one[f"{name}_seconds"]) for name in ("packed", "one")]
         share = times[1] / one["documents"] / times[0]
         print(f"{one['documents']} documents in {one['length']} tokens: {share:.0%} of the rate of one document")
-    scaling = many_gpus(arguments) if torch.cuda.device_count() > 1 else []
+    scaling = []
+    if (ranks := torch.cuda.device_count()) > 1:
+        results = mp.get_context("spawn").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, (ranks, f"{folder}/rendezvous", arguments, results), nprocs=ranks)
+        scaling = results.get()
     for found in scaling:
         direction = "forward + backward" if found["backward"] else "forward"
         for name in sorted(set(found) & set(IMPLEMENTATIONS)):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import JSON, heads, parsed, ratios, row, seconds_in_turns, spread, write_json
-from meters import TIMEOUT, Wire, in_turns, kept_bytes, peak_bytes
-from peers.tensor_parallel import absent, parts_of, say_absent, with_autotp, with_megatron
+from meters import TIMEOUT, kept_bytes, measured
+from peers.tensor_parallel import absent, parts_of, with_autotp, with_megatron
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -156,13 +156,6 @@ def limit(block: Block) -> Block:
     return block
 
 
-def finish_partial_gradients(model: nn.Module) -> None:
-    """DTensor leaves the gradients of norms unsummed after backward; a step is over when they are whole."""
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
-            parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
-
-
 def conversions() -> dict[str, Callable[[Block], Block]]:
     """Every method that can be run here, by name."""
     missing = absent()
@@ -201,7 +194,10 @@ def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
         leaf = own.detach().requires_grad_()
         out = model(leaf)
         out.backward(out.detach())
-        finish_partial_gradients(model)
+        # DTensor leaves the gradients of norms unsummed after backward; a step is over when they are whole.
+        for parameter in model.parameters():
+            if isinstance(parameter.grad, DTensor) and any(place.is_partial() for place in parameter.grad.placements):
+                parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
         partial = [one.grad for one in leave_partial(model.parameters()) if one.grad is not None]
         if partial:
             sum_together(partial, dist.group.WORLD)
@@ -237,27 +233,26 @@ def run_rank(rank: int, rounds: int, sizes: str) -> list[dict]:
 def compare(name: str, dtype: torch.dtype, methods: dict, reference: nn.Module, x: Tensor, rounds: int) -> list[dict]:
     steps = {method: step_of(model, own) for method, (model, own) in methods.items()}
     expected = reference(x).detach()
-    rows = []
+    kept = {}
     for method, step in steps.items():
         out, model = step(), methods[method][0]
         if method != "limit":
             part = expected if out.shape == expected.shape else expected.chunk(RANKS, 1)[dist.get_rank()]
             error = float((out.detach() - part).norm() / part.norm())
             assert error < (1e-5 if dtype == torch.float32 else 3e-2), f"{method} is wrong by {error:.1e}"
-        with Wire() as wire:
-            step()
-        weights = {
-            (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in model.parameters()
-        }
-        found = {"size": name, "dtype": str(dtype), "method": method, "calls": wire.calls, "sent_bytes": wire.bytes}
-        rows.append({**found, "kept_bytes": kept_bytes(step, weights), "peak_bytes": peak_bytes(step)})
-    seconds, cpu_seconds = in_turns(steps, rounds)
-    for one in rows:
-        one["seconds"], one["cpu_seconds"] = seconds[one["method"]], cpu_seconds[one["method"]]
-    return rows
+        locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+        kept[method] = kept_bytes(step, {p.untyped_storage().data_ptr() for p in locals_})
+    found = measured(steps, rounds).items()
+    return [{"size": name, "dtype": str(dtype), **one, "kept_bytes": kept[method]} for method, one in found]
 
 
-def show(report: list[dict]) -> None:
+def main() -> None:
+    sizes = "", "only the blocks whose name contains this"
+    options = parsed(__doc__, rounds=(15, "steps of each method"), sizes=sizes, json=JSON)
+    report, *_ = run_local(RANKS, run_rank, options.rounds, options.sizes, timeout=TIMEOUT)
+    with LocalWorld(1, process_group=False) as world:
+        (host,) = world.run(host_overhead, options.rounds, timeout=TIMEOUT)
+    write_json(options.json, report)
     ours_seconds = {}
     for one in report:
         if one["method"] in ("ours", "ours + sp"):
@@ -270,18 +265,9 @@ def show(report: list[dict]) -> None:
         sizes = f"{one['sent_bytes'] / 1e6:.2f}", *(f"{one[what] / 1e6:.1f}" for what in ("kept_bytes", "peak_bytes"))
         names = one["size"], one["dtype"].removeprefix("torch."), one["method"]
         row(*names, wall, spread(ratios(one["seconds"], base)), cpu, one["calls"], *sizes)
-
-
-def main() -> None:
-    sizes = "", "only the blocks whose name contains this"
-    options = parsed(__doc__, rounds=(15, "steps of each method"), sizes=sizes, json=JSON)
-    report, *_ = run_local(RANKS, run_rank, options.rounds, options.sizes, timeout=TIMEOUT)
-    with LocalWorld(1, process_group=False) as world:
-        (host,) = world.run(host_overhead, options.rounds, timeout=TIMEOUT)
-    write_json(options.json, report)
-    show(report)
     print("\nhost, µs per block:", ", ".join(f"{method} {value:+.0f}" for method, value in host.items()))
-    say_absent()
+    for name, reason in absent().items():
+        print(f"absent: {name} ({reason})")
 
 
 if __name__ == "__main__":

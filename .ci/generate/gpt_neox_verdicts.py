@@ -20,43 +20,7 @@ from upstream import sources
 OUTPUT = Path(__file__).resolve().parents[2] / "tests" / "compiler" / "gpt_neox_verdicts.json"
 PROGRAM = Path(__file__).resolve().parents[1] / "upstream" / "gpt_neox.py"
 BASE = "pipe_parallel_size: 0\nmodel_parallel_size: 1\n"
-CASES = {
-    "nothing": "",
-    "hyphens": "num-layers: 4\n",
-    "a misspelt key": "num_layer: 4\n",
-    "a key that nothing is near to": "zzz: 4\n",
-    "text for a whole number": "num_layers: four\n",
-    "true for a whole number": "num_layers: true\n",
-    "a fraction for a whole number": "num_layers: 4.0\n",
-    "a whole number for a fraction": "hidden_dropout: 0\n",
-    "text for a truth value": 'no_weight_tying: "yes"\n',
-    "null": "rotary_pct: null\n",
-    "a choice": "norm: rmsnorm\n",
-    "a choice in capitals": "norm: RMSNorm\n",
-    "no choice": "norm: rmsnrom\n",
-    "a number with an exponent": "hidden_dropout: 1.0e-1\n",
-    "an exponent without a point": "hidden_dropout: 1e-1\n",
-    "an exponent without a sign": "hidden_dropout: 1.0e0\n",
-    "grouped digits": "train_iters: 2_000\nlr_decay_iters: 2_000\n",
-    "heads that tp does not divide": "num_attention_heads: 6\nmodel_parallel_size: 4\nhidden_size: 48\n",
-    "key/value heads that do not divide heads": "num_attention_heads: 8\nnum_kv_heads: 3\n",
-    "key/value heads that tp does not divide": "num_attention_heads: 8\nnum_kv_heads: 2\nmodel_parallel_size: 4\n",
-    "heads that do not divide hidden_size": "num_attention_heads: 12\nhidden_size: 64\n",
-    "a sequence beyond the positions": "seq_length: 128\nmax_position_embeddings: 64\n",
-    "a lowest rate above the rate": "min_lr: 0.1\noptimizer: {type: Adam, params: {lr: 0.001}}\n",
-    "a list of stages for autotuning": "autotuning: {enabled: true}\nzero_optimization: {stage: [0, 1]}\n",
-    "a list of stages": "zero_optimization: {stage: [0, 1]}\n",
-    "an unknown key of ZeRO": "zero_optimization: {stage: 1, overlap_com: true}\n",
-    "text for a size of ZeRO": "zero_optimization: {stage: 1, reduce_bucket_size: big}\n",
-    "a key of fp16 that nobody reads": "fp16: {enabled: true, fp16: true}\n",
-    "an old key": "zero_optimization: {stage: 1, cpu_offload: false}\n",
-    "a wrong extra": "deepspeed_extra_args: {comms_logger: {enabled: true, verbos: true}}\n",
-    "an extra": "deepspeed_extra_args: {comms_logger: {enabled: true, verbose: true}}\n",
-    "kinds of attention for fewer layers": 'num_layers: 4\nattention_config: [[["global"], 2]]\n',
-    "experts with ZeRO 2": "moe_num_experts: 4\nzero_optimization: {stage: 2}\n",
-    "experts with ZeRO 1": "moe_num_experts: 4\nzero_optimization: {stage: 1}\n",
-    "a parameter of gpt-neox's own optimizer": "optimizer: {type: sm3, params: {lr: 0.001, momentum: 0.9}}\n",
-}
+CASES: dict[str, str] = json.loads(Path(__file__).with_name("gpt_neox_cases.json").read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -36,34 +36,13 @@ from parcompile.model.catalogue import model_types
 from parcompile.model.tables import table_of
 
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "key_types.json"
-_KINDS = {
-    "int": "whole",
-    "float": "fraction",
-    "bool": "switch",
-    "str": "text",
-    "None": "null",
-    "list": "list",
-    "tuple": "list",
-    "dict": "mapping",
-    "transformers.modeling_rope_utils.RopeParameters": "mapping",
-}
+_KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_KINDS: Mapping[str, str] = _KNOWN["kinds"]
 """What a value of a JSON file is, of a type in Python."""
 _VALUES: Mapping[str, Any] = {"null": None, "text": "much", "mapping": {}, "list": [], "switch": True}
 _BRACKETS = re.compile(r"\[[^][]*\]")
 
-_OF_BEFORE = frozenset(
-    {
-        *("_num_labels", "add_cross_attention", "bad_words_ids", "begin_suppress_tokens"),
-        *("cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample"),
-        *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task"),
-        *("forced_bos_token_id", "forced_eos_token_id", "is_decoder", "length_penalty", "max_length"),
-        *("min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences"),
-        *("output_scores", "prefix", "pruned_heads", "remove_invalid_values", "repetition_penalty"),
-        *("return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature"),
-        *("tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torchscript"),
-        *("typical_p", "use_bfloat16"),
-    }
-)
+_OF_BEFORE = frozenset(_KNOWN["of_before"])
 """Keys of every class of transformers 4, which files carry along."""
 _QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
 """A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""

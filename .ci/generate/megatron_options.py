@@ -26,47 +26,10 @@ from upstream import sources
 OUTPUT = Path(__file__).resolve().parents[2] / "compiler" / "backends" / "megatron" / "options.json"
 FOLDERS = ("megatron", "tools", "tasks")
 
-NVIDIA = "NVIDIA/Megatron-LM"
-RELEASES = [
-    "v1.0",
-    "v2.0",
-    "v2.5",
-    "v2.6",
-    "23.04",
-    "23.06",
-    "core_v0.4.0",
-    "core_v0.5.0",
-    "core_v0.6.0",
-    "core_v0.7.0",
-    "core_v0.8.0",
-    "core_v0.9.0",
-    "core_v0.10.0",
-    "core_v0.11.0",
-    "core_v0.12.0",
-    "core_v0.13.0",
-    "core_v0.14.0",
-    "core_v0.15.0",
-    "core_v0.16.0",
-    "core_v0.17.0",
-    "core_v0.18.0",
-    "core_v0.19.0",
-]
-LINES: dict[str, tuple[str, ...]] = {
-    NVIDIA: (*RELEASES, "d98e8a64"),
-    "deepspeedai/Megatron-DeepSpeed": ("4efb479d",),
-    "bigscience-workshop/Megatron-DeepSpeed": ("8387ae17",),
-}
+_KNOWN = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LINES: dict[str, list[str]] = _KNOWN["lines"]
 """The parsers whose facts are kept, oldest first; the last version of a line is the one that files are checked for."""
-ELSEWHERE: dict[str, str] = {
-    NVIDIA: "d98e8a64",
-    "deepspeedai/Megatron-DeepSpeed": "4efb479d",
-    "bigscience-workshop/Megatron-DeepSpeed": "8387ae17",
-    "ROCm/Megatron-LM": "2b855baf",
-    "swiss-ai/Megatron-LM": "81d44dbe",
-    "llm-jp/Megatron-LM": "ea80de79",
-    "alibaba/Pai-Megatron-Patch": "a098ca5a",
-    "FlagOpen/FlagScale": "da4935ec",
-}
+ELSEWHERE: dict[str, str] = _KNOWN["elsewhere"]
 """Where scripts and forks add options of their own; their names are kept, so that they count as no misspelling."""
 
 
@@ -129,7 +92,7 @@ def parsed(mirrors: Path, line: str, version: str, cache: Path | None) -> list[d
         facts: list[dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8"))
         return facts
     repository = mirrors / line.replace("/", "+") / "repo"
-    revision = f"refs/tags/{version}" if version in RELEASES else version
+    revision = f"refs/tags/{version}" if "." in version else version
     with tempfile.TemporaryDirectory() as folder:
         sources.extract(repository, revision, Path(folder), *FOLDERS, "arguments.py", "mpu")
         judge = Path(__file__).resolve().parents[1] / "upstream" / "megatron_lm.py"

@@ -4,8 +4,8 @@
 
 Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
 `compiler/model/families/`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
-part. A reason follows from what the type is, or is
-written below.
+part. A reason follows from what the type is, or
+stands in model_types.json.
 """
 
 from __future__ import annotations
@@ -29,36 +29,8 @@ from parcompile.model.families import FAMILIES
 
 FILE = Path(__file__).parents[2] / "compiler" / "model" / "model_types.json"
 
-WRITTEN = {
-    "aya_vision": "unscaled_head",
-    "blip-2": "always_images",
-    "blt": "byte_patches",
-    "cohere2_vision": "unscaled_head",
-    "cpmant": "whole_context",
-    "doge": "own_mask",
-    "ernie4_5_vl_moe": "experts_of_images",
-    "instructblip": "always_images",
-    "instructblipvideo": "always_images",
-    "mistral_large4": "latents_of_earlier_layers",
-    "molmo2": "wide_embedding",
-    "paligemma": "seen_prompts",
-    "dbrx": "rows_of_experts",
-    "gemma4_assistant": "draft_model",
-    "gemma4_unified_assistant": "draft_model",
-    "gpt-sw3": "no_table",
-    "jetmoe": "attention_of_experts",
-    "mllama": "cross_attention",
-    "recurrent_gemma": "gated_units",
-    "inkling2_text": "learned_bias",
-    "inkling_text": "learned_bias",
-    "reformer": "hashed_keys",
-    "rwkv": "weighted_means",
-    "xlstm": "matrix_memory",
-    "step3p7": "limits_of_layers",
-    "trocr": "encoder_decoder",
-    "zamba": "shared_blocks",
-    "zaya": "mixed_tokens",
-}
+WRITTEN: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Reasons that do not follow from what a type is."""
 ENCODERS = re.compile(r"bert|electra|^ernie$|roformer|xmod|data2vec|rembert|big_bird$|^xlm|^git$|reformer|xlnet")
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from pathlib import Path
 
 import parcompile
 
@@ -15,17 +16,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "Plan": ("groups", "estimate", "world_size", "plan_hash", "spec", "refusals"),
     "CheckResult": ("valid", "diagnostics", "errors", "warnings", "remarks", "kind", "text"),
     "Diagnostic": (
-        "code",
-        "severity",
-        "message",
-        "path",
-        "file",
-        "position",
-        "end",
-        "help",
-        "fixes",
-        "related",
-        "is_error",
+        *("code", "severity", "message", "path", "file", "position", "end", "help", "fixes", "related", "is_error"),
     ),
     "Search": ("spec", "best", "fitting", "too_large", "refused"),
     "FirstSpec": ("offers", "spec", "reason", "remedies"),
@@ -36,92 +27,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
 """Classes with the members that are part of the API."""
 ERRORS = ("SpecError", "SourceError", "PlanError")
 
-START = '''\
-# The Python API
-
-`import parcompile` does from a program what the command line does. It needs neither
-torch nor DeepSpeed, and it loads its parts when they are first used. The names on this page are stable from version 1.0
-on: a name is removed or changed only in a new major version. Until then the changelog lists every change. Modules below
-`parcompile` that are not on this page may change at any time. The runtime has its own page:
-[Hugging Face models in a DeepSpeed engine](adapter.md).
-
-This page is written by `python .ci/pages/api_page.py` from the docstrings, and a test runs its examples.
-
-## Check
-
-```python
-import parcompile
-
-result = parcompile.check("""
-{
-  "version": 1,
-  "model": {"preset": "llama-3-8b"},
-  "cluster": {"gpus_per_node": 8, "accelerator": "h100-sxm"},
-  "parallelism": {"tp": 3},
-  "training": {"sequence_length": 8192, "global_batch_size": 64}
-}
-""")
-for one in result.errors:
-    print(one.code, one.position.line, one.message)
-```
-
-```text
-T001 6 num_attention_heads 32 on tp 3: 32 / 3 is not whole; nearest tp: 2, 4
-T004 6 intermediate_size 14336 on tp 3: 14336 / 3 is not whole; nearest tp: 2, 4
-W001 6 tp 3 · cp 1 · pp 1 = 3 does not divide the world of 1 node · 8 GPUs = 8: 8 / 3 is not whole
-```
-
-## Compile
-
-```python
-import parcompile
-
-spec = {
-    "version": 1,
-    "model": {"preset": "llama-3-8b"},
-    "cluster": {"nodes": 2, "gpus_per_node": 8, "accelerator": "h100-sxm"},
-    "parallelism": {"tp": 4, "cp": 2, "sequence_parallel": True},
-    "training": {"sequence_length": 8192, "global_batch_size": 64},
-}
-plan = parcompile.compile(spec, "plan")
-print(plan.world_size, plan.groups(5)["cp"], plan.groups(5)["dp-cp"])
-
-estimate = plan.estimate()
-gib = estimate.memory.peak.total_bytes / 2**30
-print(f"{gib:.1f} GiB, fits: {estimate.memory.fits}, {estimate.time.step.seconds:.1f} s per step")
-```
-
-```text
-16 (1, 5) (1, 5, 9, 13)
-25.6 GiB, fits: True, 5.3 s per step
-```
-
-`parcompile.compile(spec)` without a folder writes nothing. A spec with errors raises `SpecError`, whose `diagnostics`
-are the findings.
-
-## Search
-
-```python
-import parcompile
-
-spec = {
-    "version": 1,
-    "model": {"preset": "llama-3-8b"},
-    "cluster": {"nodes": 2, "gpus_per_node": 8, "accelerator": "h100-sxm"},
-    "parallelism": {"pp": 1},
-    "training": {"sequence_length": 8192, "global_batch_size": 64},
-}
-found = parcompile.search(spec)
-print(found.spec["parallelism"])
-print(f"{found.best.seconds:.1f} s; the next one lost because: {found.fitting[1].reason}")
-parcompile.compile(found.spec, "plan")
-```
-
-```text
-{'pp': 1, 'tp': 2, 'cp': 1, 'sequence_parallel': True}
-4.6 s; the next one lost because: 0.8% slower, mostly because of cp, exposed (+35.9 ms)
-```
-'''
+START = Path(__file__).with_name("api_start.md").read_text(encoding="utf-8")
 
 
 def reference() -> str:
@@ -129,7 +35,8 @@ def reference() -> str:
     parts = [START, "## Functions\n"]
     for name in FUNCTIONS:
         function = getattr(parcompile, name)
-        parts += [f"### {name}\n", f"```text\n{_signature(name, function)}\n```\n", _prose(function.__doc__)]
+        shown = str(inspect.signature(function)).replace("'", "")
+        parts += [f"### {name}\n", f"```text\nparcompile.{name}{shown}\n```\n", _prose(function.__doc__)]
     parts.append("## Objects\n")
     for name, members in OBJECTS.items():
         parts += [
@@ -140,12 +47,6 @@ def reference() -> str:
     parts.append("## Errors\n")
     parts += [f"- `parcompile.{name}`: {_first(getattr(parcompile, name).__doc__)}" for name in ERRORS]
     return "\n".join(parts) + "\n"
-
-
-def _signature(name: str, function: object) -> str:
-    assert callable(function)
-    shown = str(inspect.signature(function)).replace("'", "")
-    return f"parcompile.{name}{shown}"
 
 
 def _prose(docstring: str | None) -> str:

@@ -5,8 +5,10 @@ Each has its source. What a source does not say is assumed, and the note names i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from published_runs import gpt_shape
@@ -72,34 +74,8 @@ _FIGURES: Mapping[str, Callable[[Workload, Estimate], float]] = {
     "GiB": lambda _, found: found.memory.peak.total_bytes / GIB,
 }
 
-MEGATRON_ROWS = (
-    # layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s of a GPU
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
-    (3.6, 30, 3072, 32, 2, 1, 64, 512, 138),
-    (7.5, 36, 4096, 32, 4, 1, 128, 512, 142),
-    (18.4, 40, 6144, 48, 8, 1, 256, 1024, 135),
-    (39.1, 48, 8192, 64, 8, 2, 512, 1536, 138),
-    (76.1, 60, 10240, 80, 8, 4, 1024, 1792, 140),
-    (145.6, 80, 12288, 96, 8, 8, 1536, 2304, 148),
-    (310.1, 96, 16384, 128, 8, 16, 1920, 2160, 155),
-    (529.6, 105, 20480, 128, 8, 35, 2520, 2520, 163),
-    (1008.0, 128, 25600, 160, 8, 64, 3072, 3072, 163),
-)
-KORTHIKANTI_ROWS = (
-    # billions, layers, hidden, heads, tp, pp, GPUs, batch, micro-batch, virtual stages, seconds full, seconds selective
-    (22, 48, 6144, 64, 8, 1, 8, 4, 4, 1, 1.42, 1.10),
-    (175, 96, 12288, 96, 8, 8, 64, 64, 1, 3, 18.13, 13.75),
-    (530, 105, 20480, 128, 8, 35, 280, 280, 1, 3, 49.05, 37.83),
-    (1000, 128, 25600, 160, 8, 64, 512, 512, 1, 1, 94.42, 71.49),
-)
-LLAMA_ROWS = (
-    # GPUs, cp, dp, sequence, sequences of a copy, model TFLOP/s of a GPU
-    (8192, 1, 64, 8192, 32, 430),
-    (16384, 1, 128, 8192, 16, 400),
-    (16384, 16, 8, 131072, 16, 380),
-)
-TORCHTITAN_ROWS = ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548))
-"""cp, sequence, tokens/s per GPU."""
+_ROWS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Of each source, with what stands in a row as the first of them."""
 
 
 def megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, **more: Any) -> Workload:
@@ -124,10 +100,10 @@ def megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, 
 
 def points() -> Iterator[Point]:
     """Every point, by source."""
-    for size, layers, hidden, heads, tp, pp, gpus, batch, rate in MEGATRON_ROWS:
+    for size, layers, hidden, heads, tp, pp, gpus, batch, rate in _ROWS["megatron"][1:]:
         name = f"{size:g}B: tp {tp}, pp {pp}, {gpus} GPUs, batch {batch}"
         yield Point(MEGATRON_2021, name, "hardware TFLOP/s", rate, megatron(layers, hidden, heads, tp, pp, gpus, batch))
-    for size, layers, hidden, heads, tp, pp, gpus, batch, micro, virtual, full, fast in KORTHIKANTI_ROWS:
+    for size, layers, hidden, heads, tp, pp, gpus, batch, micro, virtual, full, fast in _ROWS["korthikanti"][1:]:
         sizes = (layers, hidden, heads, tp, pp, gpus, batch)
         name = f"{size}B: tp {tp}, pp {pp}, {gpus} GPUs"
         work = megatron(*sizes, micro_batch=micro, virtual_stages=virtual)
@@ -135,10 +111,10 @@ def points() -> Iterator[Point]:
         selective = replace(work, recompute="selective", sequence_parallel=True)
         yield Point(KORTHIKANTI, f"{name}, selective, sequence parallel", "s", fast, selective)
     yield Point(ANCHOR, "7B GQA: tp 4, dp 2, S 8192, micro-batch 2", "GiB", 53.22, _anchor())
-    for gpus, cp, dp, length, share, rate in LLAMA_ROWS:
+    for gpus, cp, dp, length, share, rate in _ROWS["llama_3"][1:]:
         name = f"Llama 3 405B: tp 8, cp {cp}, pp 16, dp {dp}, S {length}"
         yield Point(LLAMA_3, name, "model TFLOP/s", rate, _llama_3(gpus, cp, dp, length, share))
-    for cp, length, rate in TORCHTITAN_ROWS:
+    for cp, length, rate in _ROWS["torchtitan"][1:]:
         name = f"Llama 3.1 8B: FSDP {8 // cp}, cp {cp}, S {length}"
         yield Point(TORCHTITAN, name, "tokens/s per GPU", rate, _torchtitan(cp, length))
 

@@ -23,12 +23,8 @@ A key without a default may be left out where *required* does not stand; what th
 def reference() -> str:
     """The whole document."""
     schema = load("spec")
-    parts = [_START, _example(schema), *_section((), schema, schema)]
-    return "\n".join(parts)
-
-
-def _example(schema: Mapping[str, Any]) -> str:
-    return f"```json\n{json.dumps(example(schema), indent=2, ensure_ascii=False)}\n```\n"
+    shown = f"```json\n{json.dumps(example(schema), indent=2, ensure_ascii=False)}\n```\n"
+    return "\n".join([_START, shown, *_section((), schema, schema)])
 
 
 def _section(path: tuple[str, ...], node: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
@@ -42,7 +38,8 @@ def _section(path: tuple[str, ...], node: Mapping[str, Any], root: Mapping[str, 
     for key, entry in node.get("properties", {}).items():
         found = resolved(entry, root)
         default = "*required*" if key in node.get("required", []) else _code(found.get("default", {}), empty="")
-        yield f"| `{key}` | {_values(found, root)} | {default} | {_cell(_sentence(found))} |"
+        said = _sentence(found).replace("|", r"\|").replace("*", r"\*").replace("\n", " ")
+        yield f"| `{key}` | {_values(found, root)} | {default} | {said} |"
         inner += _objects((*path, key), found, root)
     if node.get("properties"):
         yield ""
@@ -58,14 +55,10 @@ def _objects(
         yield path, node
     for part in (resolved(one, root) for one in [*node.get("oneOf", []), *filter(None, [node.get("then")])]):
         if part.get("properties"):
-            yield (*path[:-1], f"{path[-1]} ({_name(part)})"), part
+            yield (*path[:-1], f"{path[-1]} ({str(part['title']).lower()})"), part
     further = node.get("additionalProperties")
     if isinstance(further, dict):
         yield from _objects((*path, "NAME"), resolved(further, root), root)
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    return str(node["title"]).lower()
 
 
 def _values(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -111,10 +104,6 @@ def _sentence(node: Mapping[str, Any]) -> str:
     shown = example(node)
     more = f" Example: {_code(shown)}." if isinstance(shown, (str, int, float)) and shown != node.get("default") else ""
     return f"{text}.{more}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("*", r"\*").replace("\n", " ")
 
 
 if __name__ == "__main__":

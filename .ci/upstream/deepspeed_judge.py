@@ -252,9 +252,9 @@ class _Program:
         if isinstance(zero, dict) and isinstance(zero.get("stage"), int):
             # Buckets are allocated; what is said of small ones holds for large ones.
             for name in ("reduce_bucket_size", "allgather_bucket_size"):
-                zero[name] = (
-                    min(zero.get(name, _BUCKET), _BUCKET) if _is_number(zero.get(name, _BUCKET)) else zero[name]
-                )
+                size = zero.get(name, _BUCKET)
+                if isinstance(size, (int, float)) and not isinstance(size, bool) and size % 2 == 0:
+                    zero[name] = min(size, _BUCKET)
         with _alone():
             model = _model(config)
             optimizer, given = None, isinstance(config.get("optimizer"), dict) and "type" in config["optimizer"]
@@ -308,10 +308,6 @@ _DIMENSIONS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value % 2 == 0
 
 
 _BUCKET = 10_000

@@ -132,51 +132,7 @@ class Bench:
                     return
 
 
-_WHOLE: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        ),
-        1,
-    ),
-    **dict.fromkeys(
-        (
-            "num_virtual_stages_per_pipeline_rank",
-            "num_layers_per_virtual_pipeline_stage",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "hierarchical_context_parallel_sizes",
-            "pipeline_model_parallel_layout",
-        )
-    ),
-    **dict.fromkeys(
-        (
-            "sequence_parallel",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "gradient_accumulation_fusion",
-            "perform_initialization",
-            "moe_grouped_gemm",
-            "apply_rope_fusion",
-            "bias_swiglu_fusion",
-            "bias_gelu_fusion",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "tp_comm_overlap",
-            "apply_layernorm_1p",
-            "layernorm_zero_centered_gamma",
-        ),
-        False,
-    ),
-    "cp_comm_type": ["p2p"],
-    "transformer_impl": "local",
-    "no_persist_layer_norm": True,
-    "use_cpu_initialization": True,
-}
+_WHOLE: Mapping[str, Any] = json.loads(Path(__file__).with_name("megatron.json").read_text(encoding="utf-8"))["whole"]
 """Settings of a model that stands on one rank whole, without kernels of a GPU."""
 
 

@@ -6,6 +6,7 @@ import argparse
 import enum
 import importlib
 import importlib.metadata
+import json
 import math
 import os
 import sys
@@ -18,28 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from upstream import stubs
 
 _MODULES = ("megatron.training.arguments", "megatron.arguments", "arguments")
-_MISSING = (
-    "apex",
-    "amp_C",
-    "einops",
-    "flash_attn",
-    "ftfy",
-    "h5py",
-    "nltk",
-    "pkg_resources",
-    "regex",
-    "sentencepiece",
-    "six",
-    "tensorboard",
-    "torch._six",
-    "nvidia_resiliency_ext",
-    "torch_memory_saver",
-    "multistorageclient",
-    "transformers",
-    "triton",
-    "zarr",
-    "tensorstore",
-)
+_MISSING: list[str] = json.loads(Path(__file__).with_name("megatron.json").read_text(encoding="utf-8"))["missing"]
 
 
 class _Captured(Exception):  # noqa: N818 -- no error: the parser is what is wanted
@@ -55,7 +35,8 @@ def parser(folder: Path) -> tuple[argparse.ArgumentParser, types.ModuleType]:
     import torch._inductor.compile_fx
     import torch.utils.flop_counter  # noqa: F401 -- what a stub of triton would break when it is imported later
 
-    if "deepspeed" in _text(folder):
+    file = folder / "megatron" / "arguments.py"
+    if file.exists() and "deepspeed" in file.read_text(encoding="utf-8"):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed  # noqa: F401 -- before there are stubs, which it would take for accelerators
     is_old = not (folder / "megatron" / "training" / "arguments.py").exists()
@@ -85,11 +66,6 @@ def parser(folder: Path) -> tuple[argparse.ArgumentParser, types.ModuleType]:
     finally:
         argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args = real
     raise AssertionError("the parser was not used")
-
-
-def _text(folder: Path) -> str:
-    file = folder / "megatron" / "arguments.py"
-    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def _arguments_module() -> types.ModuleType:

@@ -13,10 +13,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fuzzing.kinds import Base, Kind
 from fuzzing.mutations import mutant
@@ -75,7 +74,11 @@ class Attack:
         donors = [one.tree for one in chance.sample(list(kind.bases), min(3, len(kind.bases))) if one.tree is not None]
         content = mutant(base.text, base.form, base.tree, donors, chance)
         if kind.sealed is not None and chance.random() < 0.7:
-            content = _sealed(content, kind.sealed)
+            with contextlib.suppress(ValueError, RecursionError):
+                tree = json.loads(content)
+                if isinstance(tree, dict):
+                    kind.sealed(tree)
+                    content = json.dumps(tree).encode()
         return kind, base, chance.choice(kind.commands), content
 
     def run(self, seed: int, keep: Path | None = None) -> tuple[Kind, End]:
@@ -107,15 +110,6 @@ class Attack:
         for made in ("out", "new"):
             shutil.rmtree(self.folder / kind.name / made, ignore_errors=True)
         return end
-
-
-def _sealed(content: bytes, seal: Callable[[dict[str, Any]], object]) -> bytes:
-    with contextlib.suppress(ValueError, RecursionError):
-        tree = json.loads(content)
-        if isinstance(tree, dict):
-            seal(tree)
-            return json.dumps(tree).encode()
-    return content
 
 
 def _measured(line: Sequence[str], limits: Limits) -> End:

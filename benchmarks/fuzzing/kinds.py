@@ -85,10 +85,6 @@ def _json(*trees: Any) -> list[Base]:
     return [Base(json.dumps(tree, indent=1), "json") for tree in trees]
 
 
-def _yaml(*trees: Any) -> list[Base]:
-    return [Base(yaml.safe_dump(tree, sort_keys=False), "yaml") for tree in trees]
-
-
 _FORMS = {".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".csv": "csv"}
 
 
@@ -215,7 +211,8 @@ def _bases(said: str, folders: Mapping[str, Path], drawn: int, number: int) -> l
         return _json(*from_schema(what, max(1, round(drawn * float(only or 1))), number))
     if how in ("json", "both"):
         trees = BASES[what] if isinstance(BASES[what], list) else [BASES[what]]
-        return _json(*trees) if how == "json" else [*_yaml(*trees), *_json(*trees)]
+        texts = [yaml.safe_dump(tree, sort_keys=False) for tree in trees if how == "both"]
+        return [*(Base(text, "yaml") for text in texts), *_json(*trees)]
     found = _files(folders[how], what)
     return [one for one in found if not only or (one.form == "sh") is (only == "scripts")]
 

@@ -83,7 +83,8 @@ def _damage(tree: Tree, node: Any, key: Any, found: list[Place], donors: Sequenc
     if action < 0.4:
         node[key] = values(chance)
     elif action < 0.5:
-        node[key] = _of_other_type(old, chance)
+        others = ([old], {"value": old}, str(old), json.dumps(old, default=str), bool(old), None, [old, old])
+        node[key] = chance.choice(others)
     elif action < 0.6:
         del node[key]
     elif action < 0.7:
@@ -108,10 +109,6 @@ def _damage(tree: Tree, node: Any, key: Any, found: list[Place], donors: Sequenc
     else:
         for _ in range(chance.choice((3, 30, 200))):
             node[key] = {str(key): node[key]} if chance.random() < 0.5 else [node[key]]
-
-
-def _of_other_type(old: Any, chance: random.Random) -> Any:
-    return chance.choice(([old], {"value": old}, str(old), json.dumps(old, default=str), bool(old), None, [old, old]))
 
 
 def _renamed(key: str, donors: Sequence[Tree], chance: random.Random) -> str:

@@ -54,7 +54,15 @@ def deepspeed_autotp(folder: str, settings: dict[str, Any]) -> Step:
     """DeepSpeed's AutoTP in training mode, the model cut by its own rules."""
     # It counts both ranks as data-parallel while it reads its configuration: no train_batch_size fits.
     config = ds_config(settings, 1) | {"tensor_parallel": {"autotp_size": 2}}
-    return _whole_batch(_engine(_model(folder), config))
+    engine = _engine(_model(folder), config)
+
+    def step(ids: Tensor) -> float:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return step
 
 
 def transformers_tp(folder: str, settings: dict[str, Any]) -> Step:
@@ -113,16 +121,6 @@ def _engine(model: Any, config: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
     return engine
-
-
-def _whole_batch(engine: Any) -> Step:
-    def step(ids: Tensor) -> float:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return step
 
 
 PEERS: dict[str, Callable[[str, dict[str, Any]], Step]] = {

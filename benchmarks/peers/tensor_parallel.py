@@ -32,12 +32,6 @@ def parts_of(block: Any) -> list[tuple[Any, tuple[str, ...], str]]:
     return [(block.attention, ("q", "k", "v"), "o"), (block.mlp, ("gate", "up"), "down")]
 
 
-def say_absent() -> None:
-    """Prints these."""
-    for name, reason in absent().items():
-        print(f"absent: {name} ({reason})")
-
-
 def with_megatron(block: nn.Module, sequence_parallel: bool) -> nn.Module:
     """`block` on Megatron-Core's column and row layers."""
     warnings.filterwarnings("ignore", module="megatron")

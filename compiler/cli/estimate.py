@@ -33,7 +33,7 @@ from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
-from .options import output_file, positive_number, refuse_foreign
+from .options import document_length_option, output_file, positive_number, refuse_foreign
 
 MOST_CELLS = 4096
 
@@ -51,11 +51,7 @@ MOST_CELLS = 4096
     type=click.FloatRange(min=1.0),
     help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
 )
-@click.option(
-    "--document-length",
-    type=click.IntRange(min=1),
-    help="Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document.",
-)
+@document_length_option()
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("--plot", type=output_file(".svg"), metavar="PATH", help="Draw the stages into this SVG file.")
 def command(

@@ -91,6 +91,12 @@ def sequence_length_option(said: str) -> Callable[[Any], Any]:
     return click.option("--sequence-length", type=token_count, metavar="TOKENS", help=said)
 
 
+def document_length_option() -> Callable[[Any], Any]:
+    """`--document-length` of a command."""
+    said = "Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document."
+    return click.option("--document-length", type=click.IntRange(min=1), help=said)
+
+
 def accelerator_option(**more: Any) -> Callable[[Any], Any]:
     """`--accelerator` of a command."""
     return click.option("--accelerator", type=accelerator_name, metavar="NAME", help="What a rank runs on.", **more)

@@ -25,6 +25,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from . import save, say
 from .estimate import checked_spec, refuse, refuse_longer
+from .options import document_length_option
 
 
 @click.command("search")
@@ -32,11 +33,7 @@ from .estimate import checked_spec, refuse, refuse_longer
 @click.option("--top", default=10, show_default=True, type=click.IntRange(1), help="Layouts to show.")
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
 @click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses.")
-@click.option(
-    "--document-length",
-    type=click.IntRange(min=1),
-    help="Mean tokens of the documents packed into a sequence; left out, a sequence counts as one document.",
-)
+@document_length_option()
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")

@@ -69,7 +69,9 @@ def as_markdown(before: Plan, after: Plan, found: Difference) -> str:
     if found.same:
         return f"### Plan: {title}\n\nNothing changes: the plans are the same.\n"
     first = next(kind for kind in _VERDICTS if found.of(kind))
-    parts = [f"### Plan: {title}\n", f"{_VERDICTS[first]}{_moves(found)}\n", _costs(before, after)]
+    moves = f" {found.moved_ranks:,} ranks change position." if found.moved_ranks else ""
+    moves = " The ranks are other ones." if found.moved_ranks is None else moves
+    parts = [f"### Plan: {title}\n", f"{_VERDICTS[first]}{moves}\n", _costs(before, after)]
     parts.append("**Checkpoints of the old plan in a run of the new one**\n")
     parts.append(_resumption("parcompile's runtime", found.runtime) + _resumption("DeepSpeed alone", found.deepspeed))
     for kind, name in TITLES.items():
@@ -78,12 +80,6 @@ def as_markdown(before: Plan, after: Plan, found: Difference) -> str:
             rows = [(change.what, *change.texts, change.share) for change in changes]
             parts.append(folded(f"{name} ({len(changes)})", table([("", "before", "after", ""), *rows])))
     return "\n".join(parts)
-
-
-def _moves(found: Difference) -> str:
-    if found.moved_ranks is None:
-        return " The ranks are other ones."
-    return f" {found.moved_ranks:,} ranks change position." if found.moved_ranks else ""
 
 
 def _costs(before: Plan, after: Plan) -> str:

@@ -22,12 +22,7 @@ sys.path.insert(0, str(ROOT / ".ci" / "upstream"))
 
 import hugging_face  # noqa: E402
 
-from parcompile.backends.deepspeed.table import (  # noqa: E402
-    ANY,
-    ENTRY,
-    newest,
-    table,
-)
+from parcompile.backends.deepspeed.table import ANY, ENTRY, newest, table  # noqa: E402
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 FILLERS = ("transformers", "accelerate")

@@ -82,14 +82,12 @@ def traced() -> Log:
             break
         for path in fresh:
             tried.add(path)
-            if _may_hold(log.defaults[path]) and not _inside_model(path, log):
+            default = log.defaults[path]
+            holds = default is UNREADABLE or default is None or default is False or isinstance(default, dict)
+            if holds and not _inside_model(path, log):
                 for inner in ({}, {"enabled": True}):
                     run(_nested(path.split("."), inner, log))
     return log
-
-
-def _may_hold(default: Any) -> bool:
-    return default is UNREADABLE or default is None or isinstance(default, dict) or default is False
 
 
 def _inside_model(path: str, log: Log) -> bool:

@@ -23,34 +23,8 @@ from parcompile.lint.deepspeed import constructors
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "schemas" / "ds_config.schema.json"
 WORDS: dict[str, Any] = json.loads((Path(__file__).parent / "words.json").read_text(encoding="utf-8"))
-HEAD = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "$id": "https://parcompile.readthedocs.io/en/stable/schemas/v1/ds_config.schema.json",
-    "title": "DeepSpeed configuration",
-    "description": (
-        f"Everything that DeepSpeed {newest()} reads from its JSON configuration, closed at every level. Keys marked "
-        'x-filled-by may be "auto" for those who are named there; DeepSpeed itself does not replace it.'
-    ),
-    "type": "object",
-    "additionalProperties": False,
-}
-TAIL = {
-    "anyOf": [{"required": ["train_batch_size"]}, {"required": ["train_micro_batch_size_per_gpu"]}],
-    "examples": [
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 8,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 1},
-        }
-    ],
-}
-EDITOR = {
-    "title": "Schema",
-    "description": "Where an editor finds this schema; DeepSpeed ignores the key.",
-    "type": "string",
-    "examples": ["https://parcompile.readthedocs.io/en/stable/schemas/v1/ds_config.schema.json"],
-}
+FRAME: dict[str, Any] = json.loads((Path(__file__).parent / "frame.json").read_text(encoding="utf-8"))
+"""What stands before the keys (`{newest}` is the version) and behind them, and the key of editors."""
 CLASSES = ("Adam", "Lamb", "Lion", "Adagrad", "Muon")
 
 
@@ -183,7 +157,8 @@ def schema() -> dict[str, Any]:
         entry["properties"]["params"].pop("additionalProperties", None)
         entry.update(required=["type"], allOf=rules["allOf"])
     properties["zero_optimization"]["type"] = ["object", "boolean"]
-    return {**HEAD, "properties": {"$schema": EDITOR, **ordered(properties)}, **TAIL}
+    head = {**FRAME["head"], "description": FRAME["head"]["description"].replace("{newest}", newest())}
+    return {**head, "properties": {"$schema": FRAME["editor"], **ordered(properties)}, **FRAME["tail"]}
 
 
 def ordered(properties: dict[str, Any]) -> dict[str, Any]:

@@ -26,11 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from parcompile.model.tables.completing import with_kinds_of_today  # noqa: E402
 from parcompile.model.tables.expression import evaluate  # noqa: E402
-from parcompile.runtime.model.text_head import (  # noqa: E402
-    TEXT_MODELS,
-    UNLISTED,
-    causal_model,
-)
+from parcompile.runtime.model.text_head import TEXT_MODELS, UNLISTED, causal_model  # noqa: E402
 
 logging.disable(logging.CRITICAL)
 
@@ -87,7 +83,8 @@ class ModelType:
                     self.nested[key] = type(inner)
                     self._read(type(inner), f"{key}.")
                 continue
-            if _is_numbers(inner) and not INERT.search(field.name):
+            is_numbers = isinstance(inner, dict) and inner and all(type(one) is int for one in inner.values())
+            if is_numbers and not INERT.search(field.name):
                 self.numbers.add(key)
                 self.defaults |= {f"{key}.{name}": number for name, number in inner.items()}
                 self.hints |= {f"{key}.{name}": "int" for name in inner}
@@ -176,10 +173,6 @@ def nest(given: dict[str, Any]) -> dict[str, Any]:
             holder = holder.setdefault(owner, {})
         holder[last] = copy.deepcopy(value)
     return found
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, dict) and bool(value) and all(type(one) is int for one in value.values())
 
 
 def _is_json(value: object) -> bool:

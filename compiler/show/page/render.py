@@ -97,15 +97,17 @@ def framed(
         version: what stands behind the version of this package.
     """
     fills, strokes = set().union(*(one.fills for one in drawn)), set().union(*(one.strokes for one in drawn))
-    colours = {
-        scheme: variables + rules(fills, strokes, dark=scheme == "dark")
-        for scheme, variables in (("light", _variables(LIGHT)), ("dark", _variables(DARK)))
-    }
-    dark = f"@media screen and (prefers-color-scheme:dark){{{colours['dark']}}}"
+    light, dark = (
+        ":root{"
+        + "".join(f"--{role}:{value};" for role, value in scheme.items())
+        + "}"
+        + rules(fills, strokes, dark=on)
+        for scheme, on in ((LIGHT, False), (DARK, True))
+    )
     return Template(_read("frame.html")).substitute(
         title=joined([title]),
         kind=kind,
-        style=colours["light"] + dark + _read("page.css"),
+        style=f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{_read('page.css')}",
         summary=joined([summary]),
         links=joined(tag("a", name, href=f"#{anchor}") for anchor, name in links),
         main=main,
@@ -140,10 +142,6 @@ def _layout(subject: Subject) -> dict[str, object]:
         "gradient_accumulation_dtype": spec.training.gradient_accumulation_dtype.value,
         "zero_stage": spec.zero_stage,
     }
-
-
-def _variables(scheme: Mapping[str, str]) -> str:
-    return ":root{" + "".join(f"--{role}:{value};" for role, value in scheme.items()) + "}"
 
 
 def _read(name: str) -> str:

@@ -70,7 +70,10 @@ def described(tree: Mapping[str, Any], note: str = "") -> list[tuple[str, str]]:
         if (one := tree.get(name)) is not None:
             top = f"{most} {one['highest']:.3g} at step {one['highest_step']:,}"
             rows.append((said, f"{one['first']:.3g} at first, {one['last']:.3g} at last, {top}"))
-    rows.append(("spikes", _spikes_in_words(tree["spikes"])))
+    named = [(one, "loss" if one["figure"] == "loss" else "norm") for one in tree["spikes"][:3]]
+    spikes = [f"step {one['step']:,}: {it} {one['value']:.3g}, usual {one['usual']:.3g}" for one, it in named]
+    more = f"; {len(tree['spikes']) - 3:,} more" if len(tree["spikes"]) > 3 else ""
+    rows.append(("spikes", "; ".join(spikes) + more or "none"))
     wrong = tree["nonfinite_steps"]
     said = f"{tree['skipped_steps']:,} by the loss scale of fp16" if tree["skipped_steps"] else "none"
     said += f"; no finite loss or norm in {len(wrong):,}, first step {wrong[0]:,}" if wrong else ""
@@ -103,16 +106,6 @@ def _predicted(one: Mapping[str, float], unit: Callable[[float], str]) -> str:
         return ""
     ends = f", {unit(one['predicted_low'])} to {unit(one['predicted_high'])}" if "predicted_low" in one else ""
     return f"; predicted {unit(one['predicted'])}{ends}"
-
-
-def _spikes_in_words(spikes: Sequence[Mapping[str, Any]]) -> str:
-    names = {"loss": "loss", "gradient_norm": "norm"}
-    shown = [
-        f"step {one['step']:,}: {names[one['figure']]} {one['value']:.3g}, usual {one['usual']:.3g}"
-        for one in spikes[:3]
-    ]
-    more = f"; {len(spikes) - 3:,} more" if len(spikes) > 3 else ""
-    return "; ".join(shown) + more if shown else "none"
 
 
 def _evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -168,8 +161,10 @@ def run_page(run: Run, subject: Subject | None, note: str) -> str:
         note_of = tag("p", f"{pair[0].description}.", class_="note")
         parts.append(section(anchor, title, note_of, *both_widths(pair)))
         links.append((anchor, title.partition(",")[0]))
+    name = "unnamed" if subject is None else subject.plan.spec.name  # the default
+    where = f"The run in {Path(run.file).parent.resolve().name}"
     return framed(
-        title=_title(run, subject),
+        title=where if name == "unnamed" else f"A run of {name}",
         kind="run",
         summary=verdict(tree),
         links=links,
@@ -177,12 +172,6 @@ def run_page(run: Run, subject: Subject | None, note: str) -> str:
         drawn=drawn or [Picture("", "", "", WIDE, 1, ())],
         version="no plan" if subject is None else f"plan {subject.plan.plan_hash}",
     )
-
-
-def _title(run: Run, subject: Subject | None) -> str:
-    if subject is not None and subject.plan.spec.name != "unnamed":
-        return f"A run of {subject.plan.spec.name}"
-    return f"The run in {Path(run.file).parent.resolve().name}"
 
 
 def _lines(run: Run, names: tuple[str, ...]) -> dict[str, tuple[str, Points]]:

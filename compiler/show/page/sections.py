@@ -12,7 +12,7 @@ from html import escape
 
 from parcompile.cost.footprint import HOPELESS, is_safe
 from parcompile.cost.table import error_text, fit_text, imbalance_text
-from parcompile.diagnostics import Diagnostic, Fix, Safety, Severity, format_path
+from parcompile.diagnostics import Diagnostic, Safety, Severity, format_path
 from parcompile.layout.groups import DENSE_AXES
 from parcompile.rules import all_rules
 from parcompile.show.pictures import NARROW, WIDE, Picture, Subject
@@ -162,7 +162,9 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
         body.append(tag("p", *with_code(one.message)))
         if one.help:
             body.append(tag("p", *with_code(f"Help: {one.help}"), class_="note"))
-        body += [tag("p", *with_code(f"Fix: {_with_safety(fix)}"), class_="note") for fix in one.fixes]
+        for fix in one.fixes:
+            safety = "" if fix.safety is Safety.SAFE else f" ({fix.safety.value})"
+            body.append(tag("p", *with_code(f"Fix: {fix.title}{safety}"), class_="note"))
         if one.code in pages:
             rule = pages[one.code]
             body.append(folded(rule.title, tag("p", *with_code(rule.explanation))))
@@ -172,10 +174,6 @@ def diagnostics(found: Sequence[Diagnostic], subject: Subject) -> Html:
     names = {"info": "remark"}
     words = ", ".join(f"{count} {names.get(name, name)}{'s' * (count > 1)}" for name, count in counts.items())
     return joined([tag("p", f"{words}. {runs}"), tag("ul", *entries, class_="findings")])
-
-
-def _with_safety(fix: Fix) -> str:
-    return fix.title if fix.safety is Safety.SAFE else f"{fix.title} ({fix.safety.value})"
 
 
 def launching(subject: Subject) -> Html:

@@ -145,6 +145,36 @@ class Sketch:
         return Picture(title, subtitle, description, self.width, self.y + 4, tuple(self.shapes))
 
 
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Axes in a sketch, and where a value stands: as far to the right and upwards as it is from the lowest."""
+
+    sketch: Sketch
+    left: float
+    height: float
+    top: float
+    lowest: tuple[float, float]
+    spans: tuple[float, float]
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Of a point."""
+        (first, low), (wide, tall) = self.lowest, self.spans
+        room = self.sketch.width - self.left - 12
+        return self.left + (x - first) / wide * room, self.top + self.height * (1 - (y - low) / tall)
+
+    def level(self, y: float, said: str) -> None:
+        """A line across, with its value at the left."""
+        _, at = self.place(self.lowest[0], y)
+        self.sketch.add(Line(self.left, at, self.sketch.width - 12, at, "line"))
+        self.sketch.add(Text(self.left - 6, at + 4, said, SMALL, "soft", "end"))
+
+    def mark(self, x: float, said: str, anchor: str = "middle") -> None:
+        """A value below the plot, behind which the sketch goes on."""
+        bottom = self.top + self.height
+        self.sketch.add(Text(self.place(x, self.lowest[1])[0], bottom + 18, said, SMALL, "soft", anchor))
+        self.sketch.y = bottom + 34
+
+
 def text_width(text: str, size: float = NORMAL) -> float:
     """About how wide a text is in a sans-serif face: pictures are drawn without measuring fonts."""
     narrow = sum(character in " .,:;'|ilIjtf()[]-·" for character in text)

@@ -6,11 +6,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from . import SMALL, Area, Line, Picture, Sketch, Text, text_width
+from . import SMALL, Area, Line, Picture, Plot, Sketch, text_width
 
 Points = Sequence[tuple[float, float]]
 
-_HEIGHT, _BELOW, _RIGHT = 240.0, 34.0, 12.0
 _MOST = 400
 """Points of a line; of more, the least and the largest of each stretch stay."""
 _MARKS = 4
@@ -46,34 +45,26 @@ def draw(
     if len(lines) > 1 or band is not None:
         sketch.legend([*entries, *([("track", band[0])] if band is not None else [])])
     marks = [low + tall * part / _MARKS for part in range(_MARKS + 1)]
-    left, top = max(text_width(unit(one), SMALL) for one in marks) + 10, sketch.y + 10
-
-    def place(step: float, value: float) -> tuple[float, float]:
-        x = left + (step - first) / wide * (width - left - _RIGHT)
-        return x, top + _HEIGHT * (1 - (value - low) / tall)
-
+    left = max(text_width(unit(one), SMALL) for one in marks) + 10
+    plot = Plot(sketch, left, 240.0, sketch.y + 10, (first, low), (wide, tall))
     if band is not None:
-        (x1, y1), (x2, y2) = place(first, band[1]), place(first + wide, band[2])
+        (x1, y1), (x2, y2) = plot.place(first, band[1]), plot.place(first + wide, band[2])
         sketch.add(Area(((x1, y1), (x2, y1), (x2, y2), (x1, y2)), "track"))
     for value in marks:
-        _, y = place(first, value)
-        sketch.add(Line(left, y, width - _RIGHT, y, "line"))
-        sketch.add(Text(left - 6, y + 4, unit(value), SMALL, "soft", "end"))
+        plot.level(value, unit(value))
     for step in sorted({round(first + wide * part / _MARKS) for part in range(_MARKS + 1)}):
         if step <= last:
-            sketch.add(Text(place(step, low)[0], top + _HEIGHT + 18, f"{step:,}", SMALL, "soft", "middle"))
+            plot.mark(step, f"{step:,}")
     for role, points in lines.values():
-        shown = [place(*one) if math.isfinite(one[1]) else None for one in _thinned(points)]
+        shown = [plot.place(*one) if math.isfinite(one[1]) else None for one in _thinned(points)]
         for before, after in itertools.pairwise(shown):
             if before is not None and after is not None:
                 sketch.add(Line(*before, *after, role, 2))
         if len(shown) == 1 and shown[0] is not None:
             x, y = shown[0]
             sketch.add(Line(x - _DOT, y, x + _DOT, y, role, 2 * _DOT))
-    sketch.y = top + _HEIGHT + _BELOW
-    return sketch.picture(
-        title, subtitle, "; ".join(f"{name}: {_words(points, unit)}" for name, (_, points) in lines.items())
-    )
+    said = "; ".join(f"{name}: {_words(points, unit)}" for name, (_, points) in lines.items())
+    return sketch.picture(title, subtitle, said)
 
 
 def _thinned(points: Points) -> Points:

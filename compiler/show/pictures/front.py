@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
 
 from . import (
-    SMALL,
     WIDE,
     Box,
     Line,
     Picture,
+    Plot,
     Sketch,
     Subject,
-    Text,
     grid,
     memory,
     rates,
@@ -29,8 +28,6 @@ from . import (
     traffic,
 )
 
-_HEIGHT = 260.0
-_LEFT, _RIGHT, _BELOW = 52.0, 12.0, 34.0
 _DOT, _LARGE_DOT = 5.0, 9.0
 _FARTHEST = 3.0
 _MOST = 300
@@ -51,8 +48,17 @@ def draw(tree: Mapping[str, Any], width: float) -> Picture:
     near += [one for one in front if one not in near and one["step_seconds"] <= _FARTHEST * shortest]
     sketch = Sketch(width)
     sketch.legend([("activations", "chosen"), ("dp", "front"), ("framework", "other layouts that fit")])
-    top = sketch.y + 8
-    place = _scales(sketch, near, top)
+    seconds, largest = [one["step_seconds"] for one in near], max(one["peak_bytes"] for one in near) / GIB
+    low, high = min(seconds), max(max(seconds), min(seconds) * 1.01)
+    plot = Plot(sketch, 52.0, 260.0, sketch.y + 8, (low, 0.0), (high - low, largest))
+    for mark in ticks(largest, 5):
+        plot.level(mark, f"{mark:g} GiB")
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        plot.mark(low + share * (high - low), format_seconds(low + share * (high - low)), anchor)
+
+    def place(one: Mapping[str, Any]) -> tuple[float, float]:
+        return plot.place(one["step_seconds"], one["peak_bytes"] / GIB)
+
     for one in near:
         _dot(sketch, place(one), _DOT, "framework", one)
     line = [place(one) for one in front if one in near]
@@ -62,42 +68,12 @@ def draw(tree: Mapping[str, Any], width: float) -> Picture:
         if one in near:
             _dot(sketch, place(one), _DOT + 2, "dp", one)
     _dot(sketch, place(best), _LARGE_DOT, "activations", best)
-    sketch.y = top + _HEIGHT + _BELOW
     left_out = len(fitting) - len(near)
     more = f"; {left_out:,} slower ones are left out" if left_out else ""
     description = f"{len(near):,} layouts that fit{more}. The front has {len(front)}: " + "; ".join(
         f"{format_seconds(one['step_seconds'])} in {format_bytes(one['peak_bytes'])}" for one in front[:8]
     )
     return sketch.picture("Time against memory", "Steps to the right, peaks of memory upwards.", description)
-
-
-def _scales(
-    sketch: Sketch, shown: Sequence[Mapping[str, Any]], top: float
-) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Draws the axes; returns where a layout stands."""
-    seconds = [float(one["step_seconds"]) for one in shown]
-    sizes = [float(one["peak_bytes"]) / GIB for one in shown]
-    low, high = min(seconds), max(max(seconds), min(seconds) * 1.01)
-    largest = max(sizes)
-    room = sketch.width - _LEFT - _RIGHT
-
-    def x_of(value: float) -> float:
-        return _LEFT + (value - low) / (high - low) * room
-
-    def y_of(value: float) -> float:
-        return top + _HEIGHT * (1 - value / largest)
-
-    for mark in ticks(largest, 5):
-        sketch.add(Line(_LEFT, y_of(mark), sketch.width - _RIGHT, y_of(mark), "line"))
-        sketch.add(Text(_LEFT - 6, y_of(mark) + 4, f"{mark:g} GiB", SMALL, "soft", "end"))
-    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value = low + share * (high - low)
-        sketch.add(Text(x_of(value), top + _HEIGHT + 18, format_seconds(value), SMALL, "soft", anchor))
-
-    def place(one: Mapping[str, Any]) -> tuple[float, float]:
-        return x_of(one["step_seconds"]), y_of(one["peak_bytes"] / GIB)
-
-    return place
 
 
 def _dot(sketch: Sketch, at: tuple[float, float], size: float, role: str, one: Mapping[str, Any]) -> None:

@@ -75,7 +75,10 @@ def draw(subject: Subject, width: float, *, axis: str | None = None, rank: int |
     sketch = Sketch(width)
     tiling = _Tiling.of(cluster.nodes, cluster.gpus_per_node, width, 760.0 if sketch.narrow else 470.0)
     size, stride = grid.size((chosen,)), grid.stride(chosen)
-    lit = {} if rank is None else _lit(subject, rank)
+    lit: dict[int, str] = {}  # of each rank that shares a group of one axis with `rank`
+    if rank is not None:
+        lit = {one: axis for axis in reversed(DENSE_AXES) for one in AxisGroups(grid, (axis,)).of_rank(rank)}
+        lit[rank] = "ink"
     corners: dict[str, list[tuple[float, float]]] = {}
     for one, x, y in tiling.cells(cluster.nodes, cluster.gpus_per_node):
         role = lit.get(one, "track") if rank is not None else shade(chosen, one // stride % size, size)
@@ -95,36 +98,21 @@ def draw(subject: Subject, width: float, *, axis: str | None = None, rank: int |
     sizes = " × ".join(f"{name} {grid.size((name,))}" for name in DENSE_AXES)
     world = f"{plan.world_size:,} ranks on {cluster.nodes:,} {'node' if cluster.nodes == 1 else 'nodes'}: {sizes}"
     if rank is None:
-        sketch.legend(_axis_legend(chosen, size))
+        shown = range(size) if size <= 8 else sorted({index * (size - 1) // 5 for index in range(6)})
+        sketch.legend([(shade(chosen, index, size), f"{chosen} {index}") for index in shown])
         title = f"Ranks, coloured by {chosen}"
         words = f"Neighbours on {chosen} are {stride} {'rank' if stride == 1 else 'ranks'} apart."
     else:
-        sketch.legend([("ink", f"rank {rank}"), *_group_legend(subject, rank)])
+        entries = [("ink", f"rank {rank}")]
+        for each in subject.axes:
+            ranks = AxisGroups(grid, (each,)).of_rank(rank)
+            nodes = len({one // cluster.gpus_per_node for one in ranks})
+            words = f"{each}: splits {SPLITS[each]}, {len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}"
+            entries.append((each, words))
+        sketch.legend(entries)
         title = f"The groups of rank {rank}"
         words = f"Rank {rank} is at {_place(subject, rank)}."
     return sketch.picture(title, world, f"{world}. {words}")
-
-
-def _lit(subject: Subject, rank: int) -> dict[int, str]:
-    """The colour of each rank that shares a group of one axis with `rank`."""
-    grid = subject.plan.groups.grid
-    found = {one: axis for axis in reversed(DENSE_AXES) for one in AxisGroups(grid, (axis,)).of_rank(rank)}
-    return {**found, rank: "ink"}
-
-
-def _group_legend(subject: Subject, rank: int) -> list[tuple[str, str]]:
-    grid, per_node = subject.plan.groups.grid, subject.plan.spec.cluster.gpus_per_node
-    found: list[tuple[str, str]] = []
-    for axis in subject.axes:
-        ranks = AxisGroups(grid, (axis,)).of_rank(rank)
-        nodes = len({one // per_node for one in ranks})
-        found.append((axis, f"{axis}: splits {SPLITS[axis]}, {len(ranks)} ranks on {nodes} node{'s' * (nodes > 1)}"))
-    return found
-
-
-def _axis_legend(axis: Axis, size: int) -> list[tuple[str, str]]:
-    shown = range(size) if size <= 8 else sorted({index * (size - 1) // 5 for index in range(6)})
-    return [(shade(axis, index, size), f"{axis} {index}") for index in shown]
 
 
 def _place(subject: Subject, rank: int) -> str:

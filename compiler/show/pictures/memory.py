@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parcompile.cost.footprint import RankMemory, stage_interval
+from parcompile.cost.footprint import stage_interval
 from parcompile.cost.table import fit_text, memory_bars, memory_rows
 from parcompile.units import GIB, format_bytes
 
@@ -27,7 +27,12 @@ def draw(subject: Subject, width: float) -> Picture:
     longest = max([high for _, high in intervals] + [stage.total_bytes for stage in stages] + [limit or 0.0])
     scale = (width - left - right) / longest
     top = 22.0 if limit else 4.0
-    _axis(sketch, longest, scale, left, top, top + row * len(stages))
+    bottom = top + row * len(stages)
+    marks = ticks(longest / GIB, 4 if sketch.narrow else 8)
+    for value in marks:
+        x = left + value * GIB * scale
+        sketch.add(Line(x, top, x, bottom, "line"))
+        sketch.add(Text(x, bottom + 14, f"{value:g}{' GiB' * (value == marks[-1])}", SMALL, "soft", "middle"))
     for index, (stage, (low, high)) in enumerate(zip(stages, intervals, strict=True)):
         y = top + index * row + (row - bar) / 2
         sketch.add(Text(0, y + bar / 2 + 4.5, f"stage {stage.stage}", fill="soft"))
@@ -45,27 +50,20 @@ def draw(subject: Subject, width: float) -> Picture:
         ):
             sketch.add(Line(left + x1, y1, left + x2, y2, "ink", 1.6))
         sketch.add(Text(width, y + bar / 2 + 4.5, format_bytes(stage.total_bytes), anchor="end", strong=True))
-    bottom = top + row * len(stages)
     if limit:
         x = left + limit * scale
         sketch.add(Line(x, top - 4, x, bottom + 4, "bad", 2.0, dashed=True))
         anchor = "end" if x > width * 0.6 else "start"
         sketch.add(Text(x, top - 9, f"usable {format_bytes(limit)}", SMALL + 1, "bad", anchor, strong=True))
     sketch.y = bottom + 20
-    names = [name for name in ROLES if any(stage.components.get(name) for stage in stages)]
-    sketch.legend([(ROLES[name], name) for name in names])
+    sketch.legend([(ROLES[row[0]], row[0]) for row in rows(subject)[1:-1]])
     blue = "Blue is exact, byte for byte; the rest is estimated. The whisker is the 90 % interval."
     sketch.caption(blue, size=SMALL + 1)
-    return sketch.picture("Memory of a rank, by pipeline stage", verdict(subject), _words(memory.peak))
-
-
-def _axis(sketch: Sketch, longest: float, scale: float, left: float, top: float, bottom: float) -> None:
-    most = 4 if sketch.narrow else 8
-    marks = ticks(longest / GIB, most)
-    for value in marks:
-        x = left + value * GIB * scale
-        sketch.add(Line(x, top, x, bottom, "line"))
-        sketch.add(Text(x, bottom + 14, f"{value:g}{' GiB' * (value == marks[-1])}", SMALL, "soft", "middle"))
+    peak = memory.peak
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.components.items() if size)
+    total, exact = format_bytes(peak.total_bytes), format_bytes(peak.static_bytes)
+    said = f"The fullest stage {peak.stage} holds {total}, {exact} of it exact: {parts}"
+    return sketch.picture("Memory of a rank, by pipeline stage", verdict(subject), said)
 
 
 def verdict(subject: Subject) -> str:
@@ -75,12 +73,6 @@ def verdict(subject: Subject) -> str:
     text = f"Peak {peak} on stage {memory.peak.stage}, 90 % interval {low} to {high}"
     fit = fit_text(subject.estimate.work, memory)
     return f"{text}; {fit}" if fit else text
-
-
-def _words(peak: RankMemory) -> str:
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.components.items() if size)
-    total, exact = format_bytes(peak.total_bytes), format_bytes(peak.static_bytes)
-    return f"The fullest stage {peak.stage} holds {total}, {exact} of it exact: {parts}"
 
 
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:

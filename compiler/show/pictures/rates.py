@@ -7,10 +7,8 @@ import itertools
 from parcompile.spec import learning_rate, weight_decay_of
 from parcompile.spec.values import LrScheduler, Training
 
-from . import SMALL, Line, Picture, Sketch, Subject, Text
+from . import Line, Picture, Plot, Sketch, Subject
 
-_HEIGHT = 180.0
-_LEFT, _RIGHT, _BELOW = 64.0, 12.0, 34.0
 _POINTS = 240
 _SHORTEST = 10
 """Steps that are drawn of a training which does not say how many it has."""
@@ -52,26 +50,18 @@ def draw(subject: Subject, width: float) -> Picture:
     training = subject.plan.spec.training
     last, highest = _last(training), training.optimizer.lr
     sketch = Sketch(width)
-    top, room = sketch.y + 8, width - _LEFT - _RIGHT
-
-    def place(step: int) -> tuple[float, float]:
-        share = (step - 1) / max(1, last - 1)
-        return _LEFT + share * room, top + _HEIGHT * (1 - learning_rate(training, step) / highest)
-
+    plot = Plot(sketch, 64.0, 180.0, sketch.y + 8, (1, 0.0), (max(1, last - 1), highest))
     for share in (0.0, 0.5, 1.0):
-        y = top + _HEIGHT * (1 - share)
-        sketch.add(Line(_LEFT, y, width - _RIGHT, y, "line"))
-        sketch.add(Text(_LEFT - 6, y + 4, f"{share * highest:g}", SMALL, "soft", "end"))
-    points = [place(step) for step in _steps(training, _POINTS)]
+        plot.level(share * highest, f"{share * highest:g}")
+    points = [plot.place(step, learning_rate(training, step)) for step in _steps(training, _POINTS)]
     for (x1, y1), (x2, y2) in itertools.pairwise(points):
         sketch.add(Line(x1, y1, x2, y2, "dp", 2))
     ends = training.train_steps
     if ends is not None and ends < last:
-        x, _ = place(ends)
-        sketch.add(Line(x, top, x, top + _HEIGHT, "bad", 2.0, dashed=True))
+        x, _ = plot.place(ends, 0.0)
+        sketch.add(Line(x, plot.top, x, plot.top + plot.height, "bad", 2.0, dashed=True))
     for step, anchor in ((1, "start"), (last, "end")):
-        sketch.add(Text(place(step)[0], top + _HEIGHT + 18, f"step {step:,}", SMALL, "soft", anchor))
-    sketch.y = top + _HEIGHT + _BELOW
+        plot.mark(step, f"step {step:,}", anchor)
     described = "; ".join(f"step {step}: {rate}" for step, rate, *_ in rows(subject)[1:])
     return sketch.picture("Learning rate", verdict(training), described)
 

@@ -32,13 +32,15 @@ class _Ring:
     layout: CpLayout
     blocks: Mapping[KeySource, tuple[Block, ...]]
     shares: Mapping[KeySource, Fraction]
+    """The part of a rank's queries × a source's keys that is computed."""
 
     @classmethod
     def of(cls, subject: Subject) -> _Ring:
         parallelism = subject.plan.spec.parallelism
         layout, context = parallelism.cp_layout, parallelism.context
         blocks = source_blocks(layout, context.ring_ranks)
-        shares = {kind: share(found, layout.chunks_per_rank) for kind, found in blocks.items()}
+        areas = {kind: sum((block.area for block in found), Fraction(0)) for kind, found in blocks.items()}
+        shares = {kind: area / layout.chunks_per_rank**2 for kind, area in areas.items()}
         return cls(context, layout, blocks, shares)
 
     @property
@@ -99,7 +101,9 @@ def draw(subject: Subject, width: float) -> Picture:
     if len(shown) < ring.context.ring_ranks:
         size = ring.context.ring_ranks
         sketch.caption(f"{len(shown)} of {size} ranks and steps are drawn, evenly spread.", size=SMALL + 1)
-    description = f"{ring.words} (mean work of a rank over the busiest one's). By whose keys they are: {_each(ring)}."
+    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [KeySource.OWN]
+    each = ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
+    description = f"{ring.words} (mean work of a rank over the busiest one's). By whose keys they are: {each}."
     return sketch.picture("Ring schedule", ring.words, description)
 
 
@@ -141,11 +145,6 @@ def _axes(sketch: Sketch, ring: _Ring, shown: list[int], corner: tuple[float, fl
                 sketch.add(Text(x, top + cell * len(shown) + 13, str(place), SMALL, "soft", "middle"))
 
 
-def _each(ring: _Ring) -> str:
-    kinds = list(ring.shares) if ring.context.ring_ranks > 1 else [KeySource.OWN]
-    return ", ".join(f"{kind.value} {words(ring.shares[kind])}" for kind in kinds)
-
-
 def _blocks(sketch: Sketch, x: float, y: float, side: float, blocks: tuple[Block, ...], layout: CpLayout) -> None:
     """The blocks of one step: rectangles, and triangles on the diagonal."""
     unit = side / layout.chunks_per_rank
@@ -157,11 +156,6 @@ def _blocks(sketch: Sketch, x: float, y: float, side: float, blocks: tuple[Block
             continue
         # The diagonal itself is one token wide: too little to be seen.
         sketch.add(Area(((left, top), (left, top + height), (left + width, top + height)), "full"))
-
-
-def share(blocks: tuple[Block, ...], chunks: int) -> Fraction:
-    """The part of a rank's queries × a source's keys that is computed."""
-    return sum((block.area for block in blocks), Fraction(0)) / chunks**2
 
 
 def words(part: Fraction) -> str:

@@ -9,7 +9,7 @@ from parcompile.cost.step import StepTime, forward_share
 from parcompile.cost.table import time_bars, time_rows
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
-from parcompile.layout.pipeline import Pass, Schedule
+from parcompile.layout.pipeline import Schedule
 from parcompile.units import format_seconds
 
 from . import AXIS_OF_GROUP, SMALL, Box, Picture, Sketch, Subject, Text, fitted, text_width
@@ -269,7 +269,11 @@ def laid_out(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]])
             while at[stage] < len(order):
                 one = order[at[stage]]
                 here = one.chunk * pp + stage
-                needs = _needs(one, here, schedule.last_stage)
+                # The pass of another (global) stage whose end it waits for.
+                if one.forward:
+                    needs = (True, here - 1, one.micro_batch) if here else None
+                else:
+                    needs = (here >= schedule.last_stage, min(here + 1, schedule.last_stage), one.micro_batch)
                 if needs is not None and needs not in done:
                     break
                 start = max(free[stage], done[needs] if needs else 0.0)
@@ -279,10 +283,3 @@ def laid_out(schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]])
                 at[stage] += 1
         assert len(found) > before, "a schedule whose passes wait for each other"
     return found
-
-
-def _needs(one: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
-    """The pass of another (global) stage whose end a pass waits for, as (forward, stage, micro-batch)."""
-    if one.forward:
-        return (True, stage - 1, one.micro_batch) if stage else None
-    return (False, stage + 1, one.micro_batch) if stage < last else (True, stage, one.micro_batch)

@@ -33,7 +33,9 @@ def draw(subject: Subject, width: float) -> Picture:
         sketch.caption("By link", strong=True)
         for (title, leaves), size in links.items():
             _row(sketch, title, size, longest, "soft" if leaves else "framework", reached(leaves))
-    return sketch.picture("Traffic of a rank in a step", _subtitle(subject), _words(found))
+    sent = (f"{one.group} sends {format_bytes(one.wire_bytes)} {reached(one.leaves_node)}" for one in found)
+    said = "; ".join(sent) or "One rank has no one to send to"
+    return sketch.picture("Traffic of a rank in a step", _subtitle(subject), said)
 
 
 def _row(sketch: Sketch, name: str, size: float, longest: float, role: str, note: str) -> None:
@@ -75,11 +77,6 @@ def _subtitle(subject: Subject) -> str:
     return f"{text}; no other order of the axes sends less between nodes"
 
 
-def _words(found: tuple[GroupTraffic, ...]) -> str:
-    sent = (f"{one.group} sends {format_bytes(one.wire_bytes)} {reached(one.leaves_node)}" for one in found)
-    return "; ".join(sent) or "One rank has no one to send to"
-
-
 def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG001 -- plain anyway
     """For a terminal: the table."""
     return traffic_rows(subject.estimate) if subject.estimate.traffic else ["one rank: no traffic"]
@@ -87,19 +84,9 @@ def lines(subject: Subject, *, unicode: bool = True) -> list[str]:  # noqa: ARG0
 
 def rows(subject: Subject) -> list[tuple[str, ...]]:
     """As a table."""
-    head = ("group", "operation", "messages", "sent", "link", "exposed", "overlapped")
-    return [
-        head,
-        *(
-            (
-                one.group,
-                one.operation,
-                f"{one.messages:,}",
-                format_bytes(one.wire_bytes),
-                f"{one.link.title}, {reached(one.leaves_node)}",
-                format_seconds(subject.estimate.exposed_seconds(one.group)),
-                format_seconds(subject.estimate.hidden_seconds(one.group)),
-            )
-            for one in subject.estimate.traffic
-        ),
-    ]
+    found: list[tuple[str, ...]] = [("group", "operation", "messages", "sent", "link", "exposed", "overlapped")]
+    for one in subject.estimate.traffic:
+        of, link = subject.estimate, f"{one.link.title}, {reached(one.leaves_node)}"
+        times = (format_seconds(seconds(one.group)) for seconds in (of.exposed_seconds, of.hidden_seconds))
+        found.append((one.group, one.operation, f"{one.messages:,}", format_bytes(one.wire_bytes), link, *times))
+    return found
