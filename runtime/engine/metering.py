@@ -25,7 +25,7 @@ from parcompile.cost.step import utilisation
 from parcompile.cost.workload import Workload
 from parcompile.doctor.records import STEP
 from parcompile.runtime.data import Batch
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import REFUSED, Capacity
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
@@ -234,10 +234,9 @@ class FiniteWatch:
             if not self._may_skip or _SCALE_AT_MINIMUM not in str(error):
                 raise
             step = int(self._engine.global_steps) + 1
-            raise RunError(
+            raise everywhere(
                 f"step {step}: the gradient norm is not a finite number, and the dynamic loss scale of fp16 is at its "
-                f"minimum: it has skipped the {self._skipped} steps before. {self._how_to_go_on(step - 1)}",
-                everywhere=True,
+                f"minimum: it has skipped the {self._skipped} steps before. {self._how_to_go_on(step - 1)}"
             ) from error
         if boundary:
             self._look()

@@ -75,10 +75,7 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def preflight(
-    plan: Plan,
-    ranks: Sequence[int] | None = None,
-    builder: Builder | None = None,
-    documents: Documents | None = None,
+    plan: Plan, ranks: Sequence[int] | None = None, builder: Builder | None = None, documents: Documents | None = None
 ) -> Report:
     """Builds each of `ranks` without memory, runs a step, and compares with the plan.
 

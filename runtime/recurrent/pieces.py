@@ -354,11 +354,7 @@ def join(found: dict[Segment, Tensor]) -> Tensor:
 
 
 def carry(
-    chain: Chain,
-    action: Action,
-    through: Tensor,
-    transitions: Sequence[Tensor | None],
-    states: Sequence[Tensor],
+    chain: Chain, action: Action, through: Tensor, transitions: Sequence[Tensor | None], states: Sequence[Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The state that each of this rank's pieces receives, by slot, and `through` as it is.
 
