@@ -33,7 +33,7 @@ from .engine.loop import refuse_ramp
 from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
-from .transport.backend import gather_objects
+from .transport.backend import gather_objects, gather_tensors
 from .whole_logits import WholeLogits
 
 _UNPLANNED: Mapping[str, str] = {
@@ -253,14 +253,11 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """The values of all dp ranks, in their order."""
-        if (dp := self.mesh.size("dp")) == 1:
+        if self.mesh.size("dp") == 1:
             return recursively_apply(lambda one: one.reshape(one.shape or (1,)), tensor)
 
         def of_all(one: Tensor) -> Tensor:
-            own = one.detach().reshape(one.shape or (1,)).contiguous()
-            parts = [torch.empty_like(own) for _ in range(dp)]
-            dist.all_gather(parts, own, group=self.mesh.group("dp"))
-            return torch.cat(parts)
+            return torch.cat(gather_tensors(one.reshape(one.shape or (1,)), self.mesh.group("dp")))
 
         return recursively_apply(of_all, tensor, error_on_other_type=True)
 

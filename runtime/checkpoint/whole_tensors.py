@@ -28,6 +28,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.rendezvous import wait_for_all
 from parcompile.runtime.model.lora import describe_adapters, matrix_layout, matrix_of, plain_name
+from parcompile.runtime.model.pretrained import persistent_of
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT
 from parcompile.runtime.tensor_parallel import merge_ranges
 
@@ -204,7 +205,7 @@ class LiveTensors(WholeTensors):
                 plain_name(name): (one.dtype, local_shape(one), one.requires_grad)
                 for name, one in model.named_parameters()
             },
-            _persistent_buffers(model),
+            {plain_name(name): buffer.detach().cpu() for name, buffer in persistent_of(model).items()},
             describe_adapters(model),
         )
         first_copy = mesh.plan.groups.of_rank("tp-pp", 0)
@@ -299,12 +300,3 @@ def joined_adapters(of_stages: Iterable[Mapping[str, Any] | None]) -> dict[str, 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[plain_name(f"{path}.{name}" if path else name)] = buffer.detach().cpu()
-    return found

@@ -28,7 +28,7 @@ from parcompile.plan import Plan
 from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.data.loader import check_length
 from parcompile.runtime.data.training_files import read_tokenizer
-from parcompile.runtime.deepspeed_patches.engine import set_batch
+from parcompile.runtime.deepspeed_patches.engine import after_step, set_batch
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
@@ -299,16 +299,8 @@ class GrowingBatch:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._step = engine.step
-        engine.step = self._step_and_follow
+        after_step(engine, self.follow)
         self.follow()
-
-    def _step_and_follow(self, *args: Any, **options: Any) -> Any:
-        ends = self._engine.is_gradient_accumulation_boundary()
-        result = self._step(*args, **options)
-        if ends:
-            self.follow()
-        return result
 
     def follow(self) -> None:
         """Sets what the next step has, where it begins. Also after `global_samples` of the engine were set."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parcompile.runtime.errors import RunError, everywhere
+from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.liveness import has_failed
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
@@ -337,7 +337,7 @@ def _meet(environment: Environment, host: str, port: int, attempt: str, seconds:
     except RunError:
         raise
     except (RuntimeError, dist.DistError) as error:
-        text = str(error).splitlines()[0]
+        text = first_line(error)
         if "EADDRINUSE" in text:
             text = f"port {port} of this host is taken, by another job or program: choose one with --master_port"
         raise RunError(f"{who}: {text}") from error

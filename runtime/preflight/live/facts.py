@@ -19,6 +19,7 @@ from parcompile import __version__
 from parcompile.backends.artefacts import variables
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import cpu_adam
+from parcompile.runtime.errors import first_line
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.spec import Precision
@@ -126,7 +127,7 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
         device = device_of(environment)
         name, free, dtypes = device_name(device), device_memory(device), usable_dtypes(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        failure = f"its device cannot be used: {str(error).splitlines()[0]}"
+        failure = f"its device cannot be used: {first_line(error)}"
     folder, disk, refused = disk_of(checkpoints)
     return Facts(
         rank=environment.rank,

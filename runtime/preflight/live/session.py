@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.runtime.errors import LOST_PEER, RunError
+from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.liveness.watchdog import LOST, CalledOff, Heartbeat, StoreChannel, Watchdog
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 from parcompile.runtime.settings import HANDSHAKE_TIMEOUT
@@ -221,8 +221,7 @@ class Session:
     def _lost(self) -> None:
         # The first that is left speaks for all.
         if self.channel.rank == 1:
-            said = f"rank 0 ended or stopped during {self._stage}, before its report: see what it wrote last"
-            print(f"parcompile: {said}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+            say(f"rank 0 ended or stopped during {self._stage}, before its report: see what it wrote last")
 
     def _report(self) -> LiveReport:
         reason, found = "", self.found
