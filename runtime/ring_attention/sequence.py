@@ -167,11 +167,6 @@ class PackingCosts:
     wire_pairs: float = 1024.0
     """One token's keys and values on their way around the ring, as far as computation does not hide it."""
 
-    @classmethod
-    def of_hidden_size(cls, hidden_size: int) -> PackingCosts:
-        """Those of a model that is so wide."""
-        return cls(linear_pairs=6.0 * hidden_size)
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:
