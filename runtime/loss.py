@@ -51,9 +51,7 @@ class SequenceLoss(Tensor):
             if func in _WITHOUT_VALUE:
                 return func(*args, **(kwargs or {}))
             found = func(*map(_arrived, args), **{name: _arrived(one) for name, one in (kwargs or {}).items()})
-            if func is Tensor.detach:
-                return _of(found, args[0].part.detach(), None)
-            return found
+            return _of(found, args[0].part.detach(), None) if func is Tensor.detach else found
 
 
 _WITHOUT_VALUE = frozenset(

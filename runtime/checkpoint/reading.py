@@ -227,9 +227,7 @@ class SavedRun(WholeTensors):
         stored = self._stored(place[0]).get(name)
         if stored is None:
             raise RunError(f"{self.note.folder} lacks {name}, which the plan has on {_place(place)}")
-        shards = self.shards(*place)
-        if layout.ep > 1:
-            shards = self._of_ep_rank(place[1], shards, ep_rank)
+        shards = self.shards(*place) if layout.ep == 1 else self._of_ep_rank(place[1], self.shards(*place), ep_rank)
         pieces = [piece for shard in shards if (piece := shard.piece(stored, kind)) is not None]
         if not pieces and kind == MASTER:
             frozen = self._experts_of(place, ep_rank) if layout.ep > 1 else self.weights(*place)["module"]

@@ -194,7 +194,8 @@ class LiveTensors(WholeTensors):
 
     def __init__(self, model: nn.Module, mesh: Mesh, call: str) -> None:
         super().__init__(mesh.plan, "the live model")
-        self._rank = mesh.rank
+        self._rank, self.is_first, self.is_alone = mesh.rank, mesh.rank == 0, is_whole(mesh.plan)
+        """Tensors are put together on the first rank, which needs no other where it is alone."""
         self.error: RunError | None = None
         """What went wrong here while tensors were on their way, which all ranks send to the end."""
         self._own = {plain_name(name): one for name, one in model.named_parameters()}
@@ -212,7 +213,7 @@ class LiveTensors(WholeTensors):
         self._ranks = dict(zip(model_parallel_places(mesh.plan), first_copy, strict=True))
         self._described = [mine] * mesh.size("pp")
         """What each stage says; types and shapes are those of all its ranks."""
-        if not is_whole(mesh.plan):
+        if not self.is_alone:
             wait_for_all(f"{call} gathers slices of all ranks", call)
             # Connections on the host, between those that hold one copy of the model.
             places = self._ranks.items()
@@ -220,16 +221,6 @@ class LiveTensors(WholeTensors):
             timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
             self._group = dist.new_group(holders, timeout=timeout, backend="gloo")
             dist.all_gather_object(self._described, mine, group=mesh.group("pp"))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the tensors are put together here."""
-        return self._rank == 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether rank 0 needs no other."""
-        return self._group is None
 
     def close(self) -> None:
         """Ends the group."""

@@ -280,7 +280,9 @@ class FiniteWatch:
             # No other rank knows of it: an infinite loss may have finite gradients.
             self._count(seen.step, f"the loss is not a finite number on rank {self._mesh.rank}", everywhere=False)
             return
-        ranks = self._ranks_that_lost(lost)
+        # The norm is the same on all ranks, so that all come here at the same step.
+        everyones = gather_objects(lost) if self._mesh.plan.world_size > 1 else [lost]
+        ranks = [rank for rank, one in enumerate(everyones) if one]
         if self._may_skip and seen.skipped and not ranks:
             self._skipped += 1
             return
@@ -313,8 +315,3 @@ class FiniteWatch:
         """A checkpoint was written. The last one before the numbers ceased to be finite is named when the run ends."""
         if not self._in_a_row or step < self._first:
             self._checkpoint = folder
-
-    def _ranks_that_lost(self, lost: bool | None) -> list[int]:
-        """Those whose loss is not finite. The norm is the same on all ranks, so that all come here at the same step."""
-        everyones = gather_objects(lost) if self._mesh.plan.world_size > 1 else [lost]
-        return [rank for rank, one in enumerate(everyones) if one]

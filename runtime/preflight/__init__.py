@@ -388,9 +388,7 @@ def _tally(tally: Tally) -> str:
 
 
 def _shown(ranges: Ranges | None) -> str:
-    if ranges is None:
-        return "all"
-    return " + ".join(f"{start}..{stop}" for start, stop in ranges) or "only padding"
+    return "all" if ranges is None else " + ".join(f"{first}..{end}" for first, end in ranges) or "only padding"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

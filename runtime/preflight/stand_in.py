@@ -11,7 +11,6 @@ It sees which messages are sent, which storages live at the same time, and which
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import warnings
@@ -322,12 +321,9 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         size = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, functools.partial(self._freed, key)), size
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _freed(self, key: int, _: object) -> None:
-        self._free(key)
 
     def _free(self, key: int) -> None:
         found = self._storages.pop(key, None)

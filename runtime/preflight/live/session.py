@@ -98,6 +98,7 @@ class Session:
         speak: Callable[[LiveReport], None],
     ) -> None:
         self.name, self.channel, self.limits, self.found = name, channel, limits, Found()
+        self.is_first = channel.rank == 0  # judges and reports
         self._stages, self._speak = stages, speak
         self._most = limits.wait_seconds + limits.whole_seconds
         self._end_of_time = float("inf")
@@ -109,11 +110,6 @@ class Session:
         self._hears, self._tells = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="parcompile watch", daemon=True)
         self._watchdog = Watchdog(channel.requests, SILENT_SECONDS, self._store_is_silent)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which judges and reports."""
-        return self.channel.rank == 0
 
     @property
     def arrived(self) -> Arrived:
