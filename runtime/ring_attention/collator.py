@@ -49,17 +49,23 @@ class PackedCollator:
         padding_id: int,
         *,
         layout: CpLayout | str = CpLayout.ZIGZAG,
+        local_tokens: int | None = None,
         costs: PackingCosts | None = None,
     ) -> None:
-        """See `pack_documents`."""
+        """`local_tokens`: pad every rank to this many tokens; see `pack_documents` for the rest."""
         self.cp, self.rank, self.padding_id = cp, rank, padding_id
-        self._layout, self._costs = CpLayout(layout), costs
+        self._layout, self._local_tokens, self._costs = CpLayout(layout), local_tokens, costs
 
     def __call__(self, documents: Sequence[Tensor | Mapping[str, Tensor]]) -> dict[str, Any]:
         """This rank's part of a batch."""
         named = [dict(one) if isinstance(one, Mapping) else {"input_ids": one} for one in documents]
-        lengths = [one["input_ids"].shape[0] for one in named]
-        packing = pack_documents(lengths, self.cp, layout=self._layout, costs=self._costs)
+        packing = pack_documents(
+            [one["input_ids"].shape[0] for one in named],
+            self.cp,
+            layout=self._layout,
+            local_tokens=self._local_tokens,
+            costs=self._costs,
+        )
         columns: dict[str, Sequence[Tensor]] = {
             name: [one[name] for one in named] for name in named[0] if name != "labels"
         }

@@ -167,6 +167,11 @@ class PackingCosts:
     wire_pairs: float = 1024.0
     """One token's keys and values on their way around the ring, as far as computation does not hide it."""
 
+    @classmethod
+    def of_hidden_size(cls, hidden_size: int) -> PackingCosts:
+        """Those of a model that is so wide."""
+        return cls(linear_pairs=6.0 * hidden_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -213,6 +218,7 @@ def pack_documents(
     cp: int,
     *,
     layout: CpLayout | str = CpLayout.ZIGZAG,
+    local_tokens: int | None = None,
     costs: PackingCosts | None = None,
 ) -> Packing:
     """The cheapest packing of documents of these lengths, where the k longest are dealt out, for some k.
@@ -221,17 +227,26 @@ def pack_documents(
         lengths: tokens of each document, in the order of the batch.
         cp: context-parallel ranks.
         layout: how a document is dealt.
+        local_tokens: pad every rank to exactly this many tokens.
         costs: of what is not attention; see `PackingCosts`.
 
     Raises:
-        ValueError: there are no documents, or an empty one.
+        ValueError: there are no documents, an empty one, or more tokens than `local_tokens` leaves room for.
     """
     layout, costs = CpLayout(layout), costs or PackingCosts()
     if not lengths or min(lengths) < 1:
         raise ValueError(f"packing: expected documents of at least one token, got lengths {list(lengths)}")
     longest_first = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    found = (_pack(tuple(lengths), cp, layout, longest_first, dealt) for dealt in _counts(len(lengths)))
-    return min(found, key=lambda packing: _cost(packing, costs))
+    found = [_pack(tuple(lengths), cp, layout, longest_first, dealt) for dealt in _counts(len(lengths))]
+    fitting = [packing for packing in found if local_tokens is None or packing.local_tokens <= local_tokens]
+    if not fitting:
+        least = min(packing.local_tokens for packing in found)
+        raise ValueError(
+            f"packing: {sum(lengths)} tokens in {len(lengths)} documents take at least {least} tokens on each of "
+            f"{cp} ranks with padding, {least} > local_tokens {local_tokens}"
+        )
+    best = min(fitting, key=lambda packing: _cost(packing, costs))
+    return best if local_tokens is None else _padded(best, local_tokens)
 
 
 def _counts(documents: int) -> list[int]:
@@ -276,3 +291,16 @@ def _pack(lengths: tuple[int, ...], cp: int, layout: CpLayout, longest_first: li
 def _whole_borders(lengths: list[int], total: int) -> tuple[int, ...]:
     borders = list(itertools.accumulate(lengths, initial=0))
     return tuple(borders if borders[-1] == total else [*borders, total])
+
+
+def _padded(packing: Packing, local_tokens: int) -> Packing:
+    total = local_tokens - packing.dealt_tokens
+    return Packing(
+        packing.layout,
+        packing.cp,
+        packing.lengths,
+        packing.dealt,
+        packing.dealt_borders,
+        packing.whole,
+        tuple(_whole_borders([packing.lengths[number] for number in numbers], total) for numbers in packing.whole),
+    )

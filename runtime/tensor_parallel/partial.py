@@ -49,8 +49,12 @@ def even_range(size: int, rank: int, world: int, what: str = "size") -> tuple[in
     """The range of `rank` when `size` is cut into `world` equal slices.
 
     Raises:
-        ValueError: The slices would not be equal.
+        ValueError: The slices would not be equal, or there is no such rank.
     """
+    if world < 1:
+        raise ValueError(f"world = {world}: there must be at least one rank")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not in 0..{world - 1} (world = {world})")
     if size % world:
         padded = -(-size // world) * world
         raise ValueError(

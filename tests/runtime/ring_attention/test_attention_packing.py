@@ -73,7 +73,13 @@ def test_long_documents_are_dealt_out_and_short_ones_stay_whole(lengths: list[in
     assert packing.balance() >= balance
 
 
-def test_an_empty_document_is_refused() -> None:
+def test_every_rank_can_be_padded_to_a_fixed_length() -> None:
+    lengths = [100, 7, 30, 1]
+    packing = pack_documents(lengths, 4, local_tokens=64)
+    assert packing.local_tokens == 64
+    assert {len(pack_tensors(_documents(lengths), packing, rank)) for rank in range(4)} == {64}
+    with pytest.raises(ValueError, match=r"138 tokens in 4 documents take at least 3\d tokens .* > local_tokens 20"):
+        pack_documents(lengths, 4, local_tokens=20)
     with pytest.raises(ValueError, match="documents of at least one token"):
         pack_documents([3, 0], 2)
 

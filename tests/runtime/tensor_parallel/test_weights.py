@@ -57,9 +57,18 @@ def test_a_padded_weight_continues_with_zeros() -> None:
     assert torch.equal(take_ranges(full, 0, [(8, 12)], padded_size=12), torch.zeros(4, 2))
 
 
-def test_a_bad_cut_is_refused_with_its_numbers() -> None:
-    with pytest.raises(ValueError, match="8 % 3 = 2; pad to 9"):
-        shard_weight(torch.zeros(8, 4), 0, 0, 3)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 2, 2), "rank 2 is not in 0..1"),
+        ((0, -1, 2), "rank -1 is not in 0..1"),
+        ((0, 0, 0), "there must be at least one rank"),
+        ((0, 0, 3), "8 % 3 = 2; pad to 9"),
+    ],
+)
+def test_a_bad_cut_is_refused_with_its_numbers(arguments: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match="^.*" + message.replace("(", r"\(").replace(")", r"\)")):
+        shard_weight(torch.zeros(8, 4), *arguments)
 
 
 def test_a_range_outside_the_weight_is_refused() -> None:
