@@ -30,10 +30,10 @@ from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
 from .engine.loop import refuse_ramp
-from .errors import RunError, differs_from_plan
+from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
-from .transport.backend import gather_objects
+from .transport.backend import gather_objects, gather_tensors
 from .whole_logits import WholeLogits
 
 _UNPLANNED: Mapping[str, str] = {
@@ -162,10 +162,10 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         optimizer = next((one for one in given if isinstance(one, torch.optim.Optimizer | DummyOptim)), None)
         if model is None:
             if optimizer is not None:
-                raise RunError("prepare gets an optimizer without its model: give both in one call", everywhere=True)
+                raise everywhere("prepare gets an optimizer without its model: give both in one call")
             return super()._prepare_deepspeed(*given)
         if getattr(model, "parcompile_mesh", None) is not None and optimizer is not None:
-            raise RunError(INJECTED_FIRST, everywhere=True)
+            raise everywhere(INJECTED_FIRST)
         scheduler = next((one for one in given if isinstance(one, torch.optim.lr_scheduler.LRScheduler)), None)
         decays = self._settings(model, optimizer, scheduler)
         injected = prepare(self._plan, self.mesh, model)
@@ -245,23 +245,19 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         """
         planned = self._plan.spec.training.gradient_clipping
         if norm_type != 2 or (planned or float("inf")) != max_norm:
-            raise RunError(
+            raise everywhere(
                 f"clip_grad_norm_ has max_norm {max_norm} and norm_type {norm_type}, the plan's gradient_clipping is "
-                f"{planned} of the 2-norm: write the same in both",
-                everywhere=True,
+                f"{planned} of the 2-norm: write the same in both"
             )
         return float(super().clip_grad_norm_(parameters, max_norm) or 0.0)
 
     def gather(self, tensor: Any) -> Any:
         """The values of all dp ranks, in their order."""
-        if (dp := self.mesh.size("dp")) == 1:
+        if self.mesh.size("dp") == 1:
             return recursively_apply(lambda one: one.reshape(one.shape or (1,)), tensor)
 
         def of_all(one: Tensor) -> Tensor:
-            own = one.detach().reshape(one.shape or (1,)).contiguous()
-            parts = [torch.empty_like(own) for _ in range(dp)]
-            dist.all_gather(parts, own, group=self.mesh.group("dp"))
-            return torch.cat(parts)
+            return torch.cat(gather_tensors(one.reshape(one.shape or (1,)), self.mesh.group("dp")))
 
         return recursively_apply(of_all, tensor, error_on_other_type=True)
 
@@ -295,9 +291,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
 
     def split_between_processes(self, *_: Any, **__: Any) -> Any:
         """Refused: ranks that share a sequence have to get the same inputs."""
-        raise RunError(
-            "split_between_processes would give ranks that share a sequence other inputs: use a data loader",
-            everywhere=True,
+        raise everywhere(
+            "split_between_processes would give ranks that share a sequence other inputs: use a data loader"
         )
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:  # noqa: ARG002 -- accelerate's
@@ -355,7 +350,7 @@ class _Rates(AcceleratedScheduler):  # type: ignore[misc]
         """
         rates = {group["lr"] for group in self.scheduler.optimizer.param_groups}
         if len(rates) > 1:
-            raise RunError(f"the scheduler gives groups other rates ({sorted(rates)}): a plan has one", everywhere=True)
+            raise everywhere(f"the scheduler gives groups other rates ({sorted(rates)}): a plan has one")
         for group in self._engine.optimizer.param_groups:
             group["lr"] = next(iter(rates))
 

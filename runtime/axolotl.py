@@ -60,14 +60,13 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         """
         from parcompile.plan import load_plan
 
-        from .errors import RunError, differs_from_plan
+        from .errors import differs_from_plan, everywhere
 
         section = cfg.pop("parcompile", None)
         if not isinstance(section, Mapping) or set(section) != {"plan"} or not isinstance(section["plan"], str):
-            raise RunError(
+            raise everywhere(
                 f"the section parcompile of the YAML is {section!r}: it has one key, plan, the folder of a plan. "
-                f"Write parcompile: {{plan: FOLDER}}",
-                everywhere=True,
+                f"Write parcompile: {{plan: FOLDER}}"
             )
         self._plan = load_plan(Path(str(cfg.get("axolotl_config_path") or "")).parent / section["plan"])
         if wrong := _follow(self._plan, cfg):

@@ -144,10 +144,6 @@ def cut_padding(x: Tensor, dim: int, group: Group, size: int | None) -> Tensor:
     return x.narrow(dim, 0, size)
 
 
-scatter_to_sequence = scatter_to_group
-"""`scatter_to_group`, by the name that matches the other two of the sequence-parallel region."""
-
-
 def linear_map(x: Tensor, forward: Map, transposed: Map) -> Tensor:
     """What `forward` makes of x, a linear map over ranks; backward makes what `transposed` does of the gradient."""
     return cast(Tensor, cast(Any, _LinearMap).apply(x, forward, transposed))

@@ -30,6 +30,11 @@ def differs_from_plan(who: object, wrong: Sequence[str], what: str) -> RunError:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message; its type where there is none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """What gloo and NCCL say when the other side is gone."""
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.runtime.collectives import gather_from_group, linear_map
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.ring_attention import local_positions
@@ -51,9 +51,7 @@ class SequenceLoss(Tensor):
             if func in _WITHOUT_VALUE:
                 return func(*args, **(kwargs or {}))
             found = func(*map(_arrived, args), **{name: _arrived(one) for name, one in (kwargs or {}).items()})
-            if func is Tensor.detach:
-                return _of(found, args[0].part.detach(), None)
-            return found
+            return _of(found, args[0].part.detach(), None) if func is Tensor.detach else found
 
 
 _WITHOUT_VALUE = frozenset(
@@ -177,7 +175,7 @@ class ParallelCausalLoss:
         if self._defers_logits:
             summed_loss = getattr(logits, "summed_loss", None)
             if summed_loss is None:
-                raise RunError(f"training.linear_cross_entropy: {_COMPUTES_WITH_LOGITS}", everywhere=True)
+                raise everywhere(f"training.linear_cross_entropy: {_COMPUTES_WITH_LOGITS}")
             return cast(Tensor, summed_loss(shift_labels, self._z_loss)) / num_items_in_batch
         losses = vocab_parallel_cross_entropy(
             logits,

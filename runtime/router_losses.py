@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from parcompile.model.catalogue import router_scores
 from parcompile.plan import Plan
 from parcompile.plan.holding import Holding
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.loss import ParallelCausalLoss, over_sequence
 from parcompile.runtime.micro_batch import current, is_repeated, looking_ahead
@@ -94,10 +94,9 @@ class RouterLosses:
         moe, training = mesh.plan.spec.model.shape.moe, mesh.plan.spec.training
         routers = list(_routers(model))
         if moe is None or (not routers and _has_routers(mesh)):
-            raise RunError(
+            raise everywhere(
                 f"losses of routers: {type(model).__name__} does not say which modules are routers: leave "
-                "training.router out, and set output_router_logits of the model to false",
-                everywhere=True,
+                "training.router out, and set output_router_logits of the model to false"
             )
         self._experts, self._per_token = moe.num_choices, moe.num_experts_per_token
         self._logits: list[tuple[int, Tensor]] = []
@@ -221,10 +220,9 @@ class RouterLosses:
         """
         if self._losses.scope == GLOBAL_BATCH:
             if self._step is None and self.looks_ahead:
-                raise RunError(
+                raise everywhere(
                     f"aux_loss_scope global_batch with {self._passes // self._mesh.size('dp')} micro-batches: call "
-                    "engine.train_batch(iterator), which counts the choices of all of them before it trains",
-                    everywhere=True,
+                    "engine.train_batch(iterator), which counts the choices of all of them before it trains"
                 )
             step = self._step
             if step is None:

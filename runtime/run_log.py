@@ -27,7 +27,7 @@ from parcompile.show.pictures.svg import svg
 from parcompile.user_files import parse_json, read_text
 
 from .checkpoint.manifest import refuse_inside
-from .errors import RunError
+from .errors import RunError, everywhere
 
 SAMPLES = "samples.jsonl"
 PROMETHEUS_SECONDS = 1.0
@@ -72,7 +72,7 @@ class RunLog:
         self._written = -math.inf
         if self._prometheus is not None and self._prometheus.suffix != ".prom":
             said = f"{self._prometheus}: Prometheus's textfile collector reads files that end in .prom"
-            raise RunError(f"{said}: write {self._prometheus.with_suffix('.prom')}", everywhere=True)
+            raise everywhere(f"{said}: write {self._prometheus.with_suffix('.prom')}")
         if not writes:
             return
         refuse_inside(self.file.parent)

@@ -54,7 +54,7 @@ from .profiling.recorder import peak_bytes
 from .router_losses import RouterLosses
 from .run_log import RunLog
 from .tensor_parallel import VocabParallelEmbedding
-from .transport.backend import gather_objects
+from .transport.backend import gather_objects, gather_tensors
 from .whole_logits import WholeLogits
 
 T = TypeVar("T", bound=type[Trainer] | type[Accelerator])
@@ -666,7 +666,7 @@ class _Planned(_InEngine):
         group = self.mesh.group("dp")
 
         def gather(tensor: Tensor) -> Tensor:
-            own = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+            own = tensor.detach().reshape(tensor.shape or (1,))
             rows = [len(own)] * dp
             # RewardTrainer gathers means of rows, of which the last batch may have others on each rank.
             of_rows = self._classifies and not tensor.dim() and tensor.is_floating_point()
@@ -675,9 +675,7 @@ class _Planned(_InEngine):
             if self._in_last_batch:  # of which ranks may have different shares
                 rows = gather_objects(0 if self._repeats else len(own), group)
                 own = torch.cat([own, own.new_zeros(max(0, max(rows) - len(own)), *own.shape[1:])])[: max(rows)]
-            found = [torch.empty_like(own) for _ in range(dp)]
-            dist.all_gather(found, own, group=group)
-            kept = torch.cat([one[:count] for one, count in zip(found, rows, strict=True)])
+            kept = torch.cat([one[:count] for one, count in zip(gather_tensors(own, group), rows, strict=True)])
             return kept * len(kept) / dp if of_rows else kept
 
         return recursively_apply(gather, given, error_on_other_type=True)

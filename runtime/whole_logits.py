@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .collectives import gather_from_group
 from .data.batches import with_positions
-from .errors import RunError
+from .errors import everywhere
 from .groups import Mesh
 from .labels import IGNORED_LABEL, shift_labels
 from .loss import entropy, log_probs, whole_sequences
@@ -54,10 +54,9 @@ class WholeLogits:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         rows = self._mesh.plan.spec.training.micro_batch_size
         if self._of_loops and torch.is_grad_enabled() and tokens is not None and len(tokens) > rows:
-            raise RunError(
+            raise everywhere(
                 f"the model trains on {len(tokens)} rows, the plan's micro_batch_size is {rows}: give the data loader "
-                f"batch_size={rows}, or compile a plan for more",
-                everywhere=True,
+                f"batch_size={rows}, or compile a plan for more"
             )
         if tokens is None or self._mesh.size("cp") == 1:
             self._length = 0 if tokens is None else tokens.shape[1]
@@ -65,10 +64,9 @@ class WholeLogits:
         self._length = tokens.shape[1]
         missing = self._planned - self._length
         if missing < 0:
-            raise RunError(
+            raise everywhere(
                 f"sequences have {self._length} tokens, the plan's sequence_length is {self._planned}: give the "
-                "trainer a maximum length (max_length), or compile a plan for longer sequences",
-                everywhere=True,
+                "trainer a maximum length (max_length), or compile a plan for longer sequences"
             )
         if missing == 0:
             return args, kwargs

@@ -9,10 +9,9 @@ A checkpoint is complete or not there: it is written under another name, hashed,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from parcompile.plan.holding import further_ep_ranks
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.errors import everywhere
 from parcompile.runtime.liveness import doing, share_errors
+from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.model.lora import describe_adapters
 from parcompile.runtime.transport.backend import gather_objects
 
@@ -73,11 +73,8 @@ def save(
     finite = getattr(engine, "finite_watch", None)
     if finite is not None:
         finite.settle()
-    stages = _stages(engine)
-    sizes = [stage.group_sizes for stage in stages]
-    note = Note(
-        place, step, mesh.plan, file_layout(mesh.plan), {}, joined_adapters(one.adapters for one in stages), sizes
-    )
+    sizes, adapters = _of_stages(engine)
+    note = Note(place, step, mesh.plan, file_layout(mesh.plan), {}, adapters, sizes)
     with doing("saving a checkpoint"), share_errors():
         if not saver_of(engine).save(engine, note, keep=keep, wait=wait, on_error=on_error):
             return None
@@ -86,17 +83,11 @@ def save(
     return place
 
 
-class _Stage(NamedTuple):
-    """What the ranks of a stage say of their part of the model."""
-
-    group_sizes: list[int]
-    adapters: dict[str, Any] | None
-
-
-def _stages(engine: Any) -> list[_Stage]:
-    """All stages, in the order of pp."""
-    mine = _Stage(group_sizes(engine.optimizer), describe_adapters(engine.module))
-    return gather_objects(mine, engine.mesh.group("pp"))
+def _of_stages(engine: Any) -> tuple[list[list[int]], dict[str, Any] | None]:
+    """How many parameters the optimizer's groups have, by stage in the order of pp, and the adapters of all stages."""
+    mine = group_sizes(engine.optimizer), describe_adapters(engine.module)
+    sizes, adapters = zip(*gather_objects(mine, engine.mesh.group("pp")), strict=True)
+    return list(sizes), joined_adapters(adapters)
 
 
 def wait_for_save(engine: Any) -> None:
@@ -124,13 +115,13 @@ def load(engine: Any, folder: str | Path) -> int:
     fixed = [text for name, text in different.items() if name not in ADAPTABLE]
     if fixed:
         raise everywhere(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})")
-    stages = _stages(engine)
-    _compare_adapters(note, joined_adapters(one.adapters for one in stages))
+    sizes, adapters = _of_stages(engine)
+    _compare_adapters(note, adapters)
     _agree_that_it_is_whole(note)
     schedules = _compare_schedulers(engine, note)
     # An earlier version gave sums in another type to an optimizer of DeepSpeed whose files have another form.
     apart = note.layout.get("gradient accumulation", precision := note.layout.get("precision")) != precision
-    if different or apart or note.groups not in (None, [stage.group_sizes for stage in stages]):
+    if different or apart or note.groups not in (None, sizes):
         adapt(engine, _opened(note))
     else:
         _load_as_it_is(engine, note, schedules=schedules)
@@ -197,8 +188,7 @@ def _compare_schedulers(engine: Any, note: Note) -> bool:
     if was != now and dist.get_rank() == 0:
         lost = "has the state of an LR scheduler, and this run has none: no scheduler changes the learning rates"
         begun = "has no state of an LR scheduler: that of this run begins at its first step"
-        text = f"parcompile: warning: {note.folder} {lost if was else begun}"
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+        say(f"warning: {note.folder} {lost if was else begun}")
     return was
 
 

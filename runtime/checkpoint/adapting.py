@@ -28,7 +28,7 @@ from parcompile.runtime.model.slices import Slices, cut, slice_of
 
 from .reading import SavedRun, whole_note
 from .state_file import MASTER, without_keys
-from .writing import ParameterGroup, Source, fresh_groups, write
+from .writing import Source, fresh_groups, write
 
 # Puts a checkpoint into an engine of another layout: every tensor is made whole and cut anew, one at a time.
 
@@ -159,8 +159,7 @@ def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:
         raise RunError(f"the checkpoint is of another model than the plan: {differing}")
     kept = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
     counters = {key: saved.counters.get(key) for key in kept}
-    groups = [ParameterGroup(one.names, one.settings, one.scalars) for one in saved.groups]
-    source = Source(plan, _layouts(plan), saved.whole, groups, saved.buffers, saved.loss_scaler)
+    source = Source(plan, _layouts(plan), saved.whole, saved.groups, saved.buffers, saved.loss_scaler)
     return write(source, Path(output), saved.note.step, counters)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from parcompile.runtime.errors import RunError, everywhere
+from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.liveness.watchdog import StoreChannel
 from parcompile.runtime.transport.backend import gather_objects
 
@@ -105,7 +105,7 @@ def one_line(error: Exception) -> str:
     """An error of the system names its file; others say what they say."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def await_seen(folder: Path, sizes: dict[str, int] | None = None) -> None:

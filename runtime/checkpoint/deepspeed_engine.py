@@ -41,6 +41,7 @@ from parcompile.runtime.deepspeed_patches.optimizer_state import (
 from parcompile.runtime.errors import RunError
 from parcompile.runtime.expert_parallel import is_dealt
 from parcompile.runtime.groups import Mesh
+from parcompile.runtime.model.pretrained import persistent_of
 from parcompile.spec import Precision
 
 from . import writing
@@ -217,18 +218,12 @@ def gathered_weights(engine: Any, client_state: Mapping[str, Any]) -> dict[str, 
                 module[name] = parameter.detach().cpu().clone()
     if mesh.index("dp-cp"):
         return {} if experts_file is None else {experts_file: {writing.MODULE: dict(module)}}
-    buffers = [
-        f"{path}.{name}" if path else name
-        for path, one in engine.module.named_modules()
-        for name, _ in one.named_buffers(recurse=False)
-        if name not in one._non_persistent_buffers_set
-    ]
-    own = dict(engine.module.named_buffers(remove_duplicate=False))
-    module.update({name: own[name].detach().cpu() for name in buffers})
+    buffers = persistent_of(engine.module)
+    module.update({name: buffer.detach().cpu() for name, buffer in buffers.items()})
     schedule = engine.lr_scheduler
     found = {
         "module": module,
-        "buffer_names": buffers,
+        "buffer_names": list(buffers),
         "optimizer": None,
         "lr_scheduler": None if schedule is None else schedule.state_dict(),
         "global_steps": engine.global_steps,

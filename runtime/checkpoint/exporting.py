@@ -106,20 +106,18 @@ def export_adapter(folder: str | Path, output: str | Path) -> list[Path]:
     if not note.adapters:
         raise RunError(f"{note.folder} has no adapters: export the model")
     with _filled(output):
-        return write_adapter(output, note.adapters, whole_adapters(SavedRun(note)))
+        return write_adapter(output, note.adapters, dict(whole_adapters(SavedRun(note))))
 
 
-def whole_adapters(tensors: WholeTensors) -> dict[str, Tensor]:
+def whole_adapters(tensors: WholeTensors) -> Iterator[tuple[str, Tensor]]:
     """LoRA matrices by peft's names, in the precision of the run."""
     dtype, adapters = TORCH_DTYPES[tensors.plan.spec.training.precision], tensors.described_adapters
     assert adapters is not None
-    state = {}
     for name in tensors.adapters:
         whole = tensors.whole(name)
         assert whole is not None
         stored, matrix = as_saved(name, whole, adapters)
-        state[stored] = matrix.to(dtype).contiguous()
-    return state
+        yield stored, matrix.to(dtype).contiguous()
 
 
 def write_adapter(output: Path, adapters: Mapping[str, Any], state: dict[str, Tensor]) -> list[Path]:

@@ -19,18 +19,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan.holding import model_parallel_places
-from parcompile.runtime.errors import RunError, everywhere
+from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.model.lora import matrix_of, plain_name
 
 from .manifest import Note, damages, read_note, strange_contents
-from .state_file import MASTER, SHARD_FILE, OptimizerShard, experts_file, weights_file, without_keys
+from .state_file import MASTER, SHARD_FILE, OptimizerShard, ParameterGroup, experts_file, weights_file, without_keys
 from .whole_tensors import WholeTensors
 
 _GETATTR = "builtins.getattr"
@@ -60,7 +60,7 @@ def check_trusted(file: Path) -> None:
     try:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
     except Exception as error:  # a broken pickle raises what it likes
-        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
+        raise RunError(f"{file} cannot be read: {first_line(error)}") from None
     strange = sorted(set(asked) - _classes().keys())
     if strange:
         raise RunError(f"{file} asks to load {', '.join(strange)}, which no checkpoint of DeepSpeed holds: not loaded")
@@ -78,22 +78,10 @@ def load_trusted(file: Path) -> Any:
         with torch.serialization.safe_globals([(one, name) for name, one in _classes().items()]):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
-        raise RunError(f"{file} cannot be read: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(f"{file} cannot be read: {first_line(error)}") from None
 
 
 # Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
-
-
-class SavedGroup(NamedTuple):
-    """A parameter group of the optimizer: names in the model's order, settings, and what it keeps for all of them."""
-
-    names: list[str]
-    settings: dict[str, Any]
-    scalars: dict[str, Any]
 
 
 class SavedRun(WholeTensors):
@@ -195,20 +183,20 @@ class SavedRun(WholeTensors):
         }
 
     @cached_property
-    def groups(self) -> list[SavedGroup]:
+    def groups(self) -> list[ParameterGroup]:
         """The optimizer's parameter groups, in order; what the stages hold of one group is one.
 
         Groups of two stages are the same when their settings are, and equally many before them have these too. Experts
         that are dealt over ep are in groups of their own, which count as parts of those that they were taken from.
         """
-        found: dict[tuple[str, int], SavedGroup] = {}
+        found: dict[tuple[str, int], ParameterGroup] = {}
         for pp_rank in range(len(self._stages)):
             shards, seen = self.shards(pp_rank, 0), Counter[tuple[str, bool]]()
             for number, settings in enumerate(shards[0].settings):
                 kept = without_keys(settings)
                 text, of_experts = repr(sorted(kept.items())), "moe" in settings
                 place = text, seen[text, of_experts]
-                group = found.setdefault(place, SavedGroup([], kept, shards[0].scalars[number]))
+                group = found.setdefault(place, ParameterGroup([], kept, shards[0].scalars[number]))
                 seen[text, of_experts] += 1
                 names = dict.fromkeys(plain_name(name) for shard in shards for name in shard.names(number))
                 group.names.extend(name for name in names if name not in group.names)
@@ -239,9 +227,7 @@ class SavedRun(WholeTensors):
         stored = self._stored(place[0]).get(name)
         if stored is None:
             raise RunError(f"{self.note.folder} lacks {name}, which the plan has on {_place(place)}")
-        shards = self.shards(*place)
-        if layout.ep > 1:
-            shards = self._of_ep_rank(place[1], shards, ep_rank)
+        shards = self.shards(*place) if layout.ep == 1 else self._of_ep_rank(place[1], self.shards(*place), ep_rank)
         pieces = [piece for shard in shards if (piece := shard.piece(stored, kind)) is not None]
         if not pieces and kind == MASTER:
             frozen = self._experts_of(place, ep_rank) if layout.ep > 1 else self.weights(*place)["module"]

@@ -59,21 +59,12 @@ def let_engine_save(engine: Any) -> None:
     engine.save_fp16_model = engine.save_16bit_model
     # At stage 3 there is nothing in what the second gives: the first, which calls it, is DeepSpeed's own.
     for name in ("save_checkpoint", "module_state_dict")[: 1 if engine.mesh.plan.spec.shards_weights else 2]:
-        setattr(engine, name, _with_slices(getattr(engine, name)))
+        setattr(engine, name, slices_wanted()(getattr(engine, name)))
 
 
-def slices_wanted() -> contextlib.AbstractContextManager[Any]:
+def slices_wanted() -> Any:
     """Within it `state_dict` of an injected model gives the slices of this rank."""
     return mock.patch.object(sys.modules[__name__], "_slices_wanted", True)
-
-
-def _with_slices(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        with slices_wanted():
-            return call(*args, **options)
-
-    return wrapped
 
 
 def _refuse_state(sentence: str, *_: Any) -> None:
@@ -134,7 +125,7 @@ def _save_pretrained(
         )
     folder, call = Path(save_directory), f"save_pretrained({str(save_directory)!r})"
     if model is not without_peft(model):
-        _on_rank_0(model, mesh, call, _adapters, lambda tensors, state: _write_adapter(folder, tensors, state))
+        _on_rank_0(model, mesh, call, whole_adapters, lambda tensors, state: _write_adapter(folder, tensors, state))
         return
     _on_rank_0(
         model,
@@ -197,10 +188,6 @@ def whole_state_dict(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
     _on_rank_0(model, mesh, "get_state_dict", whole_weights, keep)
     return state
-
-
-def _adapters(tensors: LiveTensors) -> Iterator[tuple[str, Tensor]]:
-    return iter(whole_adapters(tensors).items())
 
 
 def _on_rank_0(

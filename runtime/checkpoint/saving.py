@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from parcompile.runtime.deepspeed_patches.engine import use_checkpoint_engine
 from parcompile.runtime.deepspeed_patches.optimizer_state import held
 from parcompile.runtime.errors import RunError, everywhere
+from parcompile.runtime.liveness.monitor import say
 
 from . import writing
 from .agreement import StoreMessages, await_seen, on_all_ranks, on_rank_0
@@ -163,7 +163,7 @@ class Saver:
         if not self._warns:
             raise everywhere(message) from None
         if dist.get_rank() == 0:
-            print(f"parcompile: warning: {message}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+            say(f"warning: {message}")
         return False
 
 

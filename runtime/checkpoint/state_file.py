@@ -12,6 +12,7 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, first_line
 
 # Writes one of torch's files, and says its size and hash without reading it again.
 
@@ -160,7 +161,7 @@ def load_random_state(folder: Path, rank: int) -> None:
     try:
         set_random_state(torch.load(file, weights_only=True))
     except Exception as error:
-        raise RunError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+        raise RunError(f"{file} cannot be read: {first_line(error)}") from None
 
 
 MASTER = "fp32"
@@ -170,6 +171,27 @@ MOMENTUM = "momentum_buffer"
 """The kind of tensor that Muon and SGD keep, as torch calls it."""
 MUON_KEY = "ns_steps"
 """A setting that groups of parameters have which Muon updates, and no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """A parameter group of the optimizer: names in order, settings, and what is kept for the group as one."""
+
+    names: list[str]
+    settings: Mapping[str, Any]
+    scalars: Mapping[str, Any]
+    of_experts: bool = False
+    """Whether they are experts that are dealt over ep: the states are then sharded over expert-dp."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The kinds of tensors that the optimizer keeps beside the weights, by the settings of its class."""
+        if "betas" in self.settings and MUON_KEY not in self.settings:
+            return "exp_avg", "exp_avg_sq"
+        if "lr_decay" in self.settings:
+            return ("sum",)
+        return (MOMENTUM,) if self.settings.get("momentum") else ()
+
 
 SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 """Its groups are the shard and the model-parallel rank."""

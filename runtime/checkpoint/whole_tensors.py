@@ -28,6 +28,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.groups.rendezvous import wait_for_all
 from parcompile.runtime.model.lora import describe_adapters, matrix_layout, matrix_of, plain_name
+from parcompile.runtime.model.pretrained import persistent_of
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT
 from parcompile.runtime.tensor_parallel import merge_ranges
 
@@ -193,7 +194,8 @@ class LiveTensors(WholeTensors):
 
     def __init__(self, model: nn.Module, mesh: Mesh, call: str) -> None:
         super().__init__(mesh.plan, "the live model")
-        self._rank = mesh.rank
+        self._rank, self.is_first, self.is_alone = mesh.rank, mesh.rank == 0, is_whole(mesh.plan)
+        """Tensors are put together on the first rank, which needs no other where it is alone."""
         self.error: RunError | None = None
         """What went wrong here while tensors were on their way, which all ranks send to the end."""
         self._own = {plain_name(name): one for name, one in model.named_parameters()}
@@ -204,14 +206,14 @@ class LiveTensors(WholeTensors):
                 plain_name(name): (one.dtype, local_shape(one), one.requires_grad)
                 for name, one in model.named_parameters()
             },
-            _persistent_buffers(model),
+            {plain_name(name): buffer.detach().cpu() for name, buffer in persistent_of(model).items()},
             describe_adapters(model),
         )
         first_copy = mesh.plan.groups.of_rank("tp-pp", 0)
         self._ranks = dict(zip(model_parallel_places(mesh.plan), first_copy, strict=True))
         self._described = [mine] * mesh.size("pp")
         """What each stage says; types and shapes are those of all its ranks."""
-        if not is_whole(mesh.plan):
+        if not self.is_alone:
             wait_for_all(f"{call} gathers slices of all ranks", call)
             # Connections on the host, between those that hold one copy of the model.
             places = self._ranks.items()
@@ -219,16 +221,6 @@ class LiveTensors(WholeTensors):
             timeout = timedelta(seconds=COLLECTIVE_TIMEOUT.seconds())
             self._group = dist.new_group(holders, timeout=timeout, backend="gloo")
             dist.all_gather_object(self._described, mine, group=mesh.group("pp"))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the tensors are put together here."""
-        return self._rank == 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether rank 0 needs no other."""
-        return self._group is None
 
     def close(self) -> None:
         """Ends the group."""
@@ -299,12 +291,3 @@ def joined_adapters(of_stages: Iterable[Mapping[str, Any] | None]) -> dict[str, 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[plain_name(f"{path}.{name}" if path else name)] = buffer.detach().cpu()
-    return found

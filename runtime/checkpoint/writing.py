@@ -38,7 +38,7 @@ from parcompile.spec import Precision
 from .agreement import one_line
 from .manifest import LATEST, NOTE, Note, check_listed, damages, refuse_inside, universal_checkpoint_info
 from .placing import begin, hold, is_noted_there, put_in_place, release, unfinished
-from .state_file import MASTER, MOMENTUM, MUON_KEY, experts_file, shard_file, weights_file, write_state
+from .state_file import MASTER, ParameterGroup, experts_file, shard_file, weights_file, write_state
 
 MODULE = "module"
 """The key of weights in a file, as in DeepSpeed's."""
@@ -64,26 +64,6 @@ def with_experts(weights: Mapping[str, Any], experts: Mapping[str, Any]) -> dict
 
 Whole = Callable[[str, str], Tensor | None]
 """From a parameter's name and a kind (fp32, exp_avg, …) to the whole tensor; None stands for zeros."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """A parameter group of the optimizer: names in order, settings, and what is kept for the group as one."""
-
-    names: Sequence[str]
-    settings: Mapping[str, Any]
-    scalars: Mapping[str, Any]
-    of_experts: bool = False
-    """Whether they are experts that are dealt over ep: the states are then sharded over expert-dp."""
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """The kinds of tensors that the optimizer keeps beside the weights, by the settings of its class."""
-        if "betas" in self.settings and MUON_KEY not in self.settings:
-            return "exp_avg", "exp_avg_sq"
-        if "lr_decay" in self.settings:
-            return ("sum",)
-        return (MOMENTUM,) if self.settings.get("momentum") else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL, shift_labels
 from parcompile.runtime.micro_batch import ALONE, DOCUMENTS, PACKING, REAL_TOKENS
 from parcompile.runtime.ring_attention import document_borders, gather_sequence, local_positions, split_sequence
-from parcompile.runtime.transport.backend import to_device
+from parcompile.runtime.transport.backend import gather_tensors, to_device
 
 _WHOLE_NUMBERS = ("input_ids", "labels", "shift_labels", "position_ids")
 
@@ -314,9 +313,9 @@ class _Sequences:
             )
         if ids is None:
             return
-        parts: list[Tensor] = [torch.empty_like(ids) for _ in range(self.cp)]
-        dist.all_gather(parts, ids.contiguous(), group=self.group)
-        if all(torch.equal(one, ids) for one in parts) and bool((ids != ids.flatten()[0]).any()):
+        if all(torch.equal(one, ids) for one in gather_tensors(ids, self.group)) and bool(
+            (ids != ids.flatten()[0]).any()
+        ):
             raise everywhere(
                 f"every rank of cp {self.cp} was given the same {self.held} tokens: give whole {both} (pad to that "
                 "length, padding='max_length'), or each rank its own tokens of them (split_batch)"

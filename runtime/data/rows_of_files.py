@@ -158,7 +158,7 @@ def _spans(messages: Sequence[Mapping[str, Any]], tokenizer: Any, where: str) ->
     if not spans:
         raise everywhere(
             f"{where}: the chat template writes a prompt otherwise when an answer follows, so that the answer is not "
-            "found: mark it in the template with {% generation %} … {% endgeneration %}",
+            "found: mark it in the template with {% generation %} … {% endgeneration %}"
         )
     return whole, spans
 

@@ -204,7 +204,7 @@ def _tokens(row: Mapping[str, Any], tokenizer: Any, where: str) -> tuple[Ids, Id
         return tokens_and_labels(row, tokenizer, where)
     raise everywhere(
         f"{where} has {', '.join(row) or 'nothing'}: expected text, messages, prompt and completion, instruction and "
-        "output, or input_ids",
+        "output, or input_ids"
     )
 
 

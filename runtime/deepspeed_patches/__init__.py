@@ -116,7 +116,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.user_files import shipped
 
 # Whether the installed DeepSpeed has every name that the runtime changes or reads, before anything is built.
@@ -137,7 +137,7 @@ def check_names() -> None:
         from deepspeed import __version__
 
         message = f"DeepSpeed {__version__} has no {', '.join(names)}, on which the runtime relies"
-        raise RunError(f'{message}: install "{VERSIONS}"', everywhere=True)
+        raise everywhere(f'{message}: install "{VERSIONS}"')
 
 
 def missing() -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import sysconfig
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from parcompile.backends.deepspeed import SAME_NUMBERS
 from parcompile.runtime.errors import RunError
+from parcompile.runtime.liveness.monitor import say
 
 _NAME = "cpu_adam"
 LOCK_SECONDS = 1200.0
@@ -99,8 +99,7 @@ def say_that_it_is_built() -> None:
         doing = "waits for the build of"
         if not _is_open_here(lock):
             then = f"no process of this host builds it: unless another host does, delete {lock}"
-    text = f"parcompile: {os.uname().nodename} {doing} DeepSpeedCPUAdam in {_folder()}: {then}"
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+    say(f"{os.uname().nodename} {doing} DeepSpeedCPUAdam in {_folder()}: {then}")
 
 
 def _is_open_here(file: Path) -> bool:

@@ -78,8 +78,7 @@ def with_optimizer(make: Callable[[Any, Any], Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_bf16_optimizer() -> Iterator[None]:
+def without_bf16_optimizer() -> AbstractContextManager[Any]:
     """Within it engines of ZeRO stage 1 that sum gradients of bf16 weights in fp32 have the optimizer of fp16 weights.
 
     DeepSpeed's own choice, `BF16_Optimizer`, keeps the bf16 gradients beside the sums, writes checkpoints of another
@@ -93,14 +92,12 @@ def without_bf16_optimizer() -> Iterator[None]:
         found = judge(engine, optimizer)
         return ZERO_OPTIMIZATION if found == BFLOAT16 else found
 
-    with mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", kind):
-        yield
+    return mock.patch.object(DeepSpeedEngine, "_do_optimizer_sanity_check", kind)
 
 
-@contextlib.contextmanager
 def initialize_with(
     mpu: Any, take_over: Callable[[Any], None], given: Callable[..., AbstractContextManager[dict[str, Any]]]
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Within it, whoever calls `deepspeed.initialize` gets an engine with this mpu, which `take_over` has seen.
 
     `given` makes of the arguments of a call those that DeepSpeed gets, as a context around it.
@@ -115,8 +112,7 @@ def initialize_with(
         take_over(made[0])
         return made
 
-    with mock.patch.object(deepspeed, "initialize", initialize):
-        yield
+    return mock.patch.object(deepspeed, "initialize", initialize)
 
 
 @contextlib.contextmanager
@@ -178,6 +174,20 @@ def keep_until_end(engine: Any, parameters: Sequence[Tensor]) -> Callable[[], No
 
     optimizer.reduce_ready_partitions_and_remove_grads = reduce_ready_partitions_and_remove_grads
     return hand_over
+
+
+def after_step(engine: Any, function: Callable[[], None]) -> None:
+    """Calls `function` behind each optimizer step of an engine."""
+    step = engine.step
+
+    def step_and_call(*args: Any, **options: Any) -> Any:
+        ends = engine.is_gradient_accumulation_boundary()
+        result = step(*args, **options)
+        if ends:
+            function()
+        return result
+
+    engine.step = step_and_call
 
 
 def before_reduction(engine: Any, function: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.transport.backend import gather_objects
 
 _SUM = "parcompile_sum"
@@ -249,7 +249,7 @@ def take_over_shards(optimizer: Any, cp: int, order_group: dist.ProcessGroup) ->
 def _check_order(ints: list[int], group: dist.ProcessGroup) -> None:
     found = gather_objects(ints, group)
     if any(one != found[0] for one in found):
-        raise RunError("ranks that share weights use their modules in different orders", everywhere=True)
+        raise everywhere("ranks that share weights use their modules in different orders")
 
 
 @contextlib.contextmanager

@@ -191,10 +191,6 @@ def _dropout(function: Any, input: Tensor, p: float = 0.5, training: bool = True
     return input.masked_fill_(mask, 0).mul_(scale) if inplace else input.masked_fill(mask, 0).mul(scale)
 
 
-def _plain_dropout(_: Any, input: Tensor, p: float, train: bool) -> Any:  # noqa: A002 -- torch's name
-    return _dropout(F.dropout, input, p, train)
-
-
 def _filled(transform: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A method that fills a tensor with what `transform` makes of numbers between 0 and 1."""
 
@@ -227,7 +223,7 @@ def _like(transform: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 _OURS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
-    torch.dropout: _plain_dropout,
+    torch.dropout: lambda _, input, p, train: _dropout(F.dropout, input, p, train),  # noqa: A006 -- torch's names
     Tensor.uniform_: _filled(lambda numbers, low=0.0, high=1.0: low + (high - low) * numbers),
     Tensor.exponential_: _filled(lambda numbers, lambd=1.0: -numbers.log() / lambd),
     Tensor.normal_: _filled(lambda numbers, mean=0.0, std=1.0: mean + std * torch.special.ndtri(numbers)),

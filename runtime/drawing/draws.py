@@ -157,7 +157,7 @@ class Place:
         micro_batch = current()
         if micro_batch.token_places is not None:
             places = micro_batch.token_places[0].to(device)
-            samples, positions = self._shared(places, 0, share).unbind(1)
+            samples, positions = self._shared(places, share).unbind(1)
             return combined(combined(word, samples, _ROWS), positions, _POSITIONS)
         if micro_batch.first_sample is None:
             raise everywhere(
@@ -170,15 +170,15 @@ class Place:
         layout = self.layout if self.cp > 1 else CpLayout.CONTIGUOUS
         ranges = token_ranges(layout, self.cp, self.cp_index, length * self.cp)
         positions = torch.cat([torch.arange(one.start, one.stop, one.step, device=device) for one in ranges])
-        return combined(by_row.unsqueeze(1), self._shared(positions, 0, share), _POSITIONS).flatten()
+        return combined(by_row.unsqueeze(1), self._shared(positions, share), _POSITIONS).flatten()
 
-    def _shared(self, tokens: Tensor, dim: int, share: int | None) -> Tensor:
+    def _shared(self, tokens: Tensor, share: int | None) -> Tensor:
         """The share of a tensor-parallel rank; what continues the sequence to a multiple is nobody's token."""
         if share is None:
             return tokens
-        missing = share * self.tp - tokens.shape[dim]
+        missing = share * self.tp - tokens.shape[0]
         padding = tokens.new_zeros(missing, *tokens.shape[1:])
-        return torch.cat([tokens, padding]).narrow(dim, share * self.tp_index, share)
+        return torch.cat([tokens, padding]).narrow(0, share * self.tp_index, share)
 
     def _token_dims(self, shape: Sequence[int], what: str) -> tuple[int, int | None]:
         """How many of the first dims are tokens, and the share of each row that they are (None: all of it)."""

@@ -30,7 +30,7 @@ from parcompile.runtime.data import PlanLoader
 from parcompile.runtime.deepspeed_patches import check_names, cpu_adam
 from parcompile.runtime.deepspeed_patches.engine import with_optimizer, without_bf16_optimizer
 from parcompile.runtime.deepspeed_patches.optimizer_state import add_in_place, shard_weights
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import for_deepspeed, is_dealt, take_over_norm, warn_of_empty_tables
 from parcompile.runtime.groups import Mesh, Mpu, join
 from parcompile.runtime.inject import inject
@@ -139,11 +139,10 @@ def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Itera
         options["optimizer"] = partial(fresh_optimizer, optimizer=training.optimizer, on_host=on_host)
     changes_decay = training.optimizer.start_weight_decay is not None
     if changes_decay and options.get("lr_scheduler") is not None:
-        raise RunError(
+        raise everywhere(
             f"training.optimizer.start_weight_decay {training.optimizer.start_weight_decay:g}: the plan's schedule "
             "changes weight decay, and an lr_scheduler of its own takes its place: leave it out, or give the plan a "
-            "training.lr_scheduler, which trainers leave to the plan",
-            everywhere=True,
+            "training.lr_scheduler, which trainers leave to the plan"
         )
     if (training.lr_scheduler is not None or changes_decay) and options.get("lr_scheduler") is None:
         options["lr_scheduler"] = partial(PlanSchedule, training=training)
@@ -269,7 +268,7 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
             check = SelfCheck(without_peft(model), mesh)
         model = inject(model, mesh)
     elif self_check:
-        raise RunError("a model that was loaded in slices has no original to compare with", everywhere=True)
+        raise everywhere("a model that was loaded in slices has no original to compare with")
     recompute_as_planned(model, plan, mesh.rank)
     # DeepSpeed casts the weights to the type of training: cast before they move, they take half as much of the device.
     # Weights that are sharded stay where they are until then: a device holds one of them whole at a time.
@@ -314,10 +313,9 @@ def _refuse_quantized(model: nn.Module) -> None:
     if not getattr(base, "is_quantized", False):
         return
     method = getattr(base, "quantization_method", None)
-    raise RunError(
+    raise everywhere(
         f"{type(base).__name__} is quantized ({getattr(method, 'value', method)}): QLoRA is not supported, and weights "
-        "are trained, or frozen under LoRA, in the plan's precision. Load the model without quantization_config",
-        everywhere=True,
+        "are trained, or frozen under LoRA, in the plan's precision. Load the model without quantization_config"
     )
 
 
@@ -425,11 +423,10 @@ def _check_stages_train(given: Any, mesh: Mesh) -> None:
     counts = gather_objects(len(_flat(given)), group)
     idle = [stage for stage, count in enumerate(counts) if not count]
     if idle:
-        raise RunError(
+        raise everywhere(
             f"stage {', '.join(map(str, idle))} of pp {len(counts)} has no parameter to train, and DeepSpeed's "
             "optimizer needs one on every rank: give it layers that are trained, freeze fewer parameters, or "
-            "use a smaller pp",
-            everywhere=True,
+            "use a smaller pp"
         )
 
 
@@ -438,10 +435,9 @@ def _check_parameters(given: Any, model: nn.Module) -> None:
     flat = _flat(given)
     strangers = [one for one in flat if id(one) not in live]
     if strangers:
-        raise RunError(
+        raise everywhere(
             f"{len(strangers)} of the {len(flat)} model_parameters are not the injected model's: give a function, "
-            "model_parameters=lambda model: [...], which is called after injection",
-            everywhere=True,
+            "model_parameters=lambda model: [...], which is called after injection"
         )
 
 
@@ -457,4 +453,4 @@ def _check_engine(engine: Any, mesh: Mesh) -> None:
     ):
         live = getattr(engine, name)()
         if live != planned:
-            raise RunError(f"DeepSpeed's {name} is {live}, the plan says {planned}", everywhere=True)
+            raise everywhere(f"DeepSpeed's {name} is {live}, the plan says {planned}")

@@ -28,8 +28,8 @@ from parcompile.plan import Plan
 from parcompile.runtime.data import Batch, split_batch, stack
 from parcompile.runtime.data.loader import check_length
 from parcompile.runtime.data.training_files import read_tokenizer
-from parcompile.runtime.deepspeed_patches.engine import set_batch
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.deepspeed_patches.engine import after_step, set_batch
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.labels import IGNORED_LABEL
 from parcompile.runtime.loss import loss_of_step, own_part
@@ -140,9 +140,8 @@ def evaluating(engine: Any) -> Iterator[None]:
 def _whole_step(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """The micro-batches of a step. The first is taken here: data that ends between two steps ends as iterators do."""
     if not hasattr(batches, "__next__"):
-        raise RunError(
-            f"a {type(batches).__name__} is not an iterator: create one before the first step, batches = iter(loader)",
-            everywhere=True,
+        raise everywhere(
+            f"a {type(batches).__name__} is not an iterator: create one before the first step, batches = iter(loader)"
         )
     first = next(batches)
     return itertools.chain([first], _rest(batches, count))
@@ -154,7 +153,7 @@ def _rest(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         number += 1
         yield batch
     if number < count:
-        raise RunError(f"the batches ended after {number} of the {count} micro-batches of a step", everywhere=True)
+        raise everywhere(f"the batches ended after {number} of the {count} micro-batches of a step")
 
 
 _LABELS = ("labels", "shift_labels")
@@ -177,7 +176,7 @@ def evaluate(engine: Any, dataset: Sequence[Any], *, batches: int | None = None)
     """
     loss, tokens = _loss_and_tokens(engine, dataset, batches)
     if not tokens:
-        raise RunError(f"no token of the {len(dataset)} samples to evaluate is predicted", everywhere=True)
+        raise everywhere(f"no token of the {len(dataset)} samples to evaluate is predicted")
     return loss / tokens
 
 
@@ -198,7 +197,7 @@ def evaluate_domains(engine: Any, datasets: Mapping[str, Sequence[Any]]) -> dict
     empty = [name for name, (_, tokens) in sums.items() if not tokens]
     if empty or not sums:
         said = f"no token of {', '.join(empty)} is predicted" if empty else "there is no data set"
-        raise RunError(f"{said}: nothing to evaluate", everywhere=True)
+        raise everywhere(f"{said}: nothing to evaluate")
     loss, tokens = (sum(each) for each in zip(*sums.values(), strict=True))
     means = {"": loss / tokens}
     if len(sums) > 1:
@@ -284,11 +283,10 @@ class _Guard:
 
     def _check(self, _: Tensor) -> None:
         if not self._backwards:
-            raise RunError(
+            raise everywhere(
                 "backward() of what engine.module(…) has returned would leave each rank its part of the gradients, "
                 "which no optimizer step takes: write loss = engine(**batch).loss and engine.backward(loss), or "
-                "engine.train_batch(iterator). To evaluate, call engine.module(…) under torch.no_grad()",
-                everywhere=True,
+                "engine.train_batch(iterator). To evaluate, call engine.module(…) under torch.no_grad()"
             )
 
 
@@ -301,16 +299,8 @@ class GrowingBatch:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._step = engine.step
-        engine.step = self._step_and_follow
+        after_step(engine, self.follow)
         self.follow()
-
-    def _step_and_follow(self, *args: Any, **options: Any) -> Any:
-        ends = self._engine.is_gradient_accumulation_boundary()
-        result = self._step(*args, **options)
-        if ends:
-            self.follow()
-        return result
 
     def follow(self) -> None:
         """Sets what the next step has, where it begins. Also after `global_samples` of the engine were set."""
@@ -342,11 +332,10 @@ def refuse_ramp(plan: Plan, loop: str) -> None:
         RunError: it grows.
     """
     if (ramp := plan.spec.training.rampup_batch_size) is not None:
-        raise RunError(
+        raise everywhere(
             f"training.rampup_batch_size grows the batch from {ramp.start} to {plan.spec.training.global_batch_size}, "
             f"and {loop} takes the same number of micro-batches in every step: remove the key and compile again, or "
-            "train with parcompile.runtime.initialize and engine.train_batch",
-            everywhere=True,
+            "train with parcompile.runtime.initialize and engine.train_batch"
         )
 
 
@@ -370,10 +359,9 @@ class Prompts:
         self.texts, self._words = tuple(texts), read_tokenizer(tokenizer)
         room, vocabulary = plan.spec.training.sequence_length, plan.spec.model.shape.vocab_size
         if texts and (pp := plan.spec.parallelism.pp) > 1:
-            raise RunError(
+            raise everywhere(
                 f"a plan with pp {pp} continues no prompts while it trains, since each stage has a part of the layers: "
-                "leave the prompts out, and generate with the exported model",
-                everywhere=True,
+                "leave the prompts out, and generate with the exported model"
             )
         self._tokens = [self._encoded(text) for text in self.texts]
         for text, tokens in zip(self.texts, self._tokens, strict=True):
@@ -387,7 +375,7 @@ class Prompts:
                     f"has the token {max(tokens)}, and the model's vocabulary {vocabulary}: name the model's tokenizer"
                 )
             if wrong:
-                raise RunError(f"the prompt {text[:40]!r} {wrong}", everywhere=True)
+                raise everywhere(f"the prompt {text[:40]!r} {wrong}")
         self._new = [min(new_tokens, room - len(tokens)) for tokens in self._tokens]
 
     def continued(self, engine: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ from parcompile.cost.step import utilisation
 from parcompile.cost.workload import Workload
 from parcompile.doctor.records import STEP
 from parcompile.runtime.data import Batch
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.expert_parallel import REFUSED, Capacity
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
@@ -234,10 +234,9 @@ class FiniteWatch:
             if not self._may_skip or _SCALE_AT_MINIMUM not in str(error):
                 raise
             step = int(self._engine.global_steps) + 1
-            raise RunError(
+            raise everywhere(
                 f"step {step}: the gradient norm is not a finite number, and the dynamic loss scale of fp16 is at its "
-                f"minimum: it has skipped the {self._skipped} steps before. {self._how_to_go_on(step - 1)}",
-                everywhere=True,
+                f"minimum: it has skipped the {self._skipped} steps before. {self._how_to_go_on(step - 1)}"
             ) from error
         if boundary:
             self._look()
@@ -281,7 +280,9 @@ class FiniteWatch:
             # No other rank knows of it: an infinite loss may have finite gradients.
             self._count(seen.step, f"the loss is not a finite number on rank {self._mesh.rank}", everywhere=False)
             return
-        ranks = self._ranks_that_lost(lost)
+        # The norm is the same on all ranks, so that all come here at the same step.
+        everyones = gather_objects(lost) if self._mesh.plan.world_size > 1 else [lost]
+        ranks = [rank for rank, one in enumerate(everyones) if one]
         if self._may_skip and seen.skipped and not ranks:
             self._skipped += 1
             return
@@ -314,8 +315,3 @@ class FiniteWatch:
         """A checkpoint was written. The last one before the numbers ceased to be finite is named when the run ends."""
         if not self._in_a_row or step < self._first:
             self._checkpoint = folder
-
-    def _ranks_that_lost(self, lost: bool | None) -> list[int]:
-        """Those whose loss is not finite. The norm is the same on all ranks, so that all come here at the same step."""
-        everyones = gather_objects(lost) if self._mesh.plan.world_size > 1 else [lost]
-        return [rank for rank, one in enumerate(everyones) if one]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parcompile.model.blocks.experts import CORRECTION_BIASES
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import is_repeated
 from parcompile.runtime.router_losses import layer_of
@@ -47,10 +47,9 @@ class RouterBiases:
         self._names = [name for name, _ in found]
         sharded = [name for name in self._names if isinstance(_of(model, name), nn.Parameter)]
         if sharded and mesh.plan.spec.shards_weights:
-            raise RunError(
+            raise everywhere(
                 f"router.bias_update_rate {rate} at zero.stage 3: {sharded[0]} is a parameter, which this stage "
-                "shards; use zero.stage 2, or leave the rate out",
-                everywhere=True,
+                "shards; use zero.stage 2, or leave the rate out"
             )
         # DeepSpeed casts the model to the type of the weights, in which a small rate is lost.
         self._before = [_of(model, name).detach().float().clone() for name in self._names]
@@ -124,7 +123,7 @@ def _biases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         while owner and f"{owner}.experts" not in modules:
             owner = owner.rpartition(".")[0]
         if not owner:
-            raise RunError(f"the experts that {name} chooses among were not found", everywhere=True)
+            raise everywhere(f"the experts that {name} chooses among were not found")
         yield name, modules[f"{owner}.experts"]
 
 

@@ -23,6 +23,7 @@ no optimizer at stage 0, are possible.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -115,10 +116,8 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def _views(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter, and the place of its gradient."""
         for trained, gradients in zip(self.trained, self._gradients, strict=True):
-            offset = 0
-            for parameter in trained:
+            for parameter, offset in _places(trained):
                 yield parameter, gradients[offset : offset + parameter.numel()].view_as(parameter)
-                offset += parameter.numel()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 -- torch's
         """Gradients are zero, where they are to add up; whatever stood in their place is let go of."""
@@ -194,13 +193,12 @@ class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """As ZeRO's with one shard."""
         import deepspeed
 
-        places = []
-        for trained in self.trained:
-            found, offset = OrderedDict(), 0
-            for parameter in trained:
-                found[self._names[parameter]] = fragment_address(numel=parameter.numel(), start=offset)
-                offset += parameter.numel()
-            places.append(found)
+        places = [
+            OrderedDict(
+                (self._names[one], fragment_address(numel=one.numel(), start=at)) for one, at in _places(trained)
+            )
+            for trained in self.trained
+        ]
         return {
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -234,9 +232,12 @@ def _add_up(parameter: nn.Parameter) -> None:
 def _flattened(parameters: list[nn.Parameter]) -> Tensor:
     """One tensor of which the parameters become views."""
     flat = torch.cat([one.detach().reshape(-1) for one in parameters])
-    offset = 0
-    for parameter in parameters:
+    for parameter, offset in _places(parameters):
         parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
         lies_in_shard(parameter, 0, parameter.numel(), offset)
-        offset += parameter.numel()
     return flat
+
+
+def _places(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, int]]:
+    """Each with the place at which it begins in a tensor of all."""
+    return zip(parameters, itertools.accumulate(map(nn.Parameter.numel, parameters), initial=0), strict=False)

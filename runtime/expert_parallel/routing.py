@@ -157,12 +157,7 @@ def route(chosen_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sh
 
 
 def route_up_to(
-    capacity: Capacity,
-    chosen_Ak: Tensor,
-    weights_Ak: Tensor,
-    experts: int,
-    group: dist.ProcessGroup,
-    sharing: Sharing,
+    capacity: Capacity, chosen_Ak: Tensor, weights_Ak: Tensor, experts: int, group: dist.ProcessGroup, sharing: Sharing
 ) -> Routing:
     """Each rank sends `capacity` rows to each expert, zeros where it has less: nothing is exchanged or waited for.
 

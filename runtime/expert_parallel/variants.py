@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from parcompile.layout.groups import Axis
 from parcompile.model.families import FAMILIES
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.transport import group_rank
@@ -143,9 +143,8 @@ def hand_tokens(model: nn.Module, mesh: Mesh) -> None:
 def _with_tokens(router: Any, args: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
     hidden, tokens = args[0], current().tokens
     if tokens is None:
-        raise RunError(
-            f"a {type(router).__name__} looks experts up by the numbers of tokens: call the model with input_ids",
-            everywhere=True,
+        raise everywhere(
+            f"a {type(router).__name__} looks experts up by the numbers of tokens: call the model with input_ids"
         )
     return hidden, tokens
 

@@ -27,7 +27,7 @@ from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Lane, Schedule
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.liveness import end_watch, set_stage, watch
 from parcompile.runtime.liveness.recording import name_groups, start
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
@@ -150,7 +150,7 @@ def agree(store: Store, rank: int, world_size: int, mine: Mapping[str, str], tim
             raise
         raise RunError(f"rank {rank} lost its connection to the store at {store_place()}: rank 0 has ended") from error
     if verdict:
-        raise RunError(verdict, everywhere=True)
+        raise everywhere(verdict)
 
 
 def store_place() -> str:
@@ -261,7 +261,7 @@ def check_executable(plan: Plan) -> None:
     """
     if plan.refusals:
         reasons = "; ".join(f"[{refusal.code}] {refusal.message}" for refusal in plan.refusals)
-        raise RunError(f"the runtime does not execute this plan: {reasons}", everywhere=True)
+        raise everywhere(f"the runtime does not execute this plan: {reasons}")
 
 
 def _check_world(plan: Plan, environment: Environment) -> None:
@@ -271,9 +271,8 @@ def _check_world(plan: Plan, environment: Environment) -> None:
             f"start {cluster.gpus_per_node} ranks on each of {cluster.nodes} node(s) "
             f"(deepspeed --num_gpus {cluster.gpus_per_node} …), or compile the spec for {environment.world_size}"
         )
-        raise RunError(
-            f"plan {plan.spec.name!r} is for {plan.world_size} ranks, this job has {environment.world_size}: {how}",
-            everywhere=True,
+        raise everywhere(
+            f"plan {plan.spec.name!r} is for {plan.world_size} ranks, this job has {environment.world_size}: {how}"
         )
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.liveness import has_failed
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
@@ -249,7 +249,7 @@ def wait_for_all(why: str, call: str, then: str = "call it on every rank, not un
         pause = min(2 * pause, 0.5)
     if store.check([f"{place}/other"]):
         calls = sorted({store.get(f"{place}/{one}").decode() for one in ("call", "other")})
-        raise RunError(f"ranks make different calls at a time: {', '.join(calls)}", everywhere=True)
+        raise everywhere(f"ranks make different calls at a time: {', '.join(calls)}")
 
 
 def name_of_job() -> str:
@@ -337,7 +337,7 @@ def _meet(environment: Environment, host: str, port: int, attempt: str, seconds:
     except RunError:
         raise
     except (RuntimeError, dist.DistError) as error:
-        text = str(error).splitlines()[0]
+        text = first_line(error)
         if "EADDRINUSE" in text:
             text = f"port {port} of this host is taken, by another job or program: choose one with --master_port"
         raise RunError(f"{who}: {text}") from error

@@ -48,7 +48,7 @@ from parcompile.runtime.tensor_parallel import (
 )
 from parcompile.runtime.tensor_parallel.partial import sum_in_backward
 from parcompile.runtime.transport import group_size
-from parcompile.runtime.transport.backend import gather_objects
+from parcompile.runtime.transport.backend import gather_objects, gather_tensors
 
 from .heads import mark, sum_repeated_gradient
 from .mechanisms import why_untrained, why_whole
@@ -381,12 +381,8 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 def _whole(local: Tensor, matrix: Matrix, slices: Slices, mesh: Mesh) -> Tensor:
     layout = matrix_layout(matrix, slices.of(matrix.weight).layout, tuple(local.shape))
     if layout.ep > 1:
-        of_experts = [torch.empty_like(local) for _ in range(layout.ep)]
-        dist.all_gather(of_experts, local.contiguous(), group=mesh.group("ep"))
-        local = torch.cat(of_experts, layout.expert_dim)
+        local = torch.cat(gather_tensors(local, mesh.group("ep")), layout.expert_dim)
     group = mesh.parallel_group("tp")
     if group is None or layout.ranges is None:
         return local
-    parts = [torch.empty_like(local) for _ in layout.ranges]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return merge_ranges(parts, matrix.dim, layout.ranges, layout.full_shape[matrix.dim])
+    return merge_ranges(gather_tensors(local, group), matrix.dim, layout.ranges, layout.full_shape[matrix.dim])

@@ -97,9 +97,7 @@ def check_agreement(model: nn.Module, slices: Slices, whole: Sequence[nn.Module]
             continue  # on another stage, as the embedding of nemotron_h
         if weight not in parameters:
             raise everywhere(f"{name} is {style} for transformers, but has no weight")
-        dims = parameters[weight].dim()
-        if style == _TABLE:
-            dims = 1  # its rows
+        dims = 1 if style == _TABLE else parameters[weight].dim()  # a table's rows
         wanted = max(dims - 2, 0) if style in _COLUMN else dims - 1
         if slices.folds_experts and slices.of(weight).experts is not None:
             continue  # what transformers cuts over tp is dealt, whole

@@ -72,7 +72,7 @@ def _generate(
         )
     if mesh.parallel_group(Axis.EP) is not None or (mesh.plan.spec.shards_weights and mesh.size("dp-cp") > 1):
         kwargs.setdefault("synced_gpus", True)
-    with decoding.all_calls(), _evaluating(model), _drawing_alike(mesh):
+    with mock.patch.object(decoding, "every_call", True), _evaluating(model), _drawing_alike(mesh):
         return generate(*args, **kwargs)
 
 
@@ -82,13 +82,9 @@ class _Decoding:
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self._group, self._vocabulary = mesh.parallel_group("tp"), mesh.plan.spec.model.shape.vocab_size
         self._sequence_parallel = mesh.plan.spec.parallelism.sequence_parallel
-        self._every, self._here = False, False
+        self.every_call, self._here = False, False
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave)
-
-    def all_calls(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it every call is a step of decoding."""
-        return mock.patch.object(self, "_every", True)
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         past = any(kwargs.get(name) is not None for name in PAST)
@@ -98,7 +94,7 @@ class _Decoding:
                 "the model was called with past_key_values and with labels: keys of earlier calls are taken for "
                 "decoding only. Give the whole sequence, without past_key_values, to train or to compute a loss"
             )
-        self._here = self._every or past or (kwargs.get("use_cache") is True and not labelled)
+        self._here = self.every_call or past or (kwargs.get("use_cache") is True and not labelled)
         if not self._here:
             return None
         _refuse_fixed(kwargs.get("past_key_values"))

@@ -119,11 +119,7 @@ def _forward(core: Callable[..., tuple[Tensor, None]]) -> Callable[[nn.Module, A
 
 
 def _xglm(
-    model: nn.Module,
-    module: Any,
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    **_: Any,
+    model: nn.Module, module: Any, hidden_states: Tensor, past_key_values: Any = None, **_: Any
 ) -> tuple[Tensor, None]:
     heads = _projected(module, hidden_states, "q_proj", "k_proj", "v_proj")
     out = _attend(model, module, *heads, scaling=module.scaling, dropout=module.dropout, cache=past_key_values)
@@ -131,12 +127,7 @@ def _xglm(
 
 
 def _ctrl(
-    model: nn.Module,
-    module: Any,
-    values: Tensor,
-    *_: Tensor,
-    layer_past: Any = None,
-    **__: Any,
+    model: nn.Module, module: Any, values: Tensor, *_: Tensor, layer_past: Any = None, **__: Any
 ) -> tuple[Tensor, None]:
     """Called with the same hidden states three times, of which those of the first argument are whole."""
     out = _attend(
@@ -146,12 +137,7 @@ def _ctrl(
 
 
 def _codegen(
-    model: Any,
-    module: Any,
-    hidden_states: Tensor,
-    layer_past: Any = None,
-    position_ids: Tensor | None = None,
-    **_: Any,
+    model: Any, module: Any, hidden_states: Tensor, layer_past: Any = None, position_ids: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Its projection holds queries, values and keys of a quarter of all heads after the other."""
     heads = model.config.num_attention_heads // 4

@@ -143,13 +143,12 @@ def embeddings_by_length(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         named = kinds if isinstance(kinds, Mapping) else {None: kinds}
-        if kinds and any(_depends_on_length(module, kind, layer_type) for layer_type, kind in named.items()):
+        # Phi-MoE scales by the length whatever its frequencies follow.
+        if kinds and any(
+            "dynamic" in kind or kind == "longrope" or "long_mscale" in _parameters(module, layer_type)
+            for layer_type, kind in named.items()
+        ):
             yield module
-
-
-def _depends_on_length(module: nn.Module, kind: str, layer_type: str | None) -> bool:
-    # Phi-MoE scales by the length whatever its frequencies follow.
-    return "dynamic" in kind or kind == "longrope" or "long_mscale" in _parameters(module, layer_type)
 
 
 def _parameters(module: Any, layer_type: str | None) -> Mapping[str, Any]:

@@ -124,11 +124,7 @@ class Region:
 def region_of(mesh: Mesh, group: dist.ProcessGroup) -> Region:
     """The region over the tp ranks, as the plan says."""
     spec = mesh.plan.spec
-    return Region(
-        group,
-        sequence_parallel=spec.parallelism.sequence_parallel,
-        shares_entries=not spec.shards_weights,
-    )
+    return Region(group, sequence_parallel=spec.parallelism.sequence_parallel, shares_entries=not spec.shards_weights)
 
 
 class _Entry:

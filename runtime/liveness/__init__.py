@@ -13,13 +13,12 @@ The monitor of this job, and SIGTERM and SIGUSR1 as schedulers send them: all ra
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -177,16 +176,7 @@ def share_errors() -> Iterator[None]:
 def share_errors_of(engine: Any) -> None:
     """Lets the calls of an engine's steps share their errors."""
     for name in _CALLS:
-        setattr(engine, name, _sharing(getattr(engine, name)))
-
-
-def _sharing(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def shared(*args: Any, **options: Any) -> Any:
-        with share_errors():
-            return call(*args, **options)
-
-    return shared
+        setattr(engine, name, share_errors()(getattr(engine, name)))
 
 
 # How errors of a run reach the user: one clear message, whatever the number of ranks.

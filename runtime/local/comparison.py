@@ -29,7 +29,7 @@ from parcompile.plan.holding import Holding
 from parcompile.progress import progress
 from parcompile.runtime.deepspeed_patches.optimizer_state import gathered
 from parcompile.runtime.drawing import trains_at_random
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.slices import cut
@@ -243,20 +243,18 @@ def _differing(plan: Plan, rank: int, held: dict[str, Any], model: Any) -> Itera
 def _refuse(plan: Plan) -> None:
     check_executable(plan)
     if plan.world_size > MAX_RANKS:
-        raise RunError(
+        raise everywhere(
             f"plan {plan.spec.name!r} has {plan.world_size} ranks; at most {MAX_RANKS} are started on one machine: "
-            f"compile a small model for {MAX_RANKS} ranks or fewer",
-            everywhere=True,
+            f"compile a small model for {MAX_RANKS} ranks or fewer"
         )
     # A rank of dp alone holds the whole model in fp32; this process holds it with gradients.
     whole_bytes = 4 * plan.parameters.numel
     needed_bytes = (plan.world_size + 2) * whole_bytes
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed_bytes > memory_bytes:
-        raise RunError(
+        raise everywhere(
             f"({plan.world_size} ranks + 2) · {format_bytes(whole_bytes)} of weights = {format_bytes(needed_bytes)}, "
-            f"this machine has {format_bytes(memory_bytes)}: a rank may hold all weights; use a smaller model",
-            everywhere=True,
+            f"this machine has {format_bytes(memory_bytes)}: a rank may hold all weights; use a smaller model"
         )
 
 

@@ -193,9 +193,7 @@ def _read(values: Mapping[str, Any], where: str) -> Any:
 def _numbers(value: Any) -> Any:
     """A configuration with the numbers that JSON has no name for, which transformers writes as objects."""
     if isinstance(value, dict):
-        if value.keys() == {FLOAT}:
-            return float(value[FLOAT])
-        return {key: _numbers(one) for key, one in value.items()}
+        return float(value[FLOAT]) if value.keys() == {FLOAT} else {key: _numbers(one) for key, one in value.items()}
     return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 

@@ -66,8 +66,12 @@ def without_memory(plan: Plan, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def persistent_of(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of a model that its files hold."""
-    stored = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def instantiate(plan: Plan, dtype: torch.dtype) -> nn.Module:

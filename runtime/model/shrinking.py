@@ -110,16 +110,13 @@ def kinds_of_layers(plan: Plan, config: Any, layers: list[int], heads: Mapping[s
     for place, layer in enumerate(layers):
         own = dict(overrides.get(layer, {}))
         if "num_key_value_heads" in own:
-            # As many ranks as before share a kv head.
-            own["num_key_value_heads"] = _few(own["num_key_value_heads"], tp, heads["num_attention_heads"])
+            # As many ranks as before share a kv head; its count divides the query heads of the small model.
+            kv_heads = own["num_key_value_heads"]
+            fits = kv_heads <= tp and heads["num_attention_heads"] % kv_heads == 0
+            own["num_key_value_heads"] = kv_heads if fits else tp
         if own:
             found["per_layer_config"][str(place)] = own
     return found
-
-
-def _few(kv_heads: int, tp: int, heads: int) -> int:
-    """A count of kv heads that is held by as many ranks each, and divides the query heads of the small model."""
-    return kv_heads if kv_heads <= tp and heads % kv_heads == 0 else tp
 
 
 _BY_LAYER = ("layer_types", "_layers", "layer_rope_theta", "layers_block_type")

@@ -144,10 +144,7 @@ def check_head(model: nn.Module, plan: Plan) -> None:
 
 
 def cut(
-    whole: Tensor,
-    layout: TensorLayout,
-    ranges: tuple[tuple[int, int], ...] | None,
-    experts: Ranges | None = None,
+    whole: Tensor, layout: TensorLayout, ranges: tuple[tuple[int, int], ...] | None, experts: Ranges | None = None
 ) -> Tensor:
     """These ranges, and of these experts, of a whole tensor; the tensor itself where that is all of it."""
     if experts is not None:

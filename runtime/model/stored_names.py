@@ -88,9 +88,7 @@ def stored_as(name: str, stored: Collection[str], opened: Opener) -> tuple[Any, 
             whole, number = opened(other), order.index(found[1])
             size = whole.get_shape()[0] // len(order)
             return Rows(whole, number * size, (number + 1) * size), {other}
-    if _ATTENTION[0] in name:
-        return stored_as(name.replace(*_ATTENTION), stored, opened)
-    return None
+    return stored_as(name.replace(*_ATTENTION), stored, opened) if _ATTENTION[0] in name else None
 
 
 def _joined(names: Sequence[str], opened: Opener) -> Joined:

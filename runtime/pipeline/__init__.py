@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Pass, Schedule
 from parcompile.runtime.data import ready_inputs
 from parcompile.runtime.deepspeed_patches.engine import reduce_at_end
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.liveness import records
 from parcompile.runtime.loss import own_part
@@ -231,11 +231,10 @@ class PipelinedLoop:
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self._running:
-                raise RunError(
+                raise everywhere(
                     f"engine.{name} with pp {self._schedule.pp}: a stage cannot go through a micro-batch by itself. "
                     "Write loss = engine.train_batch(batches), with batches = iter(loader), in place of "
-                    "engine(**batch), engine.backward(loss) and engine.step(); engine.eval_batch(batches) evaluates",
-                    everywhere=True,
+                    "engine(**batch), engine.backward(loss) and engine.step(); engine.eval_batch(batches) evaluates"
                 )
             return method(*args, **kwargs)
 

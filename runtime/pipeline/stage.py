@@ -31,7 +31,7 @@ from parcompile.plan import Plan
 from parcompile.plan.holding import Holding, layer_numbers, module_numbers
 from parcompile.runtime.deepspeed_patches.norm import count_on_another_stage
 from parcompile.runtime.deepspeed_patches.optimizer_state import accumulated_gradient
-from parcompile.runtime.errors import RunError
+from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.model.lora import plain_name, without_peft
 from parcompile.runtime.transport import Like, start_all_reduce
@@ -220,10 +220,9 @@ class ChunkForward:
             batch: as the whole model takes it.
         """
         if chunk is None:
-            raise RunError(
+            raise everywhere(
                 "a model in pipeline stages is not called by itself: loss = engine.train_batch(iterator) runs the "
-                "micro-batches of a step through all stages, engine.eval_batch(iterator) does so without training",
-                everywhere=True,
+                "micro-batches of a step through all stages, engine.eval_batch(iterator) does so without training"
             )
         stage = self._stages[chunk]
         batch.pop("use_cache", None)  # no stage has keys of all layers, and training asks for none

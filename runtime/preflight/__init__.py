@@ -75,10 +75,7 @@ def distinct_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def preflight(
-    plan: Plan,
-    ranks: Sequence[int] | None = None,
-    builder: Builder | None = None,
-    documents: Documents | None = None,
+    plan: Plan, ranks: Sequence[int] | None = None, builder: Builder | None = None, documents: Documents | None = None
 ) -> Report:
     """Builds each of `ranks` without memory, runs a step, and compares with the plan.
 
@@ -391,9 +388,7 @@ def _tally(tally: Tally) -> str:
 
 
 def _shown(ranges: Ranges | None) -> str:
-    if ranges is None:
-        return "all"
-    return " + ".join(f"{start}..{stop}" for start, stop in ranges) or "only padding"
+    return "all" if ranges is None else " + ".join(f"{first}..{end}" for first, end in ranges) or "only padding"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

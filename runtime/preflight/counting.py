@@ -83,13 +83,15 @@ class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = _KINDS.get(name)
         if kind is None:
             return None
-        group = next(_process_group(one) for one in args if isinstance(one, torch.ScriptObject) and _is_group(one))
+        objects = (one for one in args if isinstance(one, torch.ScriptObject))
+        group = next(dist.ProcessGroup.unbox(one) for one in objects if "ProcessGroup" in str(one._type()))
         named = self._names.get(group.group_name)
         if named is None:
             named = "world" if group.group_name == dist.group.WORLD.group_name else "other"  # type: ignore[union-attr]
         counts = self._counts.setdefault(self.phase, {})
         tally = Tally(0 if continues() else 1, _wire_bytes(kind, args, group))
-        if kind != "barrier" and tally.wire_bytes <= CONTROL_BYTES and _largest(args) <= CONTROL_BYTES:
+        largest = max((one.nbytes for one in tensors_in(args)), default=0)
+        if kind != "barrier" and tally.wire_bytes <= CONTROL_BYTES and largest <= CONTROL_BYTES:
             kind = "control"
         counts[named, kind] = counts.get((named, kind), Tally()) + tally
         return named
@@ -113,20 +115,13 @@ def by_group(counts: Counts, *, control: bool = False) -> dict[str, Tally]:
     return found
 
 
-def _is_group(one: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(one._type())
-
-
-def _process_group(one: Any) -> dist.ProcessGroup:
-    return dist.ProcessGroup.unbox(one)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those of lists of lists, dictionaries and the like."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _nbytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _largest(args: tuple[Any, ...]) -> int:
-    return max((leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), default=0)
+    return sum(one.nbytes for one in tensors_in(value))
 
 
 def _wire_bytes(kind: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> float:

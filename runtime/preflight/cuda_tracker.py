@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from parcompile.machines import find_accelerator
@@ -28,6 +28,7 @@ from parcompile.runtime.groups import Mesh
 from parcompile.runtime.ring_attention import blockwise, execution
 from parcompile.runtime.ring_attention.kernels.kernel import Kernel
 
+from .counting import tensors_in
 from .cuda_host import card_of, torch_cuda_of
 from .stand_in import CUDA, MetaTracker
 from .waits import asks_for_values, operator_name
@@ -75,14 +76,9 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._entered.close()
 
-    @contextlib.contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> contextlib.AbstractContextManager[Any]:
         """Within it tensors of the host have no memory either."""
-        self._everything_is_fake = True
-        try:
-            yield
-        finally:
-            self._everything_is_fake = False
+        return mock.patch.object(self, "_everything_is_fake", True)
 
     def place(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
         """Exchanges parameters and buffers for others on the device: fake tensors cannot be moved in place."""
@@ -162,7 +158,7 @@ class CudaTracker(MetaTracker):  # type: ignore[no-untyped-call]
             return self._pin(args[0].clone() if not isinstance(args[0], FakeTensor) else torch.empty_like(args[0]))
         if kwargs.get("pin_memory"):
             return self._pin(self.run(func, args, {**kwargs, "pin_memory": False}))
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        given = tensors_in((args, kwargs))
         here, target = any(map(self.is_here, given)), kwargs.get("device")
         goes_there = target is not None and torch.device(target).type == "cuda"
         name = operator_name(func)

@@ -11,7 +11,6 @@ It sees which messages are sent, which storages live at the same time, and which
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import warnings
@@ -33,7 +32,7 @@ from parcompile.runtime.errors import RunError
 from parcompile.runtime.groups import Mesh, create_groups
 from parcompile.runtime.transport import gloo
 
-from .counting import MessageCounter
+from .counting import MessageCounter, tensors_in
 from .cuda_host import NoCudaHostError, always, card_of, cuda_without_gpu
 from .waits import place
 
@@ -104,24 +103,20 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
         os.environ.update(environment)
 
 
-@contextlib.contextmanager
-def _products_of_experts() -> Iterator[None]:
+def _products_of_experts() -> contextlib.AbstractContextManager[Any]:
     """On meta torch's grouped product knows bf16 only; transformers' own stands in for it in other types."""
     try:
         from transformers.integrations import moe
     except ImportError:
-        yield
-        return
+        return contextlib.nullcontext()
     possible = getattr(moe, "_can_use_grouped_mm", None)
     if possible is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def can_use(given: Tensor, weight: Tensor, offsets: Tensor) -> bool:
         return weight.dtype is torch.bfloat16 and bool(possible(given, weight, offsets))
 
-    with mock.patch.object(moe, "_can_use_grouped_mm", can_use):
-        yield
+    return mock.patch.object(moe, "_can_use_grouped_mm", can_use)
 
 
 @contextlib.contextmanager
@@ -181,15 +176,12 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self._host: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._offloads = False
 
-    @contextlib.contextmanager
-    def offloading(self) -> Iterator[None]:
+    def offloading(self) -> contextlib.AbstractContextManager[Any]:
         """Within it an engine is made whose optimizer or weights are on the host: what it makes there has no memory."""
         spec = self.mesh.plan.spec
-        self._offloads = spec.offload_optimizer is not None or spec.offload_param is not None
-        try:
-            yield
-        finally:
-            self._offloads = False
+        return mock.patch.object(
+            self, "_offloads", spec.offload_optimizer is not None or spec.offload_param is not None
+        )
 
     def is_for_optimizer(self, func: Any, given: Iterable[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a tensor is made on the host, of zeros or of nothing, while an engine is."""
@@ -206,11 +198,9 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
             self._free(storage._cdata)
             self._host[storage._cdata] = storage
 
-    @contextlib.contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> contextlib.AbstractContextManager[Any]:
         """Within it a model is built as the host does before it moves to the device, without memory."""
-        with default_device(self.device):
-            yield
+        return default_device(self.device)
 
     def place(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
         """Moves a model that was built to the device."""
@@ -256,16 +246,15 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
             self._see_on_host(found, is_pinned=bool(kwargs.get("pin_memory")))
             return found
         if self._host:
-            given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
+            given = [one for one in tensors_in((args, kwargs)) if one.dim()]
             if given and all(one.untyped_storage()._cdata in self._host for one in given):
-                self.move_to_host(one for one in tree_leaves(found) if isinstance(one, Tensor))
+                self.move_to_host(tensors_in(found))
                 return found
         if isinstance(found, Tensor):
             self._see(found)
         elif isinstance(found, tuple | list):
-            for leaf in tree_leaves(found):
-                if isinstance(leaf, Tensor):
-                    self._see(leaf)
+            for leaf in tensors_in(found):
+                self._see(leaf)
         return found
 
     def has_no_value(self, tensor: Tensor) -> bool:
@@ -275,7 +264,7 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator; what would go to the CPU stays, since meta tensors cannot be copied to it."""
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cpu" and args and _any_meta(args):
+        if device is not None and torch.device(device).type == "cpu" and any(one.is_meta for one in tensors_in(args)):
             kwargs = {**kwargs, "device": META}
         if self.is_for_optimizer(func, tree_leaves(args), kwargs):
             found = func(*args, **{**kwargs, "device": META})
@@ -332,19 +321,12 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return
         size = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, functools.partial(self._freed, key)), size
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), size
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _freed(self, key: int, _: object) -> None:
-        self._free(key)
 
     def _free(self, key: int) -> None:
         found = self._storages.pop(key, None)
         if found is not None:
             self.live_bytes -= found[1]
             self._copies.pop(key, None)
-
-
-def _any_meta(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args))

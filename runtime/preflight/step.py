@@ -272,18 +272,13 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
         engine.backward(loss)
         del loss
         engine.step()
-        if phase == TRACE:
-            _gather_small(engine.optimizer)
+        if phase == TRACE and (small := engine.optimizer.persistent_parameters):
+            # They stay gathered, and every step gathers them at its end; the order of modules is known by now.
+            small[0].all_gather(small)
         if phase == "micro 0":
             look()
     back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
     return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(held + ahead, tracker.peak_bytes) - held, held)
-
-
-def _gather_small(optimizer: Any) -> None:
-    """Gathers the weights that stay gathered, as every step does at its end; the order of modules is known by now."""
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:

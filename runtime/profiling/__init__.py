@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parcompile.machines import Accelerator, Link, Measured, find_accelerator, preset_tree
-from parcompile.runtime.errors import RunError, everywhere
+from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.groups.rendezvous import Environment, backend_of, device_of
 from parcompile.runtime.transport.backend import gather_objects
 from parcompile.units import MIB
@@ -60,7 +60,7 @@ def measure(seconds: float, *, like: str | None = None, name: str | None = None)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RunError):
             raise
-        raise everywhere(f"measuring failed: {str(error).splitlines()[0]}") from error
+        raise everywhere(f"measuring failed: {first_line(error)}") from error
     finally:
         if started_here:
             dist.destroy_process_group()
@@ -103,7 +103,7 @@ def _own(device: torch.device, seconds: float) -> RankProfile:
     try:
         rates = tuple(compute_rates(device, seconds))
     except RuntimeError as error:
-        return RankProfile(socket.gethostname(), title, memory, (), str(error).splitlines()[0])
+        return RankProfile(socket.gethostname(), title, memory, (), first_line(error))
     wrong = [rate for rate in rates if not (math.isfinite(rate.per_second) and rate.per_second > 0)]
     failure = f"{wrong[0].what} gave {wrong[0].per_second}" if wrong else ""
     return RankProfile(socket.gethostname(), title, memory, rates, failure)

@@ -228,7 +228,8 @@ class Chain:
                     messages.append(self._message(dist.isend, values[slot].contiguous(), target, slot))
             if 0 <= source < len(self.owners) and self.owners[source] != self.rank:
                 received[slot] = torch.empty_like(values[slot], memory_format=torch.contiguous_format)
-                messages.append(self._message(dist.irecv, received[slot], source, self._slot_of(source)))
+                of_owner = self.owners[:source].count(self.owners[source])
+                messages.append(self._message(dist.irecv, received[slot], source, of_owner))
         for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
         return received
@@ -236,10 +237,6 @@ class Chain:
     def _message(self, way: Any, value: Tensor, piece: int, slot: int) -> dist.P2POp:
         """To or from the rank of a piece; `slot` is the sender's."""
         return dist.P2POp(way, value, group=self.group, group_peer=self.owners[piece], tag=MessageKind.HALO + slot)
-
-    def _slot_of(self, piece: int) -> int:
-        """The slot that its owner has it in."""
-        return self.owners[:piece].count(self.owners[piece])
 
 
 class Action(enum.Enum):
@@ -260,9 +257,7 @@ class Action(enum.Enum):
 
     def gradient(self, transition: Tensor, state: Tensor, gradient: Tensor) -> Tensor:
         """That of the transition."""
-        if self is Action.MATRIX:
-            return gradient @ state.mT
-        return (gradient * state).sum_to_size(transition.shape)
+        return gradient @ state.mT if self is Action.MATRIX else (gradient * state).sum_to_size(transition.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +349,7 @@ def join(found: dict[Segment, Tensor]) -> Tensor:
 
 
 def carry(
-    chain: Chain,
-    action: Action,
-    through: Tensor,
-    transitions: Sequence[Tensor | None],
-    states: Sequence[Tensor],
+    chain: Chain, action: Action, through: Tensor, transitions: Sequence[Tensor | None], states: Sequence[Tensor]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The state that each of this rank's pieces receives, by slot, and `through` as it is.
 

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from .blockwise import all_gather_attention, attention_beside, ring_attention
-from .collator import (
-    PackedCollator,
-    PackedLoader,
-    batches_of_tokens,
-    pack_tensors,
-    packed_attention,
-    unpack_tensors,
-)
+from .collator import PackedCollator, PackedLoader, batches_of_tokens, pack_tensors, packed_attention, unpack_tensors
 from .passes import keep_attention
 from .sequence import (
     Packing,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout, token_ranges
-from parcompile.runtime.transport.backend import to_device
+from parcompile.runtime.transport.backend import gather_tensors, to_device
 
 
 def local_positions(
@@ -83,12 +83,8 @@ def gather_sequence(
 
     Not differentiable; for debugging. Every rank of the group calls it with equal shapes.
     """
-    cp = 1 if group is None else dist.get_world_size(group)
-    parts = [tensor.detach().contiguous()]
-    if cp > 1:
-        local = parts[0]
-        parts = [torch.empty_like(local) for _ in range(cp)]
-        dist.all_gather(parts, local, group=group)
+    parts = gather_tensors(tensor, group)
+    cp = len(parts)
     sequence_length = cp * tensor.shape[dim]
     order = torch.cat([local_positions(layout, cp, rank, sequence_length, documents) for rank in range(cp)])
     return torch.cat(parts, dim).index_select(dim, torch.argsort(order).to(tensor.device))

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
-from parcompile.runtime.transport.backend import to_device
+from parcompile.runtime.transport.backend import gather_tensors, to_device
 
 from .collator import pack_tensors
 from .sequence import Packing, local_positions
@@ -74,11 +74,7 @@ class TokenOrder:
 
     def gather(self, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """[B, S, ..] of every rank to [B, T, ..] in order, on every rank. Not differentiable."""
-        parts = [local.detach().contiguous()]
-        if group is not None:
-            parts = [torch.empty_like(parts[0]) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, local.detach().contiguous(), group=group)
-        return torch.cat(parts, 1).index_select(1, self.gathered)
+        return torch.cat(gather_tensors(local, group), 1).index_select(1, self.gathered)
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parcompile.layout.sequence import CpLayout
+from parcompile.runtime.collectives import linear_map
 from parcompile.runtime.transport.backend import to_device
 
 from .blockwise import all_gather_attention, attend_over_ranks, ring_attention
@@ -131,8 +133,7 @@ def _exchange_heads(
     order, back = _sequence_order(query, ranks, size, neighbourhood, options)
 
     def in_order(tensor: Tensor) -> Tensor:
-        whole: Tensor = _AllToAll.apply(tensor, group, 1, 2)  # type: ignore[no-untyped-call]
-        return _permuted(whole, order, back)
+        return _permuted(_all_to_all(tensor, group, 1, 2), order, back)
 
     query, key, value = map(in_order, (query, key, value))
     mine = slice(rank * heads, (rank + 1) * heads)
@@ -143,31 +144,26 @@ def _exchange_heads(
     if bias is not None:
         # What all heads share goes to every rank, as one head of its share.
         shares = bias.expand(-1, ranks if bias.shape[1] == 1 else -1, -1, -1)
-        whole = _AllToAll.apply(shares, group, 1, 2)  # type: ignore[no-untyped-call]
-        options = {**options, "bias": whole.index_select(2, order)}
+        options = {**options, "bias": _all_to_all(shares, group, 1, 2).index_select(2, order)}
     options = {**options, "first_head": options.get("first_head", 0) + mine.start}
     out, lse = attend_over_ranks(query, key, value, "ring", return_lse=True, **options)
-    exchanged: Tensor = _AllToAll.apply(_permuted(out, back, order), group, 2, 1)  # type: ignore[no-untyped-call]
+    exchanged = _all_to_all(_permuted(out, back, order), group, 2, 1)
     if not return_lse:
         return exchanged
-    return exchanged, _AllToAll.apply(_permuted(lse, back, order), group, 2, 1)  # type: ignore[no-untyped-call]
+    return exchanged, _all_to_all(_permuted(lse, back, order), group, 2, 1)
 
 
-class _AllToAll(torch.autograd.Function):
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
     """Cut `scatter_dim` over the ranks and join what they send along `gather_dim`; backward does the reverse."""
+    back = partial(_all_to_all, group=group, scatter_dim=gather_dim, gather_dim=scatter_dim)
+    return linear_map(tensor, partial(_exchanged, group, scatter_dim, gather_dim), back)
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, scatter_dim: int, gather_dim: int) -> Tensor:
-        ctx.arguments = group, gather_dim, scatter_dim
-        ranks = dist.get_world_size(group)
-        outgoing = torch.stack(tensor.chunk(ranks, scatter_dim))
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=group)
-        return torch.cat(incoming.unbind(), gather_dim)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(grad, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
+def _exchanged(group: dist.ProcessGroup, scatter_dim: int, gather_dim: int, tensor: Tensor) -> Tensor:
+    outgoing = torch.stack(tensor.chunk(dist.get_world_size(group), scatter_dim))
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    return torch.cat(incoming.unbind(), gather_dim)
 
 
 def _enough_heads(query: Tensor, shared: Tensor, ranks: int) -> Tensor:

@@ -35,6 +35,16 @@ def gather_objects(mine: Any, group: Group = None) -> list[Any]:
     return found
 
 
+def gather_tensors(mine: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of a group's ranks, all of one shape and type, in the order of its ranks. Not differentiable."""
+    mine = mine.detach().contiguous()
+    if group is None:
+        return [mine]
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return found
+
+
 def slice_size(shape: Sequence[int], dim: int, ranks: int) -> int:
     """The size of one of `ranks` equal slices along `dim`.
 

@@ -12,10 +12,12 @@ Only torch.distributed's own collectives and point-to-point messages are used. N
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,14 +46,9 @@ def stands_for_cpu(device: torch.device) -> bool:
     return device.type in _DEVICE_TYPES
 
 
-@contextlib.contextmanager
-def stands_in_for(device: torch.device) -> Iterator[None]:
+def stands_in_for(device: torch.device) -> AbstractContextManager[Any]:
     """Within it, messages of this type of devices are sent as gloo's are: for devices that stand for CPUs."""
-    _DEVICE_TYPES.add(device.type)
-    try:
-        yield
-    finally:
-        _DEVICE_TYPES.discard(device.type)
+    return mock.patch.object(sys.modules[__name__], "_DEVICE_TYPES", {*_DEVICE_TYPES, device.type})
 
 
 def swaps_whole(x: Tensor, group: dist.ProcessGroup) -> bool:

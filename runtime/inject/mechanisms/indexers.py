@@ -251,11 +251,7 @@ def _with_visible(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def choose_blocks(
-    indexer: Any,
-    place: RingPlace,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    *_: Any,
+    indexer: Any, place: RingPlace, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any
 ) -> Tensor:
     """Whether a query sees a key: bool [B, 1, S, T]."""
     return chosen_once(lambda: _visible(indexer, place, hidden_states, position_embeddings)).unsqueeze(1)

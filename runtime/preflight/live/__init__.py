@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from parcompile.runtime.deepspeed_patches.engine import forbid_jit_builds
 from parcompile.runtime.errors import RunError, everywhere
 from parcompile.runtime.groups import Mesh, join, launcher_store, start_world, store_of_world
 from parcompile.runtime.groups.rendezvous import Environment, device_of
+from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.liveness.watchdog import StoreChannel
 from parcompile.runtime.preflight.findings import Finding, Verdict
 from parcompile.runtime.preflight.live.agreement import (
@@ -190,7 +190,9 @@ def live_check(
     Raises:
         RunError: something differs; every rank raises, and rank 0's message is the report.
     """
-    found = check_job(plan, speak=_to_stderr, checkpoints=checkpoints, model=model, limits=limits)
+    found = check_job(
+        plan, speak=lambda report: say(report.text()), checkpoints=checkpoints, model=model, limits=limits
+    )
     if found.passed:
         return found.report
     raise everywhere(found.reason if found.report is None else found.report.text())
@@ -258,7 +260,3 @@ def _store(environment: Environment, limits: Limits) -> Any:
         # Rank 0 cannot speak for the others: rank 1 does, and the first of every further node.
         error.everywhere = environment.rank != 1 and environment.local_rank != 0
         raise
-
-
-def _to_stderr(report: LiveReport) -> None:
-    print(f"parcompile: {report.text()}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user

@@ -396,10 +396,7 @@ def nodes_of(arrived: Arrived, findings: Sequence[Finding], slow: Mapping[str, S
 
 def _table_of(nodes: Sequence[Node]) -> list[str]:
     first = sorted(nodes, key=lambda one: not one.remarks)[:MOST_NODES] if len(nodes) > MOST_NODES else nodes
-    lines = columns([("node", "ranks", "device", "slow or odd"), *map(_row, first)])
+    rows = ((one.name, shown_ranks(one.ranks), one.device, "; ".join(one.remarks) or "nothing") for one in first)
+    lines = columns([("node", "ranks", "device", "slow or odd"), *rows])
     more = len(nodes) - len(first)
     return [*lines, f"and {more:,} more nodes"] if more else lines
-
-
-def _row(node: Node) -> tuple[str, ...]:
-    return node.name, shown_ranks(node.ranks), node.device, "; ".join(node.remarks) or "nothing"

@@ -19,6 +19,7 @@ from parcompile import __version__
 from parcompile.backends.artefacts import variables
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches import cpu_adam
+from parcompile.runtime.errors import first_line
 from parcompile.runtime.groups.rendezvous import Environment, device_of
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.spec import Precision
@@ -124,9 +125,10 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
     failure, device, name, free, dtypes = "", None, "none", None, []
     try:
         device = device_of(environment)
-        name, free, dtypes = device_name(device), device_memory(device), usable_dtypes(device)
+        free = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+        name, dtypes = device_name(device), usable_dtypes(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        failure = f"its device cannot be used: {str(error).splitlines()[0]}"
+        failure = f"its device cannot be used: {first_line(error)}"
     folder, disk, refused = disk_of(checkpoints)
     return Facts(
         rank=environment.rank,
@@ -138,7 +140,7 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
         device=name,
         device_free_bytes=free,
         host_free_bytes=host_memory(),
-        shared_free_bytes=shared_memory(),
+        shared_free_bytes=free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
         disk_folder=folder,
         disk_free_bytes=disk,
         disk_failure=refused,
@@ -204,11 +206,6 @@ def usable_dtypes(device: torch.device) -> list[str]:
     return found
 
 
-def device_memory(device: torch.device) -> int | None:
-    """Free bytes of an accelerator."""
-    return None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
-
-
 def host_memory() -> int | None:
     """Bytes of memory that this node can still give: what Linux calls available, or less where a cgroup ends before."""
     found = None
@@ -243,8 +240,3 @@ def _figure(file: Path, name: str) -> int | None:
     """The number behind a name, in a file with one of both a line."""
     found = re.search(rf"^{name}:?\s+(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     return int(found[1]) if found else None
-
-
-def shared_memory() -> int | None:
-    """Free bytes of /dev/shm; None where there is none."""
-    return free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None

@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.runtime.errors import LOST_PEER, RunError
+from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.liveness.watchdog import LOST, CalledOff, Heartbeat, StoreChannel, Watchdog
 from parcompile.runtime.preflight.findings import Finding, Verdict, ranks_in_words
 from parcompile.runtime.settings import HANDSHAKE_TIMEOUT
@@ -98,6 +98,7 @@ class Session:
         speak: Callable[[LiveReport], None],
     ) -> None:
         self.name, self.channel, self.limits, self.found = name, channel, limits, Found()
+        self.is_first = channel.rank == 0  # judges and reports
         self._stages, self._speak = stages, speak
         self._most = limits.wait_seconds + limits.whole_seconds
         self._end_of_time = float("inf")
@@ -109,11 +110,6 @@ class Session:
         self._hears, self._tells = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="parcompile watch", daemon=True)
         self._watchdog = Watchdog(channel.requests, SILENT_SECONDS, self._store_is_silent)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which judges and reports."""
-        return self.channel.rank == 0
 
     @property
     def arrived(self) -> Arrived:
@@ -221,8 +217,7 @@ class Session:
     def _lost(self) -> None:
         # The first that is left speaks for all.
         if self.channel.rank == 1:
-            said = f"rank 0 ended or stopped during {self._stage}, before its report: see what it wrote last"
-            print(f"parcompile: {said}", file=sys.stderr, flush=True)  # noqa: T201 -- it is for the user
+            say(f"rank 0 ended or stopped during {self._stage}, before its report: see what it wrote last")
 
     def _report(self) -> LiveReport:
         reason, found = "", self.found

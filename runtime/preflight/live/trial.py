@@ -42,6 +42,7 @@ from parcompile.runtime.profiling.links import (
     synchronize,
 )
 from parcompile.runtime.profiling.recorder import forget_peak, peak_bytes
+from parcompile.runtime.transport.backend import gather_tensors
 from parcompile.spec import Precision
 from parcompile.spec.values import workload_of
 from parcompile.units import format_bandwidth, format_compute, format_seconds
@@ -53,9 +54,7 @@ def compare_live_groups(mesh: Mesh) -> list[Finding]:
     """Every group of this rank gathers its members' ranks, and they are those of the plan. All ranks call it."""
     found = []
     for name, group in mesh.groups.items():
-        mine = torch.tensor([mesh.rank], device=mesh.device)
-        everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyones, mine, group=group)
+        everyones = gather_tensors(torch.tensor([mesh.rank], device=mesh.device), group)
         live, planned = [int(one) for one in everyones], list(mesh.plan.groups.of_rank(name, mesh.rank))
         if live != planned:
             detail = f"group {name} of rank {mesh.rank} is {live}, the plan says {planned}"

@@ -90,14 +90,7 @@ class PlainKernel(Kernel):
                     into.query[:, :, rows] += (folded @ key[:, :, columns].to(dtype)).view(*grad.shape[:3], -1)
 
     def _scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        rows: slice,
-        columns: slice,
-        band: Band,
-        scale: float,
-        terms: Terms | None,
+        self, query: Tensor, key: Tensor, rows: slice, columns: slice, band: Band, scale: float, terms: Terms | None
     ) -> tuple[Tensor, Tensor | None]:
         """Scaled, capped and masked scores [B, H, rows, columns], and the slopes of capping, if there is any."""
         dtype = accumulation_dtype(query.dtype)

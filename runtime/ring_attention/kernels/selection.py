@@ -324,7 +324,8 @@ def _on_gpu(device: torch.device, asked: Attention, softcap: float | None) -> Ke
             FLASH_ATTN_3: installed_flash_attn_3() if is_hopper and not in_order else None,
         }
     installed = [name for name, functions in packages.items() if functions is not None]
-    choice = choose_kernel(asked, capability, packages=installed, cudnn=0 if in_order else _cudnn_version())
+    cudnn = 0 if in_order else torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    choice = choose_kernel(asked, capability, packages=installed, cudnn=cudnn)
     if choice.kernel == PLAIN:
         return _plain(softcap, choice.reason)
     makers: dict[str, Callable[[], Kernel]] = {
@@ -336,10 +337,6 @@ def _on_gpu(device: torch.device, asked: Attention, softcap: float | None) -> Ke
     }
     kernel = makers[choice.kernel]()
     return kernel if choice.width is None else padded(kernel, choice.width)
-
-
-def _cudnn_version() -> int:
-    return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -272,7 +272,7 @@ def test_the_third_serves_hopper_where_cudnn_does_not(
     capability: tuple[int, int], asked: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(selection, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(selection, "installed_flash_attn", lambda: PACKAGE)
     monkeypatch.setattr(selection, "installed_flash_attn_3", lambda: THIRD)
     query: Any = SimpleNamespace(shape=(1, 2, 64, 64), device=torch.device("cuda"), dtype=torch.bfloat16)

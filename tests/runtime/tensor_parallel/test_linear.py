@@ -16,7 +16,7 @@ from parcompile.runtime.collectives import (
     copy_to_group,
     gather_from_group,
     gather_from_sequence,
-    scatter_to_sequence,
+    scatter_to_group,
 )
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
@@ -102,7 +102,7 @@ def check_shared_entry(sequence_parallel: bool) -> None:
 
     columns = [ColumnParallelLinear.from_linear(linear, group=group, input_is_ready=True) for linear in linears]
     if sequence_parallel:
-        ready = gather_from_sequence(scatter_to_sequence(x_local, 1, group), 1, group)
+        ready = gather_from_sequence(scatter_to_group(x_local, 1, group), 1, group)
     else:
         ready = copy_to_group(x_local, group)
     sum(column(ready).square().sum() for column in columns).backward()

@@ -19,7 +19,7 @@ from parcompile.runtime.collectives import (
     gather_from_group,
     gather_from_sequence,
     reduce_scatter_to_sequence,
-    scatter_to_sequence,
+    scatter_to_group,
 )
 from parcompile.runtime.tensor_parallel import (
     ColumnParallelLinear,
@@ -109,7 +109,7 @@ def check_another_length() -> None:
     column = ColumnParallelLinear.from_linear(linear, group=group, sequence_parallel=True, sequence_dim=0)
     for length in (5, 3, 1):
         x = torch.randn(length, HIDDEN, dtype=torch.float64)
-        own = scatter_to_sequence(x, 0, group, pad=True)
+        own = scatter_to_group(x, 0, group, pad=True)
         assert_within(relative_error(column(own, length), linear(x).chunk(ranks, -1)[rank]), 1e-12)
     with pytest.raises(ValueError, match=rf"a sequence of 20 on {ranks} ranks is {20 // ranks} on each of them"):
         column(own, 20)
@@ -129,7 +129,7 @@ def check_collectives(dim: int) -> None:
     x = torch.randn(5, 7, 3, dtype=torch.float64)
     size = x.shape[dim]
     there = x.clone().requires_grad_()
-    back = gather_from_group(scatter_to_sequence(there, dim, group, pad=True), dim, group, size)
+    back = gather_from_group(scatter_to_group(there, dim, group, pad=True), dim, group, size)
     assert torch.equal(back, x)
     (grad,) = torch.autograd.grad(back, there, x)
     assert torch.equal(grad, x)
