@@ -167,8 +167,8 @@ def read_rows(file: Path) -> list[dict[str, float]]:
         RunError: another line is no row of metrics.
     """
     rows, damaged = read_metrics(file.read_bytes().decode("utf-8", "replace"))
-    for number, text in damaged:
-        raise RunError(f"{file}:{number} is no row of metrics with a step: {text!r}; remove the line")
+    for number, said in damaged:
+        raise RunError(f"{file}:{number} {said}; remove the line")
     return rows
 
 
