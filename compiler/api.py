@@ -29,6 +29,7 @@ from .searching.ranking import search as _search
 from .searching.space import Refused, open_space
 from .searching.variant import changed
 from .spec.resolve import Resolution, Unavailable
+from .spec.resolve.model import config_file
 from .text import Result, SourceError, SourceText, parse
 from .user_files import parse_json, read_text
 
@@ -334,7 +335,7 @@ def _model(model: str) -> tuple[dict[str, Any], dict[str, Any], str]:
         preset = preset_alike(model)
     if preset is not None:
         return {"preset": preset.name}, dict(preset.config), preset.name
-    file = path / "config.json" if path.is_dir() else path
+    file = config_file(path)
     try:
         config = parse_json(read_text(file))
     except FileNotFoundError:

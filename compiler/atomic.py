@@ -77,7 +77,11 @@ def write_file(path: Path, content: str | bytes, *, expected: bytes | None = Non
         if not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
             raise PermissionError(errno.EACCES, "the file is read-only", str(path))
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    except OSError as error:
+        error.filename = str(path)
+        raise
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -125,12 +125,33 @@ def import_document(kind: str, document: Document, answers: Mapping[SpecPath, An
     """The spec that a file of a kind describes; arguments as for `import_tree`.
 
     Raises:
-        ImportConflictError, RefusedError: as `import_tree`.
+        ImportConflictError, RefusedError: as `import_tree`, with the file and the line.
         PluginError: the plug-in that reads the kind cannot be used, or failed.
     """
     reader = importer(kind)
-    if kind in IMPORTERS:
-        return import_tree(reader.tree(document), reader, answers, folder)
+    try:
+        if kind in IMPORTERS:
+            return import_tree(reader.tree(document), reader, answers, folder)
+        return _added(kind, reader, document, answers, folder)
+    except (ImportConflictError, RefusedError) as error:
+        raise type(error)(f"{_place(document, str(error))}: {error}") from None
+
+
+def _place(document: Document, said: str) -> str:
+    """The file and, where what is said of it begins with the name of a key, its line."""
+    path: tuple[str, ...] = ()
+    tree: Any = document.tree
+    for step in said.partition(" ")[0].split("."):
+        spelt = step.lstrip("-").replace("-", "_")
+        found = [one for one in tree if one.replace("-", "_") == spelt] if isinstance(tree, dict) else []
+        if not found:
+            break
+        path, tree = (*path, found[0]), tree[found[0]]
+    return f"{document.file}:{document.position(path).line}" if path else document.file
+
+
+def _added(kind: str, reader: Importer, document: Document, answers: Mapping[SpecPath, Any], folder: Path) -> Imported:
+    """What the importer of a plug-in makes of a file."""
 
     def judged() -> Imported | ImportConflictError | RefusedError:
         try:

@@ -37,7 +37,12 @@ def arguments() -> argparse.Namespace:
         help="go on from the last checkpoint in the output folder; auto: if there is one",
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps {options.steps}: expected a number, 1 or more")
+    if options.checkpoint_every < 0:
+        parser.error(f"--checkpoint-every {options.checkpoint_every}: expected a number, or 0 for none")
+    return options
 
 
 def train(options: argparse.Namespace) -> None:
@@ -48,8 +53,8 @@ def train(options: argparse.Namespace) -> None:
     training = plan.spec.training
     output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
     checkpoints = output / "checkpoints"
-    steps = options.steps or training.train_steps
-    if not steps:
+    steps = training.train_steps if options.steps is None else options.steps
+    if steps is None:
         raise RunError("the plan has no train_steps: say how many with --steps", everywhere=True)
 
     text = StandardLibrary(training.sequence_length, training.seed)

@@ -49,8 +49,8 @@ class RunLog:
         plan: of the run, which `parcompile report` compares it with; run.json names it.
 
     Raises:
-        RunError: a package is missing, a file of an earlier run is damaged, `folder` lies in a checkpoint, or
-            `prometheus` has another ending.
+        RunError: a package is missing, a file of an earlier run is damaged, `folder` lies in a checkpoint or cannot be
+            written, or `prometheus` has another ending.
     """
 
     def __init__(
@@ -76,9 +76,12 @@ class RunLog:
         if not writes:
             return
         refuse_inside(self.file.parent)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in self.rows() if row["step"] <= first_step]
-        write_file(self.file, "".join(map(_line, kept)))
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            kept = [row for row in self.rows() if row["step"] <= first_step]
+            write_file(self.file, "".join(map(_line, kept)))
+        except OSError as error:
+            raise RunError(f"{self.file} cannot be written: {error.strerror}; name another folder") from None
         self._drop_texts(first_step)
         if plan is not None:
             _name_plan(self.file.with_name(RUN), first_step, plan)
@@ -167,8 +170,8 @@ def read_rows(file: Path) -> list[dict[str, float]]:
         RunError: another line is no row of metrics.
     """
     rows, damaged = read_metrics(file.read_bytes().decode("utf-8", "replace"))
-    for number, text in damaged:
-        raise RunError(f"{file}:{number} is no row of metrics with a step: {text!r}; remove the line")
+    for number, said in damaged:
+        raise RunError(f"{file}:{number} {said}; remove the line")
     return rows
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from parcompile.runtime.errors import RunError
 
+_MOST_SECONDS = 10**9
+"""More is more than torch and timedelta hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -33,10 +36,10 @@ class Variable:
             value = float(text)
         except ValueError:
             value = 0.0
-        if not 0 < value < float("inf"):
+        if not 0 < value <= _MOST_SECONDS:
             raise RunError(
                 f"the environment variable {self.name} is {text!r}: write a number of seconds above 0, such as "
-                f"{self.default_seconds:g}"
+                f"{self.default_seconds:g}" + f", and at most {_MOST_SECONDS:,}" * (value > 0)
             )
         return value
 

@@ -14,7 +14,6 @@ from parcompile.user_files import read_bytes, read_start
 ROOT = Path(__file__).parents[1]
 OWN = {
     "compiler/atomic.py": 4,
-    "compiler/cli/init.py": 1,
     "compiler/cli/__init__.py": 1,
     "compiler/doctor/records.py": 1,
     "compiler/entry_points.py": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from parcompile.atomic import is_inside, read_set, write_set
 from parcompile.plan import Plan, plan_tree
 from parcompile.plan.sections import process_groups
-from parcompile.user_files import parse_json, read_bytes
+from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_bytes
 
 from .deepspeed.write import ds_config
 from .registry import LOCK
@@ -102,10 +103,19 @@ def write(contents: Mapping[str, str], folder: Path) -> list[Path]:
     """Writes all files into `folder` and removes those of an earlier compilation that are none now, or changes nothing.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be made or written, or has a file of another origin by one of these names.
     """
     # Bytes: line ends are the same on every machine.
     files = {name: text.encode("utf-8") for name, text in contents.items()}
     scripts = [name for name in files if name.endswith(EXECUTABLE)]
-    write_set(files, folder, executable=scripts, gone=lambda: stale_files(contents, folder))
+
+    def gone() -> list[str]:
+        known = _lock(folder).get("files", {})
+        for name in sorted(files.keys() - {LOCK, *known}) if LOCK in files else ():
+            if is_inside(folder, name) and read_bytes(folder / name, MAX_INDEX_BYTES) != files[name]:
+                said = "no compilation wrote it, and it would be lost: move it, or name another folder"
+                raise FileExistsError(errno.EEXIST, said, str(folder / name))
+        return stale_files(contents, folder)
+
+    write_set(files, folder, executable=scripts, gone=gone)
     return [folder / name for name in contents]

@@ -41,8 +41,8 @@ _ALONE = (
 """Each is the function `command` of the module of its name."""
 _COMMANDS = tuple(sorted((*_TOGETHER, *_ALONE)))
 
-OK, SPEC_HAS_ERRORS, USAGE = 0, 1, 2
-"""Exit codes."""
+OK, SPEC_HAS_ERRORS, USAGE, INTERRUPTED, READER_LEFT = 0, 1, 2, 130, 141
+"""Exit codes; the last two are those of a shell for a command that SIGINT or SIGPIPE ends."""
 
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -177,11 +177,9 @@ def run() -> int:
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
         say("parcompile: interrupted", err=True)
-        code = 130
-    except BrokenPipeError:
-        # Whoever reads standard output has left: closing it quietly avoids a second error at exit.
-        sys.stderr.close()
-        code = OK
+        code = INTERRUPTED
+    except SystemExit:  # click's answer to a broken pipe: its 1 would mean errors of a spec
+        code = READER_LEFT
     except OSError as error:
         where = error.filename or "standard output"
         say(f"Error: {where} cannot be written: {error.strerror}", err=True)
@@ -193,12 +191,11 @@ def _flushed(code: int) -> int:
     """The exit code once everything is written; that of a failure when standard output cannot take it (a full disk)."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stderr.close()
     except OSError as error:
-        if code != USAGE:
+        left = isinstance(error, BrokenPipeError)
+        if code != USAGE and not left:
             say(f"Error: standard output cannot be written: {error.strerror}", err=True)
         # What is still buffered would fail once more when the interpreter closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return USAGE
+        return READER_LEFT if left else USAGE
     return code

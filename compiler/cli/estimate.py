@@ -48,7 +48,7 @@ MOST_CELLS = 4096
 @click.option(
     "--expert-imbalance",
     "imbalance",
-    type=click.FloatRange(min=1.0),
+    type=positive_number,
     help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
 )
 @document_length_option()
@@ -73,12 +73,18 @@ def command(
     """
     if more and not sweep:
         raise click.UsageError(f"{more[0]!r} needs --sweep before it")
-    if sweep and imbalance is not None:
-        raise click.UsageError("--expert-imbalance and --sweep cannot be combined")
-    if sweep and plot:
-        raise click.UsageError("--plot and --sweep cannot be combined: --plot draws one layout")
+    of_one = {"--expert-imbalance": imbalance, "--plot": plot, "--tokens": tokens, "--price": price}
+    for option, value in of_one.items():
+        if sweep and value is not None:
+            raise click.UsageError(f"{option} and --sweep cannot be combined: {option} is for one layout")
+    if price is not None and tokens is None:
+        raise click.UsageError("--price needs the length of the run: add --tokens, as in --tokens 1e12")
     fitted = read_set(coefficients) if coefficients else None
-    axes = dict(_values(text) for text in (*sweep, *more))
+    named = [_values(text) for text in (*sweep, *more)]
+    axes = dict(named)
+    if len(axes) < len(named):
+        twice = next(name for name, _ in named if [one for one, _ in named].count(name) > 1)
+        raise click.UsageError(f"--sweep has {twice} twice: write its values together, as in tp=1,2,4")
     checked = checked_spec(spec, ignore_open=bool(axes), whole=bool(axes))
     assert checked.document is not None
     folder = Path() if spec == "-" else Path(spec).resolve().parent
@@ -92,6 +98,9 @@ def command(
     if imbalance is not None and decided.training.router is not None and decided.training.router.expert_capacity:
         given = f"training.router.expert_capacity {decided.training.router.expert_capacity}"
         raise click.UsageError(f"--expert-imbalance {imbalance}, but with {given} every expert has equally many rows")
+    if imbalance is not None and not 1 <= imbalance <= decided.parallelism.ep:
+        most = f"1 to {decided.parallelism.ep}: at most, one ep rank has all rows"
+        raise click.UsageError(f"--expert-imbalance {imbalance:g}, but with ep {decided.parallelism.ep} it is {most}")
     with told(ValueError, by=click.UsageError):
         work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
     if not is_plan(spec) and checked.resolution.named_implementation == AUTO and not checked.resolution.given_sizes:

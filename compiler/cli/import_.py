@@ -21,7 +21,7 @@ from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
 from .init import chosen_model
-from .options import accelerator_option, sequence_length_option
+from .options import accelerator_option, output_file, sequence_length_option
 
 _OPTIONS: tuple[SpecPath, ...] = (
     *(("model",), ("model", "vocab_size"), ("cluster", "nodes"), ("cluster", "gpus_per_node")),
@@ -32,7 +32,7 @@ _OPTIONS: tuple[SpecPath, ...] = (
 
 @click.command("import")
 @click.argument("file")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write the spec to.")
+@click.option("-o", "--output", type=output_file(), metavar="FILE", help="File to write the spec to.")
 @click.option("--kind", metavar="KIND", help="What FILE is. By default its keys tell.")
 @click.option("--function", metavar="NAME", help="The configuration that is meant in a Python FILE with several.")
 @click.option("--model", help="A preset, or the path of a Hugging Face config.json, when FILE does not describe it.")
@@ -81,10 +81,8 @@ def command(
     given["model"] = chosen_model(model, None, folder).section if model else None
     answers = {path: value for path in _OPTIONS if (value := given[path[-1]]) is not None}
     answers |= map(_setting, settings)
-    try:
+    with told(ImportConflictError, RefusedError):
         result = import_document(known, found, answers, folder)
-    except (ImportConflictError, RefusedError) as error:
-        raise click.ClickException(f"{file}: {error}") from None
     _write_spec(result, output, file)
     width = Style.of(sys.stderr).width
     said = _as_json(result) if form == "json" else _account(result, file, width, verbose=verbose, output=output)

@@ -13,13 +13,15 @@ from typing import Any
 
 import click
 
-from parcompile.atomic import write_file
-from parcompile.cli import say, told, writing
+from parcompile.cli import save, say, told, writing
 from parcompile.cli.compile import command as compile_command
 from parcompile.cli.options import (
     accelerator_name,
     accelerator_option,
     no_estimate_option,
+    positive_number,
+    refuse_unwritable,
+    seen_from,
     sequence_length_option,
     token_count,
 )
@@ -32,7 +34,7 @@ from parcompile.model.presets import find_preset, near_presets, preset_alike, pr
 from parcompile.project import EXECUTABLE, project_files, small_spec
 from parcompile.project.rows import DataError, MissingPackageError, holds_answers
 from parcompile.searching.first import Offer, batch_of, first_spec, sequence_length_of
-from parcompile.spec.resolve.model import read_config
+from parcompile.spec.resolve.model import config_file, read_config
 from parcompile.user_files import read_text
 
 
@@ -104,13 +106,8 @@ def command(
     if output is None:
         say(text, nl=False)
         return
-    try:
-        with output.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise click.ClickException(f"{output} exists already") from None
-    except OSError as error:
-        raise click.ClickException(f"{output} cannot be written: {error.strerror}") from None
+    _refuse_to_write(output)  # a person may have thought for long
+    save(output, text)
     say(f"wrote {output} ({taken.word}); compile it with: parcompile {output} -o plan")
 
 
@@ -118,13 +115,12 @@ def _refuse_to_write(*files: Path) -> None:
     """Before a search, which may take long.
 
     Raises:
-        ClickException: one exists, or its folder does not.
+        ClickException: one exists, or cannot be written.
     """
     for file in files:
         if os.path.lexists(file):
             raise click.ClickException(f"{file} exists already: name another with -o")
-        if not file.parent.is_dir():
-            raise click.ClickException(f"{file} cannot be written: there is no folder {file.parent}; create it first")
+        refuse_unwritable(file)
 
 
 def _asked_offer(offers: tuple[Offer, ...]) -> Offer:
@@ -169,14 +165,12 @@ def chosen_model(model: str | None, hf_config: Path | None, folder: Path) -> Cho
                 "name that file"
             )
         return Chosen({"preset": preset.name}, dict(preset.config), preset.name)
-    file = hf_config / "config.json" if hf_config.is_dir() else hf_config
+    file = config_file(hf_config)
     with told(ModelConfigError):
         config = read_config(file)
-    # `..` of a folder that is a link is beside what it links to.
-    relative = Path(
-        os.path.relpath(Path(os.path.realpath(file.parent)) / file.name, os.path.realpath(folder))
-    ).as_posix()
-    return Chosen({"hf_config": relative}, config, str(config.get("model_type") or file.resolve().parent.name))
+    return Chosen(
+        {"hf_config": seen_from(folder, file)}, config, str(config.get("model_type") or file.resolve().parent.name)
+    )
 
 
 def offered(
@@ -288,7 +282,7 @@ def plan_command(model: str, cluster: str, length: int | None, output: Path | No
         say(line, err=True)
     if training is not None:
         say(fine_tuning_line(training, tokens, file, style), err=True)
-    write_file(file, spec_text(offer))
+    save(file, spec_text(offer))
     say(f"wrote {file}")
     click.get_current_context().invoke(compile_command, spec=str(file), output=folder)
 
@@ -341,7 +335,7 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")
 @click.option("--data", type=_EXISTING, help="Text, JSON lines, parquet, Megatron's .bin, or a folder of one of them.")
 @click.option("--finetune", is_flag=True, help="Learning rate, schedule and batch of fine-tuning, not of pre-training.")
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), help="Learning rate, in place of the usual one.")
+@click.option("--lr", type=positive_number, help="Learning rate, in place of the usual one.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences of an optimizer step, in place of the usual.")
 def new_command(
     directory: Path,
@@ -447,7 +441,7 @@ def _write_files(directory: Path, files: dict[str, str]) -> None:
             file.write_text(text, encoding="utf-8")
             if name in EXECUTABLE:
                 file.chmod(0o755)
-    except OSError:
+    except BaseException:
         for name in files:
             (directory / name).unlink(missing_ok=True)
         if not existed:

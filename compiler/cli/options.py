@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -45,18 +46,46 @@ def positive_number(text: str) -> float:
     return number
 
 
-def output_file(ending: str) -> Callable[[str], Path]:
-    """A type of options: a file to write, whose name says what it is, so that no input is replaced by mistake."""
+def output_file(ending: str = "") -> Callable[[str], Path]:
+    """A type of options: a file that can be written, which is looked at before work that may take long.
+
+    With an ending its name says what it is, so that no input is replaced by mistake.
+    """
 
     def read(text: str) -> Path:
         path = Path(text)
         if path.is_dir():
-            raise click.BadParameter(f"{text} is a folder: name a file in it that ends in {ending}")
-        if path.suffix.lower() != ending:
+            raise click.BadParameter(f"{text} is a folder: name a file in it{ending and f' that ends in {ending}'}")
+        if ending and path.suffix.lower() != ending:
             raise click.BadParameter(f"{text} does not end in {ending}: write {path.with_suffix(ending)}")
+        refuse_unwritable(path)
         return path
 
     return read
+
+
+def seen_from(folder: Path, file: Path) -> str:
+    """The path of a file as a spec in a folder names it."""
+    # `..` of a folder that is a link is beside what it links to.
+    real = Path(os.path.realpath(file.parent)) / file.name
+    return Path(os.path.relpath(real, os.path.realpath(folder))).as_posix()
+
+
+def refuse_unwritable(file: Path) -> None:
+    """Looks at the folder of a file to write, and at what has its name.
+
+    Raises:
+        ClickException: the file cannot be written.
+    """
+    why, folder = "", Path(os.path.realpath(file)).parent
+    if not folder.is_dir():
+        why = f"there is no folder {file.parent}; create it first"
+    elif not os.access(folder, os.W_OK):
+        why = f"{file.parent} is not a writable folder"
+    elif file.exists() and not file.is_file():
+        why = "it is no regular file but a folder, a pipe or a device"
+    if why:
+        raise click.ClickException(f"{file} cannot be written: {why}")
 
 
 @told(ValueError, by=click.BadParameter)

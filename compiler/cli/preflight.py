@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from parcompile.backends.artefacts import to_text
 from parcompile.cli import needing, say, told
 from parcompile.cli.options import positive_number, read_plan
 from parcompile.diagnostics.reporters import writable
+from parcompile.entry_points import said
 
 if TYPE_CHECKING:
     from parcompile.runtime.preflight.findings import Report
@@ -141,6 +143,9 @@ def preflight_builder() -> Callable[..., Report]:
 def _builder(where: str) -> Callable[[], Any]:
     """The function, or class, of a Python file or module."""
     name, _, attribute = where.rpartition(":")
+    written = "write FILE.py:FUNCTION or package.module:FUNCTION"
+    if not name:
+        raise click.BadParameter(f"{where} names no function: {written}", param_hint="--model")
     sys.path.insert(0, "")
     try:
         if name.endswith(".py"):
@@ -152,10 +157,16 @@ def _builder(where: str) -> Callable[[], Any]:
         else:
             module = importlib.import_module(name)
         found = getattr(module, attribute)
-    except (ImportError, OSError, ValueError, AttributeError) as error:
-        raise click.BadParameter(
-            f"{where}: {error}; write FILE.py:FUNCTION or package.module:FUNCTION", param_hint="--model"
-        ) from None
+    except (Exception, SystemExit) as error:  # the code of others may fail in any way
+        line = next(
+            (
+                f" (line {one.lineno})"
+                for one in traceback.extract_tb(error.__traceback__)[::-1]
+                if one.filename.endswith(name)
+            ),
+            "",
+        )
+        raise click.BadParameter(f"{where}: {said(error)}{line}; {written}", param_hint="--model") from None
     if not callable(found):
         raise click.BadParameter(f"{where} is {type(found).__name__}, nothing that can be called", param_hint="--model")
     return cast("Callable[[], Any]", found)

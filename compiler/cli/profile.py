@@ -14,8 +14,8 @@ import click
 
 from parcompile import schema
 from parcompile.backends.artefacts import to_text
-from parcompile.backends.writing import write
-from parcompile.cli import needing, save, say, told, writing
+from parcompile.cli import needing, save, say, told
+from parcompile.cli.options import output_file, positive_number, refuse_unwritable
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
@@ -31,7 +31,7 @@ _LIKE = click.Choice(list(accelerators()))
 @click.command("profile")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the preset here (NAME.json).")
 @click.option("--ranks", type=click.IntRange(2, 16), help="Start as many CPU ranks on this machine and measure links.")
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=30.0, show_default=True, help="Time to spend.")
+@click.option("--seconds", type=positive_number, default=30.0, show_default=True, help="Time to spend.")
 @click.option(
     "--like",
     type=_LIKE,
@@ -50,11 +50,12 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
     speaks, launched = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
     if ranks and launched:
         raise click.UsageError("--ranks cannot be used under a launcher, because it starts its own ranks")
+    if not 1 <= seconds <= 3600:
+        raise click.UsageError(f"--seconds {seconds:g}: give 1 to 3600")
     if output is not None and not is_preset_file(output.name):
         raise click.UsageError(f"{output}: a spec names a preset's file by its ending, write {output.name}.json")
-    folder = Path(os.path.realpath(output)).parent if output is not None else Path()
-    if output is not None and speaks and not os.access(folder, os.W_OK):
-        raise click.ClickException(f"{folder} is not a writable folder")
+    if output is not None and speaks:
+        refuse_unwritable(output)
     tree = _measured(ranks, seconds, like, name or (output.stem if output else None), launched=launched)
     if tree is None:
         return
@@ -63,8 +64,7 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
         raise click.ClickException(f"nothing is written: {wrong[0].message}")
     say(_text(tree), nl=False)
     if output is not None:
-        with writing(output):
-            write({output.name: to_text(tree)}, folder)
+        save(output, to_text(tree))
         say(f'wrote {output}: "accelerator": "{output.name}" in the section cluster of a spec beside it')
 
 
@@ -143,7 +143,7 @@ FEWEST = 5
 @click.option("--fit-model", "fitted", multiple=True, metavar="NAME", help="Fit only runs of this model.")
 @click.option("--judge", "others", type=click.Path(dir_okay=False, path_type=Path), help="Judge on these runs.")
 @click.option("--judge-model", "judged", multiple=True, metavar="NAME", help="Judge only on runs of this model.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the coefficients here.")
+@click.option("-o", "--output", type=output_file(), metavar="FILE", help="Write the coefficients here.")
 def calibrate_command(
     runs: tuple[Path, ...],
     fitted: tuple[str, ...],

@@ -27,7 +27,7 @@ from parcompile.model.hf_config import ModelConfigError
 from parcompile.model.presets import text_part
 from parcompile.model.tables import counts_of, table_of
 from parcompile.schema import draft07
-from parcompile.spec.resolve.model import read_config
+from parcompile.spec.resolve.model import config_file, read_config
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
 from . import say, told
@@ -237,8 +237,8 @@ _STATES = click.Choice(["works", "refused"])
 @click.option(
     "--config",
     "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Count the parameters of this config.json; its type is told in detail.",
+    type=click.Path(exists=True, path_type=Path),
+    help="Count the parameters of this config.json, or of that in a folder; its type is told in detail.",
 )
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def models_command(name: str | None, only: str | None, file: Path | None, form: str) -> None:
@@ -302,7 +302,7 @@ def _config(file: Path, name: str | None) -> Mapping[str, Any]:
         click.ClickException: the file holds no configuration, or one of another type than the one named.
     """
     with told(ModelConfigError):
-        found = read_config(file)
+        found = read_config(file := config_file(file))
     if not isinstance(found.get("model_type"), str):
         raise click.ClickException(f"{file} has no model_type: it is no configuration of a model")
     config = text_part(found)

@@ -17,6 +17,7 @@ from parcompile.cli.profile import read_set
 from parcompile.cost.table import columns, headed, verdict
 from parcompile.diagnostics.reporters import Style, hanging, wrapped
 from parcompile.layout.groups import Axis
+from parcompile.machines import is_preset_file
 from parcompile.searching.ranking import Ranked, SearchResult, search
 from parcompile.searching.space import VIRTUAL, Candidate, open_space
 from parcompile.searching.variant import changed
@@ -25,7 +26,7 @@ from parcompile.units import format_bytes, format_seconds
 
 from . import save, say
 from .estimate import checked_spec, refuse, refuse_longer
-from .options import document_length_option
+from .options import document_length_option, output_file, seen_from
 
 
 @click.command("search")
@@ -36,7 +37,7 @@ from .options import document_length_option
 @document_length_option()
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the chosen spec here.")
+@click.option("-o", "--output", type=output_file(), metavar="FILE", help="Write the chosen spec here.")
 def command(
     spec: str,
     top: int,
@@ -87,9 +88,18 @@ def command(
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
-        save(output, json.dumps(chosen, indent=2) + "\n")
+        save(output, json.dumps(_moved(chosen, folder, output.parent), indent=2) + "\n")
         if form == "text":
             say(f"wrote {output}")
+
+
+def _moved(tree: dict[str, Any], old: Path, new: Path) -> dict[str, Any]:
+    """A spec whose files are named from another folder than its own."""
+    for section, key in (("model", "hf_config"), ("cluster", "accelerator")):
+        name = tree[section].get(key)
+        if name is not None and (key == "hf_config" or is_preset_file(name)) and not Path(name).is_absolute():
+            tree[section][key] = seen_from(new, old / name)
+    return tree
 
 
 PROGRESS_SECONDS = 10

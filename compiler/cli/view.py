@@ -33,7 +33,7 @@ FORMATS = ("text", "html", "svg", "png", "md")
 @click.argument("plan")
 @click.option("--picture", "name", type=click.Choice(list(KINDS)), help="One picture only.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: what the name of the output ends in.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File to write to.")
+@click.option("-o", "--output", type=output_file(), metavar="FILE", help="File to write to.")
 @click.option("--axis", help="What the grid is coloured by (tp, cp, dp, pp), or the only panel of splits (also zero).")
 @click.option("--rank", type=int, help="Light up the groups of this rank in the grid.")
 @click.option(
@@ -64,6 +64,8 @@ def command(
     form = _format(form, output, name)
     if name is None and (axis or rank is not None):
         raise click.UsageError("--axis and --rank need a picture: add --picture grid")
+    if form in ("text", "md") and (axis or rank is not None):
+        raise click.UsageError(f"--axis and --rank are not of the form {form}: add --format svg, or -o FILE.svg")
     if searched and form != "html":
         raise click.UsageError("--search needs the HTML page: add -o report.html")
     if other and form != "html":
@@ -145,8 +147,8 @@ def report_command(run: Path, plan: str | None, form: str, page: Path | None) ->
     """
     with told(NoRunError):
         read = read_run(run)
-        for number, line in read.damaged:
-            say(f"{read.file}:{number} is no row of metrics with a step, and is left out: {line!r}", err=True)
+        for number, said in read.damaged:
+            say(f"{read.file}:{number} {said}; it is left out", err=True)
         subject, note = _given(read, plan) if plan is not None else _beside(read)
     if page is not None:
         save(page, run_page(read, subject, note))

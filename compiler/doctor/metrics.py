@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
+from parcompile.text import typed
 from parcompile.units import MIB
 
 METRICS, RUN = "metrics.jsonl", "run.json"
@@ -24,7 +25,7 @@ WINDOW, SPIKE = 16, 8.0
 
 
 def read_metrics(text: str) -> tuple[list[dict[str, float]], list[tuple[int, str]]]:
-    """The rows of a metrics file, and the lines that are none: their numbers, from 1 on, and how they begin.
+    """The rows of a metrics file, and the lines that are none: their numbers, from 1 on, and what they are instead.
 
     What is null is no number; values that are neither are left out. A last line that a killed run wrote in part is no
     line.
@@ -37,12 +38,12 @@ def read_metrics(text: str) -> tuple[list[dict[str, float]], list[tuple[int, str
             row = {
                 name: math.nan if value is None else float(value)
                 for name, value in one.items()
-                if value is None or isinstance(value, int | float)
+                if value is None or type(value) in (int, float)
             }
-            rows.append({**row, "step": int(row["step"])})
+            rows.append({**row, "step": typed.integer(row["step"], "step", least=0)})
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError, OverflowError):  # noqa: PERF203
             if number < len(lines):
-                damaged.append((number, line[:60]))
+                damaged.append((number, f"is no row of metrics, whose step is a whole number from 0 on: {line[:60]!r}"))
     return rows, damaged
 
 

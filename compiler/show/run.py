@@ -31,7 +31,7 @@ class Run:
     """The rows of a run.
 
     `plans` are (after which step, hash), where run.json says it, and `devices` what each ran on ("cpu", "cuda").
-    `damaged` are lines that are no rows, with their beginnings.
+    `damaged` are lines that are no rows, with what they are instead.
     """
 
     file: Path

@@ -34,6 +34,7 @@ from parcompile.runtime.groups import check_executable
 from parcompile.runtime.model.pretrained import build_model
 from parcompile.runtime.model.slices import cut
 from parcompile.runtime.router_losses import without_router_losses
+from parcompile.runtime.settings import check_variables
 from parcompile.spec import Precision
 from parcompile.units import format_bytes
 
@@ -139,6 +140,7 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         RankError: A rank failed, or `timeout` seconds passed.
     """
     _refuse(plan)
+    check_variables()
     plan = plan.with_whole_batch
     with (
         progress(f"running a step on {plan.world_size} ranks"),

@@ -26,7 +26,7 @@ from parcompile.model.presets import text_part
 from parcompile.plan import Plan
 from parcompile.runtime.errors import RunError, everywhere
 from parcompile.text.typed import Reader, WrongValueError
-from parcompile.user_files import MAX_INDEX_BYTES, read_text
+from parcompile.user_files import MAX_INDEX_BYTES, read_start, read_text
 
 from .configuration import planned_config, unused_tensors
 from .slices import Slice
@@ -292,9 +292,11 @@ class PretrainedFolder:
             if Path(name).name != name:
                 raise everywhere(f"{INDEX} names {name!r}, which is not a file beside it")
             try:
+                read_start(self.folder / name, 0)  # safetensors says that a file which it may not read is not there
                 self._files[name] = safe_open(str(self.folder / name), "pt")
             except Exception as error:
-                raise everywhere(f"{self.folder / name} cannot be read: {error}") from None
+                said = getattr(error, "strerror", None) or error
+                raise everywhere(f"{self.folder / name} cannot be read: {said}") from None
         self._places = dict(places) or dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         for tensor, name in self._places.items():
             if tensor not in self._files[name].keys():  # noqa: SIM118 -- safetensors' file is no mapping

@@ -309,3 +309,9 @@ def test_a_file_that_may_not_be_written_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match="read-only"):
         atomic.write_file(file, "new")
     assert file.read_text() == "old"
+
+
+def test_a_file_whose_folder_is_missing_is_named_itself(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        atomic.write_file(tmp_path / "none" / "spec.json", "new")
+    assert error.value.filename == str(tmp_path / "none" / "spec.json")

@@ -159,3 +159,31 @@ def test_a_neox_file_is_checked_for_its_keys_and_for_deepspeeds(run: Any) -> Non
         code, out, _ = run("check", "neox.yml", "--format", "json")
         assert sorted(one["code"] for one in json.loads(out)["diagnostics"]) == codes
         assert code == (0 if codes == ["F201"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.json", '{"train_batch_size": 4,\n"gradient_clipping": [1]}', "ds.json:2: gradient_clipping is [1]"),
+        (
+            "deep.json",
+            '{"train_batch_size": 4,\n"optimizer": {"type": "AdamW",\n"params": {"lr": "x"}}}',
+            "deep.json:3: optimizer.params.lr is 'x'",
+        ),
+        (
+            "a.yaml",
+            "distributed_type: DEEPSPEED\nnum_machines: [1]\nnum_processes: 8\n",
+            "a.yaml:2: num_machines is [1]",
+        ),
+        (
+            "run.sh",
+            "torchrun pretrain_gpt.py \\\n --num-layers 12 \\\n --hidden-size big \\\n --seq-length 64\n",
+            "run.sh:3: --hidden-size 'big'",
+        ),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_told_with_its_line(run: Any, name: str, text: str, said: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+    code, out, err = run("import", name)
+    assert (code, out) == (2, "")
+    assert f"Error: {said}" in err

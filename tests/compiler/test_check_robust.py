@@ -123,3 +123,17 @@ class TestHostileInput:
             done = self.run("check", str(file), "--kind", "spec", "--format", "json", stdout=full)
         assert done.returncode == 2
         assert done.stderr == "Error: standard output cannot be written: No space left on device\n"
+
+    @pytest.mark.parametrize(
+        "arguments", [("models",), ("check", "nothing.json"), ("accelerators", "--format", "json")]
+    )
+    def test_a_reader_that_has_left_ends_the_command_as_sigpipe_would(self, arguments: tuple[str, ...]) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-m", "parcompile", *arguments]
+        for errors in (subprocess.PIPE, writing):
+            done = subprocess.run(command, stdout=writing, stderr=errors, text=True, timeout=600, check=False)
+            said = arguments[0] == "check" and errors == subprocess.PIPE  # all is on standard error
+            assert done.returncode == (2 if said else 141)
+            assert not done.stderr or said
+        os.close(writing)

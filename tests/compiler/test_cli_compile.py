@@ -192,3 +192,21 @@ def test_the_module_runs_and_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     done = subprocess.run([sys.executable, "-m", "parcompile", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("parcompile ")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "ds_config.json", "launch/slurm.sbatch"])
+def test_a_file_that_no_compilation_wrote_is_kept(run: Any, name: str) -> None:
+    Path("spec.json").write_text(json.dumps(SPEC), encoding="utf-8")
+    mine = Path("out", name)
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine", encoding="utf-8")
+    done = run("spec.json", "-o", "out")
+    assert done.code == 2
+    assert f"{name} cannot be written: no compilation wrote it, and it would be lost: move it" in done.err
+    assert [one for one in Path("out").rglob("*") if one.is_file()] == [mine]
+    assert mine.read_text(encoding="utf-8") == "mine"
+    mine.unlink()
+    assert run("spec.json", "-o", "out").code == 0
+    mine.write_text("edited", encoding="utf-8")  # what an earlier compilation wrote is written anew
+    assert run("spec.json", "-o", "out").code == 0
+    assert mine.read_text(encoding="utf-8") != "edited"

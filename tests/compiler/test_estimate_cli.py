@@ -286,3 +286,22 @@ def test_uneven_and_interleaved_stages_are_those_of_the_spec(run: Run) -> None:
         time = json.loads(run("estimate", "spec.json", "--format", "json")[1])["time"]
         bubbles.append(time["parts_seconds"]["pipeline bubble and imbalance"])
     assert bubbles[1] == pytest.approx(bubbles[0] / 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--price", "2"), "--price needs the length of the run: add --tokens"),
+        (("--sweep", "tp=1,2", "--tokens", "1e12"), "--tokens and --sweep cannot be combined"),
+        (("--sweep", "tp=1", "cp=1", "tp=2"), "--sweep has tp twice: write its values together, as in tp=1,2,4"),
+        (("--expert-imbalance", "nan"), "nan is not a finite number above 0"),
+        (("--expert-imbalance", "0.5"), "--expert-imbalance 0.5, but with ep 4 it is 1 to 4"),
+        (("--expert-imbalance", "5"), "--expert-imbalance 5, but with ep 4 it is 1 to 4"),
+    ],
+)
+def test_no_option_is_dropped_without_a_word(run: Run, more: tuple[str, ...], said: str) -> None:
+    layout = {"tp": 2, "ep": 4}
+    write(spec_tree(nodes=4, model={"preset": "mixtral-8x7b"}, parallelism=layout, training=LLAMA["training"]))
+    code, out, err = run("estimate", "spec.json", *more)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())

@@ -217,6 +217,7 @@ def test_the_parameters_of_a_configuration_are_counted_exactly(tmp_path: Path) -
     tree = json.loads(output("qwen3_moe", "--config", str(tmp_path / "config.json"), "--format", "json"))
     assert tree["parameters"] == preset.parameters
     assert "parameters with the defaults of LlamaForCausalLM: 6,738,415,616" in output("llama")
+    assert output("--config", str(tmp_path)) == output("--config", str(tmp_path / "config.json"))
 
 
 def test_the_parameters_of_a_type_that_is_refused_are_counted_too(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -379,4 +380,24 @@ def test_nothing_is_left_of_a_project_that_cannot_be_written(run: Run, monkeypat
     done = run("new", "project")
     assert done.exit_code == 1
     assert "No space left on device" in done.output
+    assert not Path("project").exists()
+
+
+def test_a_spec_that_a_full_disk_cuts_off_is_not_left(tmp_path: Path) -> None:
+    script = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "from parcompile.cli import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", script, "init", "gpt2", "-o", "spec.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("Error: spec.json cannot be written: File too large\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rate_that_is_no_number_is_refused(run: Run) -> None:
+    done = run("new", "project", "--model", "gpt2", "--lr", "nan")
+    assert (done.exit_code, "nan is not a finite number above 0" in done.output) == (2, True)
     assert not Path("project").exists()

@@ -209,11 +209,23 @@ def test_a_damaged_line_is_named_and_the_rest_is_used(tmp_path: Path, plan: Plan
     file.write_text("\n".join(lines) + '\n{"step": 41, "lo', encoding="utf-8")
     code, said, err = report(tmp_path / "run", "--format", "json")
     assert code == 0
-    assert [line.partition(", and is left out")[0] for line in err.splitlines()] == [
-        f"{file}:{number} is no row of metrics with a step" for number in (7, 9)
+    assert [line.partition(": '")[0] for line in err.splitlines()] == [
+        f"{file}:{number} is no row of metrics, whose step is a whole number from 0 on" for number in (7, 9)
     ]
     assert json.loads(said)["damaged_lines"] == [7, 9]
     assert json.loads(said)["steps"] == {"count": 38, "first": 1, "last": 40}
+
+
+def test_a_step_is_a_whole_number_from_0_on(tmp_path: Path, report: Report) -> None:
+    (tmp_path / "run").mkdir()
+    rows = "".join(
+        f'{{"step": {one}, "loss": 1}}\n' for one in ("-3", "1.5", "true", '"2"', "null", "3.0", "1e999", "4")
+    )
+    (tmp_path / "run" / "metrics.jsonl").write_text(rows, encoding="utf-8")
+    code, said, err = report(tmp_path / "run", "--format", "json")
+    assert (code, len(err.splitlines())) == (0, 6)
+    assert json.loads(said)["damaged_lines"] == [1, 2, 3, 4, 5, 7]
+    assert json.loads(said)["steps"] == {"count": 2, "first": 3, "last": 4}
 
 
 @pytest.mark.parametrize(

@@ -549,3 +549,33 @@ def test_a_search_tries_each_zero_stage_where_a_layout_does_not_fit_at_the_first
         assert min(seconds) >= seconds[0] * (1 - 1e-3 * (one.candidate.work.pp > 1))
     fastest_alone = min(one.fitting[0].seconds for one in alone.values() if one.fitting)
     assert min(one.seconds for one in found.fitting) <= fastest_alone
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_search(run: Run) -> None:
+    Path("open.json").write_text(json.dumps(llama()), encoding="utf-8")
+    for output, said in (
+        ("no/chosen.json", "there is no folder no; create it first"),
+        ("/dev/null", "it is no regular file"),
+        (".", ". is a folder: name a file in it"),
+    ):
+        code, out, err = run("search", "open.json", "-o", output)
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_a_spec_that_is_written_elsewhere_names_its_files_from_there(run: Run, tmp_path: Path) -> None:
+    Path("deep").mkdir()
+    Path("deep/config.json").write_text(json.dumps(dict(presets()["llama-3-8b"].config)), encoding="utf-8")
+    machine = {"memory_gib": 80, "like": "h100-sxm"}
+    Path("deep/box.json").write_text(json.dumps(machine), encoding="utf-8")
+    tree = llama(tp=2)
+    tree["model"] = {"hf_config": "config.json"}
+    tree["cluster"]["accelerator"] = "box.json"
+    for name in ("config.json", str(tmp_path / "deep" / "config.json")):
+        tree["model"]["hf_config"] = name
+        Path("deep/open.json").write_text(json.dumps(tree), encoding="utf-8")
+        assert run("search", "deep/open.json", "-o", "chosen.json")[0] == 0
+        assert run("check", "chosen.json")[0] == 0
+        found = json.loads(Path("chosen.json").read_text(encoding="utf-8"))
+        assert found["model"]["hf_config"] == (name if Path(name).is_absolute() else "deep/config.json")
+        assert found["cluster"]["accelerator"] == "deep/box.json"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,17 @@ class TestFolders:
             PretrainedFolder(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"\x00" * 20)
         with pytest.raises(RunError, match=r"model.safetensors cannot be read"):
+            PretrainedFolder(tmp_path)
+
+    def test_a_file_that_may_not_be_read_is_not_called_missing(
+        self, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        stored(plan, tmp_path, "1GB")
+        monkeypatch.setattr(os, "open", refuse)  # root may read all files
+        with pytest.raises(RunError, match=r"model.safetensors cannot be read: Permission denied$"):
             PretrainedFolder(tmp_path)
 
 

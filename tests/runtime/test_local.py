@@ -162,3 +162,10 @@ def test_a_view_that_differs_says_so() -> None:
     assert not found.equal
     assert "DIFFERENT within 1e-05" in found.text()
     assert "weights that are not the planned slices:\n  rank 0: model.norm.weight is missing" in found.text()
+
+
+@pytest.mark.parametrize("value", ["soon", "1e20"])
+def test_a_variable_that_is_no_number_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PARCOMPILE_HANDSHAKE_TIMEOUT", value)
+    with pytest.raises(RunError, match=f"PARCOMPILE_HANDSHAKE_TIMEOUT is '{value}': write a number of seconds"):
+        run_and_compare(make_plan(2, {"tp": 2}))

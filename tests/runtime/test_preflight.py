@@ -857,3 +857,21 @@ def test_messages_of_zero_stage_3_agree_with_the_estimate(tied: bool, recompute:
     # Bytes are compared; a number of messages stands only where they are counted.
     assert sent.planned.startswith("buckets of "), sent
     assert re.fullmatch(r"[\d,]+ × .*", sent.found), sent
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def build(: x", "SyntaxError"),
+        ("\nraise SystemExit(3)", "SystemExit: 3 (line 2)"),
+        ("import math\nmath.nothing()", "AttributeError: module 'math' has no attribute 'nothing' (line 2)"),
+        ("x = 1 / 0", "ZeroDivisionError: division by zero (line 1)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan_tree(user_plan(2, {"tp": 2}))))
+    (tmp_path / "broken.py").write_text(text)
+    result = CliRunner().invoke(command, [str(tmp_path), "--model", f"{tmp_path / 'broken.py'}:build"])
+    assert (result.exit_code, said in result.stderr) == (2, True), result.output
+    unnamed = CliRunner().invoke(command, [str(tmp_path), "--model", "broken.py"])
+    assert "broken.py names no function: write FILE.py:FUNCTION" in unnamed.stderr

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -108,6 +110,18 @@ def test_a_wrong_number_of_ranks_is_one_clear_message(tmp_path: Path) -> None:
     assert 0 not in codes
     assert said.count("parcompile: error: plan 'byte-llama' is for 4 ranks, this job has 2") == 1
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("option", "value"), [("--steps", "-1"), ("--steps", "0"), ("--checkpoint-every", "-1")])
+def test_an_odd_number_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--plan", "none", option, value])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLES / "train.py"))["arguments"]()
+    assert stopped.value.code == 2
+    assert f"{option} {value}: expected a number" in capsys.readouterr().err
 
 
 def test_a_missing_checkpoint_is_one_clear_message(tmp_path: Path) -> None:

@@ -311,6 +311,12 @@ def test_a_log_that_a_killed_run_left_is_resumed(tmp_path: Path) -> None:
         RunLog(tmp_path, 2)
 
 
+def test_a_log_whose_folder_is_a_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be written: File exists; name another folder"):
+        RunLog(tmp_path / "file")
+
+
 def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: its files are not read back")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -106,6 +106,11 @@ class ModelValues(ParallelismValues):
         return Model(source + part, shape, dict(self.model_config))
 
 
+def config_file(path: FilePath) -> FilePath:
+    """The configuration that a user names by its file or its folder."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def read_config(path: FilePath) -> dict[str, Any]:
     """The configuration in a file, or in a plan.
 
