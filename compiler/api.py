@@ -196,7 +196,7 @@ def compile(  # noqa: A001 -- the word of the command line
         SourceError: the file cannot be read.
         PlanError: the plan cannot be read.
         ValueError: there is no target of that name.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or has files of another origin by the names of the plan's.
     """
     checked = _checked(text_or_path, targets, "spec", estimate=estimate)
     if not checked.valid or checked.document is None or checked.resolution is None:

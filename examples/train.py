@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps {options.steps}: expected a number, 1 or more")
     if options.checkpoint_every < 0:
-        parser.error(f"--checkpoint-every {options.checkpoint_every}: expected a number, or 0 for none")
+        parser.error(f"--checkpoint-every {options.checkpoint_every}: expected 0 (none) or more")
     return options
 
 

@@ -4,8 +4,7 @@
 
 Lists every type that `AutoModelForCausalLM` or `AutoModelForImageTextToText` builds and that has no row in
 `compiler/model/families/`, with the key of its reason in `compiler/model/catalogue.py` and the type of its text
-part. A reason follows from what the type is, or
-stands in model_types.json.
+part. A reason follows from what the type is, or stands in model_types.json.
 """
 
 from __future__ import annotations

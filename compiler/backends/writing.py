@@ -113,7 +113,7 @@ def write(contents: Mapping[str, str], folder: Path) -> list[Path]:
         known = _lock(folder).get("files", {})
         for name in sorted(files.keys() - {LOCK, *known}) if LOCK in files else ():
             if is_inside(folder, name) and read_bytes(folder / name, MAX_INDEX_BYTES) != files[name]:
-                said = "no compilation wrote it, and it would be lost: move it, or name another folder"
+                said = f"{LOCK} of its folder does not list it, and it would be lost: move it, or name another folder"
                 raise FileExistsError(errno.EEXIST, said, str(folder / name))
         return stale_files(contents, folder)
 

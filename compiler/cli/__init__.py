@@ -161,9 +161,13 @@ def main() -> NoReturn:
 
 
 def run() -> int:
-    """Does what `sys.argv` says. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read."""
+    """Does what `sys.argv` says. Exit codes: 0 fine, 1 the spec has errors, 2 usage or a file that cannot be read.
+
+    130 after Ctrl-C, 141 where what reads its output has left, as `head` does.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may hold bytes that are no text
+    out = sys.stdout
     try:
         # Commands return nothing; what comes back is the code of a command that asked to exit.
         code = int(cli.main(standalone_mode=False, prog_name="parcompile") or OK)
@@ -178,8 +182,10 @@ def run() -> int:
     except (click.Abort, KeyboardInterrupt):
         say("parcompile: interrupted", err=True)
         code = INTERRUPTED
-    except SystemExit:  # click's answer to a broken pipe: its 1 would mean errors of a spec
-        code = READER_LEFT
+    except SystemExit:
+        if sys.stdout is out:  # completion of a shell, or the code of a user
+            raise
+        code = READER_LEFT  # click replaces it where a pipe is broken, and its 1 would mean errors of a spec
     except OSError as error:
         where = error.filename or "standard output"
         say(f"Error: {where} cannot be written: {error.strerror}", err=True)
@@ -189,6 +195,8 @@ def run() -> int:
 
 def _flushed(code: int) -> int:
     """The exit code once everything is written; that of a failure when standard output cannot take it (a full disk)."""
+    if sys.stdout is None:  # closed by who started it
+        return code
     try:
         sys.stdout.flush()
     except OSError as error:

@@ -33,7 +33,7 @@ from parcompile.units import format_bytes, format_seconds
 from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
-from .options import document_length_option, output_file, positive_number, refuse_foreign
+from .options import FiniteRange, document_length_option, output_file, positive_number, refuse_foreign
 
 MOST_CELLS = 4096
 
@@ -48,7 +48,7 @@ MOST_CELLS = 4096
 @click.option(
     "--expert-imbalance",
     "imbalance",
-    type=positive_number,
+    type=FiniteRange(min=1.0),
     help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
 )
 @document_length_option()
@@ -99,8 +99,9 @@ def command(
         given = f"training.router.expert_capacity {decided.training.router.expert_capacity}"
         raise click.UsageError(f"--expert-imbalance {imbalance}, but with {given} every expert has equally many rows")
     if imbalance is not None and not 1 <= imbalance <= decided.parallelism.ep:
-        most = f"1 to {decided.parallelism.ep}: at most, one ep rank has all rows"
-        raise click.UsageError(f"--expert-imbalance {imbalance:g}, but with ep {decided.parallelism.ep} it is {most}")
+        ep = decided.parallelism.ep
+        why = f"it is 1 to {ep}: at most, one ep rank has all rows" if ep > 1 else "a rank has all rows: leave it out"
+        raise click.UsageError(f"--expert-imbalance {imbalance:g}, but with ep {ep} {why}")
     with told(ValueError, by=click.UsageError):
         work = _packed(replace(workload_of(decided), expert_imbalance=imbalance), document_length)
     if not is_plan(spec) and checked.resolution.named_implementation == AUTO and not checked.resolution.given_sizes:

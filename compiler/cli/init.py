@@ -16,10 +16,10 @@ import click
 from parcompile.cli import save, say, told, writing
 from parcompile.cli.compile import command as compile_command
 from parcompile.cli.options import (
+    FiniteRange,
     accelerator_name,
     accelerator_option,
     no_estimate_option,
-    positive_number,
     refuse_unwritable,
     seen_from,
     sequence_length_option,
@@ -335,7 +335,7 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")
 @click.option("--data", type=_EXISTING, help="Text, JSON lines, parquet, Megatron's .bin, or a folder of one of them.")
 @click.option("--finetune", is_flag=True, help="Learning rate, schedule and batch of fine-tuning, not of pre-training.")
-@click.option("--lr", type=positive_number, help="Learning rate, in place of the usual one.")
+@click.option("--lr", type=FiniteRange(min=0, min_open=True), help="Learning rate, in place of the usual one.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences of an optimizer step, in place of the usual.")
 def new_command(
     directory: Path,

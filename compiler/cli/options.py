@@ -46,6 +46,17 @@ def positive_number(text: str) -> float:
     return number
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers, without NaN and infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number above 0", param, ctx)
+        return number
+
+
 def output_file(ending: str = "") -> Callable[[str], Path]:
     """A type of options: a file that can be written, which is looked at before work that may take long.
 
@@ -78,12 +89,15 @@ def refuse_unwritable(file: Path) -> None:
         ClickException: the file cannot be written.
     """
     why, folder = "", Path(os.path.realpath(file)).parent
+    shown = folder if file.is_symlink() else file.parent
     if not folder.is_dir():
-        why = f"there is no folder {file.parent}; create it first"
+        why = f"there is no folder {shown}; create it first"
     elif not os.access(folder, os.W_OK):
-        why = f"{file.parent} is not a writable folder"
+        why = f"{shown} is not a writable folder"
     elif file.exists() and not file.is_file():
         why = "it is no regular file but a folder, a pipe or a device"
+    elif file.exists() and not (file.stat().st_mode & 0o222 and os.access(file, os.W_OK)):
+        why = "the file is read-only"
     if why:
         raise click.ClickException(f"{file} cannot be written: {why}")
 

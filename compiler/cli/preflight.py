@@ -158,11 +158,12 @@ def _builder(where: str) -> Callable[[], Any]:
             module = importlib.import_module(name)
         found = getattr(module, attribute)
     except (Exception, SystemExit) as error:  # the code of others may fail in any way
+        path = name.replace(".", "/")
         line = next(
             (
                 f" (line {one.lineno})"
                 for one in traceback.extract_tb(error.__traceback__)[::-1]
-                if one.filename.endswith(name)
+                if one.filename.endswith((name, *(f"/{path}{end}" for end in (".py", "/__init__.py"))))
             ),
             "",
         )

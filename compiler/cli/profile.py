@@ -15,7 +15,7 @@ import click
 from parcompile import schema
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import needing, save, say, told
-from parcompile.cli.options import output_file, positive_number, refuse_unwritable
+from parcompile.cli.options import FiniteRange, output_file, refuse_unwritable
 from parcompile.cost.calibration import Judgement, fit_memory, fit_time, judge
 from parcompile.cost.coefficients import KEEPING, MEMORY, TIME, Coefficient, CoefficientSet, time_bounds
 from parcompile.cost.measurements import Measurement, MeasurementError, read_plain
@@ -31,7 +31,7 @@ _LIKE = click.Choice(list(accelerators()))
 @click.command("profile")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the preset here (NAME.json).")
 @click.option("--ranks", type=click.IntRange(2, 16), help="Start as many CPU ranks on this machine and measure links.")
-@click.option("--seconds", type=positive_number, default=30.0, show_default=True, help="Time to spend.")
+@click.option("--seconds", type=FiniteRange(1, 3600), default=30.0, show_default=True, help="Time to spend.")
 @click.option(
     "--like",
     type=_LIKE,
@@ -50,8 +50,6 @@ def command(output: Path | None, ranks: int | None, seconds: float, like: str | 
     speaks, launched = os.environ.get("RANK", "0") == "0", "RANK" in os.environ
     if ranks and launched:
         raise click.UsageError("--ranks cannot be used under a launcher, because it starts its own ranks")
-    if not 1 <= seconds <= 3600:
-        raise click.UsageError(f"--seconds {seconds:g}: give 1 to 3600")
     if output is not None and not is_preset_file(output.name):
         raise click.UsageError(f"{output}: a spec names a preset's file by its ending, write {output.name}.json")
     if output is not None and speaks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -88,16 +89,19 @@ def command(
     if found.best is None:
         raise click.exceptions.Exit(1)
     if output is not None and chosen is not None:
-        save(output, json.dumps(_moved(chosen, folder, output.parent), indent=2) + "\n")
+        save(output, json.dumps(_moved(chosen, folder, Path(os.path.realpath(output)).parent), indent=2) + "\n")
         if form == "text":
             say(f"wrote {output}")
 
 
 def _moved(tree: dict[str, Any], old: Path, new: Path) -> dict[str, Any]:
     """A spec whose files are named from another folder than its own."""
+    if Path(os.path.realpath(old)) == new:
+        return tree
     for section, key in (("model", "hf_config"), ("cluster", "accelerator")):
         name = tree[section].get(key)
-        if name is not None and (key == "hf_config" or is_preset_file(name)) and not Path(name).is_absolute():
+        is_file = isinstance(name, str) and (key == "hf_config" or is_preset_file(name))
+        if is_file and not Path(name).is_absolute():
             tree[section][key] = seen_from(new, old / name)
     return tree
 

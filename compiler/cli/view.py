@@ -65,7 +65,7 @@ def command(
     if name is None and (axis or rank is not None):
         raise click.UsageError("--axis and --rank need a picture: add --picture grid")
     if form in ("text", "md") and (axis or rank is not None):
-        raise click.UsageError(f"--axis and --rank are not of the form {form}: add --format svg, or -o FILE.svg")
+        raise click.UsageError(f"--axis and --rank colour pictures, not {form}: add --format svg, or -o FILE.svg")
     if searched and form != "html":
         raise click.UsageError("--search needs the HTML page: add -o report.html")
     if other and form != "html":

@@ -69,7 +69,8 @@ def workload(spec: Resolution) -> Workload:
     except Unavailable:
         decided = _with_a_whole_batch(spec).spec()
     known = decided.cluster.preset is not None or decided.cluster.accelerator in accelerators()
-    if not known or spec.shape.num_attention_heads % spec.axis(Axis.TP):
+    twice = len(set(spec.order)) != len(spec.order)  # W004 speaks of it
+    if not known or twice or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         raise Unavailable("memory")
     try:
         return workload_of(decided)

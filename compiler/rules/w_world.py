@@ -121,10 +121,17 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
         yield _reordered(right, message, f"write {right}")
 
 
+def dense_grid(spec: Resolution) -> Grid:
+    """Where ranks stand in dense layers."""
+    if len(set(spec.order)) != len(spec.order):
+        raise Unavailable("parallelism")  # W004 speaks of it
+    return Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
+
+
 def _grid(spec: Resolution) -> Grid:
-    grid = Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
-    if grid.world_size != spec.world_size or len(set(spec.order)) != len(spec.order):
-        raise Unavailable("parallelism")  # W001 or W004 speaks of it
+    grid = dense_grid(spec)
+    if grid.world_size != spec.world_size:
+        raise Unavailable("parallelism")  # W001 speaks of it
     return grid
 
 

@@ -62,9 +62,11 @@ def let_engine_save(engine: Any) -> None:
         setattr(engine, name, slices_wanted()(getattr(engine, name)))
 
 
-def slices_wanted() -> Any:
+@contextlib.contextmanager
+def slices_wanted() -> Iterator[None]:
     """Within it `state_dict` of an injected model gives the slices of this rank."""
-    return mock.patch.object(sys.modules[__name__], "_slices_wanted", True)
+    with mock.patch.object(sys.modules[__name__], "_slices_wanted", True):
+        yield
 
 
 def _refuse_state(sentence: str, *_: Any) -> None:

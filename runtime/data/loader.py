@@ -418,7 +418,7 @@ class PackedPlanLoader(PlanLoader):
             mesh.index("cp"),
             padding_id,
             layout=spec.parallelism.cp_layout,
-            costs=PackingCosts(linear_pairs=6.0 * spec.model.shape.hidden_size),
+            costs=PackingCosts.of_hidden_size(spec.model.shape.hidden_size),
         )
 
     def _whole(self, first: int) -> Batch:

@@ -279,6 +279,8 @@ class _Attention(torch.autograd.Function):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor]:
         out, lse = once(lambda: attention_forward(call, query, key, value, sinks))
+        if bias is not None and bias.is_inference():
+            bias = bias.clone()
         ctx.save_for_backward(query, key, value, sinks, bias, out, lse)
         ctx.call = call.biased(None)
         ctx.mark_non_differentiable(lse)

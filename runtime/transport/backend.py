@@ -38,7 +38,7 @@ def gather_objects(mine: Any, group: Group = None) -> list[Any]:
 def gather_tensors(mine: Tensor, group: Group) -> list[Tensor]:
     """The tensors of a group's ranks, all of one shape and type, in the order of its ranks. Not differentiable."""
     mine = mine.detach().contiguous()
-    if group is None:
+    if group is None or dist.get_world_size(group) == 1:
         return [mine]
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, mine, group=group)

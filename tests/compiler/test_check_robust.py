@@ -124,6 +124,12 @@ class TestHostileInput:
         assert done.returncode == 2
         assert done.stderr == "Error: standard output cannot be written: No space left on device\n"
 
+    def test_completion_of_a_shell_ends_well(self) -> None:
+        command = [sys.executable, "-m", "parcompile"]
+        environment = {**os.environ, "_PARCOMPILE_COMPLETE": "bash_source"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert (done.returncode, "complete" in done.stdout) == (0, True)
+
     @pytest.mark.parametrize(
         "arguments", [("models",), ("check", "nothing.json"), ("accelerators", "--format", "json")]
     )

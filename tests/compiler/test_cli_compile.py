@@ -202,7 +202,8 @@ def test_a_file_that_no_compilation_wrote_is_kept(run: Any, name: str) -> None:
     mine.write_text("mine", encoding="utf-8")
     done = run("spec.json", "-o", "out")
     assert done.code == 2
-    assert f"{name} cannot be written: no compilation wrote it, and it would be lost: move it" in done.err
+    why = "parcompile.lock.json of its folder does not list it, and it would be lost: move it"
+    assert f"{name} cannot be written: {why}" in done.err
     assert [one for one in Path("out").rglob("*") if one.is_file()] == [mine]
     assert mine.read_text(encoding="utf-8") == "mine"
     mine.unlink()

@@ -295,7 +295,7 @@ def test_uneven_and_interleaved_stages_are_those_of_the_spec(run: Run) -> None:
         (("--sweep", "tp=1,2", "--tokens", "1e12"), "--tokens and --sweep cannot be combined"),
         (("--sweep", "tp=1", "cp=1", "tp=2"), "--sweep has tp twice: write its values together, as in tp=1,2,4"),
         (("--expert-imbalance", "nan"), "nan is not a finite number above 0"),
-        (("--expert-imbalance", "0.5"), "--expert-imbalance 0.5, but with ep 4 it is 1 to 4"),
+        (("--expert-imbalance", "0.5"), "0.5 is not in the range x>=1.0"),
         (("--expert-imbalance", "5"), "--expert-imbalance 5, but with ep 4 it is 1 to 4"),
     ],
 )

@@ -177,6 +177,7 @@ def test_the_way_of_a_layout_is_the_fastest_of_all_and_no_order_changes_memory(s
     for one in executions:
         peaks[one.work.context.name].add(footprint(one.work).peak.total_bytes)
     assert all(len(of_orders) == 1 for of_orders in peaks.values()), "an order changes memory"
+    assert peaks[work.context.name] == {footprint(work).peak.total_bytes}
 
 
 @pytest.mark.parametrize("length", [32768, 131072])
@@ -579,3 +580,10 @@ def test_a_spec_that_is_written_elsewhere_names_its_files_from_there(run: Run, t
         found = json.loads(Path("chosen.json").read_text(encoding="utf-8"))
         assert found["model"]["hf_config"] == (name if Path(name).is_absolute() else "deep/config.json")
         assert found["cluster"]["accelerator"] == "deep/box.json"
+    # A link names the folder that it leads to, and an accelerator that is an object stays.
+    tree["cluster"]["accelerator"] = {"memory_gib": 80}
+    Path("deep/open.json").write_text(json.dumps(tree), encoding="utf-8")
+    Path("link.json").symlink_to("deep/chosen.json")
+    assert run("search", "deep/open.json", "-o", "link.json")[0] == 0
+    found = json.loads(Path("deep/chosen.json").read_text(encoding="utf-8"))
+    assert (found["model"]["hf_config"], found["cluster"]["accelerator"]) == (name, {"memory_gib": 80})

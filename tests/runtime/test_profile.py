@@ -80,7 +80,7 @@ def test_one_process_measures_itself_and_takes_its_links_from_the_preset_it_is_l
         (("-o", "box.txt"), "write box.txt.json"),
         (("-o", "nowhere/box.json"), "there is no folder nowhere; create it first"),
         (("--seconds", "nan"), "nan is not a finite number above 0"),
-        (("--seconds", "0.5"), "--seconds 0.5: give 1 to 3600"),
+        (("--seconds", "0.5"), "0.5 is not in the range 1<=x<=3600"),
         (("--ranks", "1"), "--ranks"),
     ],
 )

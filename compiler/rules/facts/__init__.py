@@ -28,7 +28,7 @@ from parcompile.rules.w_world import leaving_experts, leaving_groups, timed, tra
 from parcompile.spec.rampup import MOST_INCREMENTS
 from parcompile.spec.resolve import Resolution
 
-from . import batches, layers, refusals
+from . import batches, experts, layers, refusals
 
 
 def _waste(spec: Resolution, switch: str) -> Iterator[tuple[int, float, float]]:
@@ -58,7 +58,7 @@ def _paths_of_auto(node: object, path: Path = ("deepspeed",)) -> Iterator[Path]:
 FACTS: Mapping[str, Callable[[Resolution], Any]] = {
     **{
         name: found
-        for module in (batches, layers, refusals)
+        for module in (batches, experts, layers, refusals)
         for name, found in inspect.getmembers(module, inspect.isfunction)
         if found.__module__ == module.__name__ and not name.startswith("_")
     },

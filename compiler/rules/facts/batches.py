@@ -1,4 +1,4 @@
-"""What rules read of batches that grow, schedules, optimizers and what experts take."""
+"""What rules read of batches that grow, schedules, optimizers and biases of routers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parcompile.layout.groups import Axis, divisors
-from parcompile.layout.shards import expert_rows, shared_tokens
 from parcompile.model.blocks.experts import router_biases
 from parcompile.model.derived_rows import parameter_table
-from parcompile.rules import listed, nearest_divisors
+from parcompile.rules import listed
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.spec.rampup import RampupBatchSize
 from parcompile.spec.resolve import Resolution
@@ -108,27 +107,6 @@ def settings_of_others(spec: Resolution) -> Iterator[tuple[str, str]]:
     for key in dict.fromkeys(key for keys in OPTIMIZER_KEYS.values() for key in keys):
         if key not in known and spec.given("training", "optimizer", key):
             yield key, ", ".join(name for name, keys in OPTIMIZER_KEYS.items() if key in keys)
-
-
-def near_ep(spec: Resolution) -> tuple[int, ...]:
-    """Other sizes of ep. The experts that give back what they take are dealt too."""
-    moe = spec.shape.moe
-    counts = () if moe is None else filter(None, (moe.num_experts, moe.num_identities))
-    return nearest_divisors(spec.axis(Axis.EP), *counts, count=4)
-
-
-def tokens_of_rank(spec: Resolution) -> int:
-    """The tokens of a micro-batch that a rank sends to experts."""
-    tokens = spec.micro_batch_size * spec.sequence_length // spec.axis(Axis.CP)
-    return shared_tokens(tokens, spec.axis(Axis.TP), 0)[1]
-
-
-def rows_of_expert(spec: Resolution) -> int | None:
-    """Of these those that one expert takes at most; None: as many as choose it."""
-    moe, factor = spec.shape.moe, spec.if_given("training", "router", "expert_capacity")
-    if moe is None or factor is None:
-        return None
-    return expert_rows(factor, tokens_of_rank(spec), moe.num_experts_per_token, moe.num_experts)
 
 
 def sharded_biases(spec: Resolution) -> Iterator[str]:

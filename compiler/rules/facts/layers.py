@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from parcompile.cost.step import timing
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Path, closest
-from parcompile.layout.groups import DENSE_AXES, Axis, Grid, divisors, expert_grid
+from parcompile.layout.groups import DENSE_AXES, Axis, divisors, expert_grid
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import keeps_places
 from parcompile.machines import PresetError, accelerators, is_preset_file
@@ -25,7 +25,7 @@ from parcompile.rules import model_path
 from parcompile.rules.h_memory import workload
 from parcompile.rules.l_stages import stages_of
 from parcompile.rules.t_tensor import parts_that_tp_divides
-from parcompile.rules.w_world import timed
+from parcompile.rules.w_world import dense_grid, timed
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.resolve.training import AUTO
 
@@ -51,7 +51,7 @@ def starts_kernels_in_turn(spec: Resolution) -> bool:
 
 def experts_keep_places(spec: Resolution) -> bool:
     """Whether every rank holds experts of its own stage, cut at its own place on tp."""
-    dense = Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
+    dense = dense_grid(spec)
     return keeps_places(dense, expert_grid(dense, spec.axis(Axis.EP), spec.expert_tp))
 
 

@@ -18,7 +18,7 @@ from parcompile.backends.deepspeed import (
     reach,
 )
 from parcompile.diagnostics import Path
-from parcompile.layout.groups import DENSE_AXES, Axis, Grid, expert_grid
+from parcompile.layout.groups import DENSE_AXES, Axis, expert_grid
 from parcompile.layout.shards import keeps_places
 from parcompile.model.catalogue import RUNTIME_FAMILIES, model_type
 from parcompile.model.derived_rows import shared_inputs
@@ -27,6 +27,7 @@ from parcompile.model.layer_parts import ATTENTION, why_whole
 from parcompile.model.layers import KeysAndValues
 from parcompile.model.shape import ModelShape
 from parcompile.rules.l_stages import stages_of
+from parcompile.rules.w_world import dense_grid
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 
@@ -176,7 +177,7 @@ def moved_experts(spec: Resolution) -> str:
     ep, sizes = spec.axis(Axis.EP), {axis: spec.axis(axis) for axis in DENSE_AXES}
     if ep == 1 or spec.expert_tp is not None or (sizes[Axis.DP] * sizes[Axis.CP]) % ep:
         return ""  # rule X006 looks at experts with a tp of their own
-    dense = Grid.of(spec.order, sizes)
+    dense = dense_grid(spec)
     expert = expert_grid(dense, ep)
     return "; ".join(
         f"{axis} neighbours are {dense.stride(axis)} ranks apart in dense layers and {expert.stride(axis)} in experts"

@@ -125,8 +125,8 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
     failure, device, name, free, dtypes = "", None, "none", None, []
     try:
         device = device_of(environment)
-        free = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
-        name, dtypes = device_name(device), usable_dtypes(device)
+        on_device = None if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+        name, free, dtypes = device_name(device), on_device, usable_dtypes(device)
     except (RuntimeError, AssertionError, ValueError) as error:
         failure = f"its device cannot be used: {first_line(error)}"
     folder, disk, refused = disk_of(checkpoints)
