@@ -145,7 +145,8 @@ def _refuse_misspelt(word: str) -> None:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="`parcompile SPEC -o DIR` is short for `parcompile compile SPEC -o DIR`. "
     "Commands that read a plan take a spec too, and the reverse. Exit codes: 0 all is well; 1 a spec has errors, or "
-    "what a command compares or looks for is wrong; 2 the command line is wrong, or a file cannot be read or written.",
+    "what a command compares or looks for is wrong; 2 the command line is wrong, or a file cannot be read or written; "
+    "130 after Ctrl-C; 141 where the reader of the output has left, as `head` does.",
 )
 @click.version_option(__version__, message="parcompile %(version)s")
 def cli() -> None:

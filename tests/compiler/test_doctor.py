@@ -668,6 +668,7 @@ def test_help_says_every_exit_code(tmp_path: Path) -> None:
     assert "0 when nothing is wrong, 1 when something is or the files do not say what (CANNOT TELL), and 2" in said
     whole = " ".join(CliRunner().invoke(cli, ["--help"]).output.split())
     assert "Exit codes: 0 all is well; 1 a spec has errors" in whole
+    assert "130 after Ctrl-C; 141 where the reader of the output has left" in whole
 
 
 @pytest.mark.usefixtures("page_files")

@@ -210,8 +210,8 @@ class TestCommand:
             (("--picture", "grid", "--format", "svg", "--rank", "99"), "0 ≤ rank < 16", 2),
             (("--picture", "grid", "--format", "svg", "--axis", "xp"), "tp, cp, dp, pp", 2),
             (("--picture", "splits", "--format", "svg", "--axis", "xp"), "zero", 2),
-            (("--picture", "grid", "--rank", "1"), "--axis and --rank are not of the form text", 2),
-            (("--picture", "grid", "--axis", "cp", "--format", "md"), "are not of the form md: add --format svg", 2),
+            (("--picture", "grid", "--rank", "1"), "--axis and --rank colour pictures, not text", 2),
+            (("--picture", "grid", "--axis", "cp", "--format", "md"), "colour pictures, not md: add --format svg", 2),
             (("--picture", "grid", "-o", "none/x.svg"), "cannot be written", 2),
         ],
     )
