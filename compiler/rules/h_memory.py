@@ -20,6 +20,7 @@ from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
 from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule
+from .w_world import dense_grid
 
 if TYPE_CHECKING:
     from parcompile.cost.changes import Change
@@ -64,13 +65,13 @@ def workload(spec: Resolution) -> Workload:
     Raises:
         Unavailable: another rule says why it cannot.
     """
+    dense_grid(spec)
     try:
         decided = spec.spec()
     except Unavailable:
         decided = _with_a_whole_batch(spec).spec()
     known = decided.cluster.preset is not None or decided.cluster.accelerator in accelerators()
-    twice = len(set(spec.order)) != len(spec.order)  # W004 speaks of it
-    if not known or twice or spec.shape.num_attention_heads % spec.axis(Axis.TP):
+    if not known or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         raise Unavailable("memory")
     try:
         return workload_of(decided)

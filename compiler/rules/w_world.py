@@ -122,7 +122,11 @@ def megatron_knows_the_order(spec: Resolution) -> Iterator[Finding]:
 
 
 def dense_grid(spec: Resolution) -> Grid:
-    """Where ranks stand in dense layers."""
+    """Where ranks stand in dense layers.
+
+    Raises:
+        Unavailable: the order names an axis twice.
+    """
     if len(set(spec.order)) != len(spec.order):
         raise Unavailable("parallelism")  # W004 speaks of it
     return Grid.of(spec.order, {axis: spec.axis(axis) for axis in DENSE_AXES})
