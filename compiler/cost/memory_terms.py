@@ -110,9 +110,9 @@ class _Held:
     largest: LayerBytes
 
     @classmethod
-    def of(cls, work: Workload, index: int) -> _Held:
-        """Of a step with what the stage recomputes."""
-        stage = work.stages[index]
+    def of(cls, work: Workload, index: int, stage: Stage | None = None) -> _Held:
+        """Of a step with what the stage recomputes, or of some layers of the stage."""
+        stage = work.stages[index] if stage is None else stage
         shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
         cut = (work.tp, work.sequence_parallel, work.element_bytes)
         if work.framework == "deepspeed":
@@ -331,6 +331,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
             if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
                 layers = held if begins else left
+                if work.recomputes_layers and one.routed and not work.shape.routed(stage.layers[: math.ceil(layers)]):
+                    # The layers that are left have no experts.
+                    whole = _again_whole(one, stage.layers[: math.ceil(layers)])
                 beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:
@@ -338,6 +341,13 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         reduced = static.reductions[-2].behind if work.zero_stage == 1 and len(static.reductions) > 1 else 0.0
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static), reduced=reduced)
     return kept, reducing
+
+
+def _again_whole(one: _Held, layers: range) -> float:
+    """What the largest of some layers of a stage takes when it is computed again, and goes backward."""
+    left = _Held.of(one.work, one.index, replace(one.stage, layers=layers))
+    _, one_layer, in_flight = _recomputed(left, _in_flight(left, 0.0))
+    return one_layer + in_flight - behind_mlp_bytes(one.work)
 
 
 def _absent(work: Workload, static: _Static) -> tuple[float, float]:
