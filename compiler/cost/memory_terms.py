@@ -321,9 +321,11 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             whole = one_layer + in_flight - behind_mlp_bytes(work)
         most = len(stage.layers)
         of_each = (sum(kept.values()) - whole) / max(most, 1)
+        waiting = waiting_gradient_bytes(work, stage)
         for each in static.reductions:
             part = each.layers - max(0, math.ceil(each.layers) - 1)
             begun = again * part if each.layers <= most else last_norm_bytes(work)
+            begun += waiting if each.layers > 0 else 0.0
             reducing = max(reducing, each.taken + of_each * min(each.layers, most) + begun)
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
@@ -334,7 +336,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
                 if work.recomputes_layers and one.routed and not work.shape.routed(stage.layers[: math.ceil(layers)]):
                     # The layers that are left have no experts.
                     whole = _again_whole(one, stage.layers[: math.ceil(layers)])
-                beside = waiting_gradient_bytes(work, stage) + each.behind - each.filled * (not begins)
+                beside = waiting + each.behind - each.filled * (not begins)
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
