@@ -442,41 +442,61 @@ def tile_bytes(work: Workload) -> float:
 def attention_in_flight(work: Workload, layer: LayerBytes) -> float:
     """What is in flight while the attention of a layer goes backward, when its MLP and the norm in front are gone.
 
-    Where one norm stands in front of both, the gradients of the layer's output and of what that norm gave are there.
+    The gradient of the residual stream is there, and where one norm stands in front of both, that of what it gave. Two
+    norms of the same input keep it.
     """
     if not work.shape.attends:
         return 0.0
-    if work.shape.norms.per_layer > 1 or work.shape.stack.blocks is not None:
-        gone = layer.mlp * work.local_tokens + layer.stream / 2 * work.split_tokens
-        gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
+    given = work.element_bytes * work.shape.hidden_size / (work.tp if work.sequence_parallel else 1)
+    gone = layer.mlp * work.local_tokens - given * work.split_tokens
+    if work.shape.norms.per_layer == 1 and work.shape.stack.blocks is None:
+        gone -= given * work.split_tokens
     else:
-        share = work.tp if work.sequence_parallel else 1
-        given = work.element_bytes * work.shape.hidden_size * work.split_tokens / share
-        gone = layer.mlp * work.local_tokens - 2 * given
+        # The norm in front of attention is left, if there is one.
+        norms = work.shape.norms.per_layer
+        behind = 1.0 if norms_mlp_output(work.shape) and norms <= 2 else 1 - 1 / norms  # noqa: PLR2004
+        gone += layer.stream * behind * (layer.stream > _ONE_INPUT * given) * work.split_tokens
+        gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
     return _attention_gradients(work) - gone
+
+
+_ONE_INPUT = 1.5
+"""Two norms that keep less than so many hidden states keep the same one."""
 
 
 def _attention_gradients(work: Workload) -> float:
     """The gradients of what goes into an attention's kernel and comes out of it, and what ranks exchange for them.
 
-    A pass of a ring has copies of its queries, outputs and their gradients, and keys and values twice; the sums of
-    gradients of queries and of keys and values, those that travel, those that come, and both of the pass before. In
-    fp32 sums are the gradients themselves. Ulysses has queries, outputs and gradients in the order of heads.
+    Beside them in a pass over ranks: sums in fp32 of its own gradients; of its keys, values and their gradients what
+    is at hand and under way; what the kernel gives of a tile; and where several passes take turns, the sums of the one
+    before, and outputs and their gradients laid out anew. Ulysses has queries, outputs and gradients in the order of
+    heads.
     """
     sizes, context = sizes_of(work), work.context
-    queries, keys = sizes.q_bytes, sizes.kv_bytes(sizes.kv_heads)
+    outputs, keys = sizes.output_numel * sizes.element_bytes, sizes.kv_bytes(sizes.kv_heads)
+    queries, found = sizes.q_bytes - outputs, sizes.q_bytes + keys
     if work.cp == 1:
-        return queries + keys
-    swapped = 1.55 * queries if context.head_ranks > 1 else 0.0
+        return found
+    swapped = 1.55 * sizes.q_bytes if context.head_ranks > 1 else 0.0
     if context.head_ranks == work.cp:
-        return queries + keys + swapped
-    passes = passes_of(sizes, context, on_gpu=runs_on_gpu(work))
-    together = work.cp if context.implementation is CpImplementation.ALL_GATHER else 1
-    before, wide = passes > 1, SUM_BYTES / work.element_bytes  # of a sum, beside what it is a sum of
-    # Two ranks get no gradients while they compute.
-    pairs = 2 + before + (1 + before) * (wide > 1 and work.cp > 2)
-    of_pass = (1.75 + wide / 2 * (wide > 1)) * queries + (2 + pairs * wide) * together * keys
-    return queries + keys + max(swapped, of_pass / passes)
+        return found + swapped
+    passes, ranks = passes_of(sizes, context, on_gpu=runs_on_gpu(work)), context.ring_ranks
+    wide, before = SUM_BYTES / work.element_bytes, passes > 1
+    of_pass = 2.0 * outputs * before + wide * queries * (wide > 1)
+    # A kernel whose keys are wider than values takes both alike: of the tile, outputs and their gradients too.
+    padded = sizes.key_dim > sizes.value_dim
+    tile = 3 * sizes.key_dim / (sizes.key_dim + sizes.value_dim) * keys if padded else keys
+    of_pass += 2 * queries * padded
+    if context.implementation is CpImplementation.ALL_GATHER:
+        of_pass = 2.0 * outputs + wide * queries * (wide > 1) + queries / 2 + ranks * tile
+        of_pass += wide * ((2 * ranks - 1) * before + ranks) * keys
+        of_pass = ranks * (1 + before) * keys + max(of_pass, wide * (2 * ranks - 1) * keys)
+    elif before:
+        of_pass += queries + tile + (2 + (4 if wide > 1 else 2) * wide) * keys
+    else:
+        pairs, at_hand = (3, 2) if ranks > 2 else (1, 1)
+        of_pass += queries + tile / 2 + (at_hand + (pairs + (wide > 1)) * wide) * keys
+    return found + max(swapped, of_pass / passes)
 
 
 def input_bytes(work: Workload) -> float:

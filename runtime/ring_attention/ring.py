@@ -197,7 +197,9 @@ def gathered(call: AttentionCall, key: Tensor, value: Tensor) -> Iterator[tuple[
         if under_way is not None:
             parts += [(pair.first, pair.second) for pair in under_way.wait()]
         under_way = None if following is None else _post_keys(call, following, key, value)
-        yield _in_order(one.schedule, [part[0] for part in parts]), _in_order(one.schedule, [part[1] for part in parts])
+        both = [_in_order(one.schedule, [part[number] for part in parts]) for number in (0, 1)]
+        parts.clear()  # what came takes memory until the caller asks for the next
+        yield both.pop(0), both.pop()
 
 
 def gathered_backward(
@@ -219,8 +221,13 @@ def gathered_backward(
     keep(grad_query, targets.query)
     if bring_home is not None:
         bring_home()
-    (own_key, *other_keys), (own_value, *other_values) = _by_part(schedule, grad_keys), _by_part(schedule, grad_values)
-    outgoing = [Pair.pack(*pair) for pair in zip(other_keys, other_values, strict=True)]
+    # Each copy takes as much memory as what it is a copy of, which goes as soon as it may.
+    del into, grad_query
+    own_key, *other_keys = _by_part(schedule, grad_keys)
+    del grad_keys
+    own_value, *other_values = _by_part(schedule, grad_values)
+    del grad_values
+    outgoing = [Pair.pack(other_keys.pop(0), other_values.pop(0)) for _ in schedule.hops]
     incoming = [Pair.empty_like(own_key, own_value) for _ in schedule.hops]
     # Back to where the keys came from.
     hops = [hop.reversed() for hop in schedule.hops]
