@@ -234,12 +234,22 @@ def added_bytes(shape: ModelShape, element_bytes: float) -> float:
     return float(width * shape.hidden_size) if shape.residual.streams else 0.0
 
 
+def has_mixture(work: Workload, stage: Stage) -> bool:
+    """Whether a mixture reads the streams behind the last layer."""
+    return stage.has_head and work.shape.residual.streams > 0 and work.shape.model_type not in MEANS
+
+
 def head_bytes(work: Workload, stage: Stage) -> float:
-    """What the mixture behind the last layer keeps of a micro-batch."""
-    if not work.shape.residual.streams or work.shape.model_type in MEANS or not stage.has_head:
-        return 0.0
+    """What is kept of a micro-batch behind the last layer for what makes one stream of several."""
     share = work.tp if work.sequence_parallel else 1
-    return work.split_tokens * _streams(work.shape, work.element_bytes) / share
+    mixed = work.split_tokens * _streams(work.shape, work.element_bytes) / share if has_mixture(work, stage) else 0.0
+    return mixed + sum(one.kept_at_ends(local(work))[1] for one in work.shape.parts) * stage.has_head
+
+
+def front_bytes(work: Workload, stage: Stage) -> float:
+    """What is kept of a micro-batch in front of the layers, the input of the first one left out."""
+    own = sum(one.kept_at_ends(local(work))[0] for one in work.shape.parts) if stage.has_embedding else 0.0
+    return own + projection_bytes(work, stage)
 
 
 def _streams(shape: ModelShape, element_bytes: float) -> float:

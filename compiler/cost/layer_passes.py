@@ -15,8 +15,8 @@ from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
 from . import kept
-from .activations import ROW_COPIES
-from .blocks import MEANS, NORM_BYTES, added_bytes, head_bytes, table_gradient_bytes
+from .activations import BLOCKS, ROW_COPIES
+from .blocks import MEANS, NORM_BYTES, added_bytes, has_mixture, head_bytes, table_gradient_bytes
 from .collectives import norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
@@ -93,7 +93,7 @@ def mixture_in_flight(work: Workload, stage: Stage) -> float:
 
     A mixture of low rank has let go of what it projects.
     """
-    if head_bytes(work, stage) == 0:
+    if not has_mixture(work, stage):
         return 0.0
     copied = work.element_bytes < 4
     if work.shape.residual.mixture_rank:
@@ -454,7 +454,7 @@ def attention_in_flight(work: Workload, layer: LayerBytes) -> float:
     else:
         # The norm in front of attention is left, if there is one.
         norms = work.shape.norms.per_layer
-        behind = 1.0 if norms_mlp_output(work.shape) and norms <= 2 else 1 - 1 / norms  # noqa: PLR2004
+        behind = 1.0 if norms_mlp_output(work.shape) and norms == BLOCKS else 1 - 1 / max(norms, BLOCKS)
         gone += layer.stream * behind * (layer.stream > _ONE_INPUT * given) * work.split_tokens
         gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
     return _attention_gradients(work) - gone

@@ -14,13 +14,13 @@ from parcompile.model.shape import ModelShape
 
 from .activations import layer_bytes, score_bytes
 from .blocks import (
+    front_bytes,
     head_bytes,
     kept_by_blocks,
     kept_by_one,
     kept_of_use,
     late_gradient,
     parts_bytes,
-    projection_bytes,
     uses,
 )
 from .collectives import buffer_bytes, norms_mlp_output, routed_layers
@@ -301,7 +301,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
-        before = projection_bytes(work, stage) + embedding_norm_bytes(work, stage)
+        before = front_bytes(work, stage) + embedding_norm_bytes(work, stage)
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += (before + parts) * one.copies
         # With full recomputation it is gone when a layer is computed again.

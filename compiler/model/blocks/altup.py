@@ -48,6 +48,14 @@ class AltUp(Block):
         """What makes streams of one, and one of them."""
         return 2 * (self.num_streams - 1) * hidden**2
 
+    def kept_at_ends(self, local: Local) -> tuple[float, float]:
+        """Of each stream that is made of one, and made one of, what is projected and that in its magnitude.
+
+        In front the one, too; behind all of the last layer. The first layer keeps its own input.
+        """
+        made, hidden = 2 * (self.num_streams - 1), local.split_tokens * local.hidden * local.width / local.share
+        return (made + 1) * hidden, (made + self.num_streams) * hidden
+
 
 @dataclass(frozen=True, slots=True)
 class LargestActivations(Block):

@@ -205,6 +205,10 @@ class Block:
         """What a layer keeps of a micro-batch for backward."""
         return 0.0
 
+    def kept_at_ends(self, local: Local) -> tuple[float, float]:  # noqa: ARG002
+        """What is kept of a micro-batch in front of the layers, and behind the last one."""
+        return 0.0, 0.0
+
     def exchanges(self, local: Local) -> Iterator[Exchange]:  # noqa: ARG002
         """What a layer sends of a micro-batch."""
         yield from ()
