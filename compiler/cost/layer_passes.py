@@ -439,11 +439,11 @@ def tile_bytes(work: Workload) -> float:
     return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
 
 
-def attention_in_flight(work: Workload, layer: LayerBytes) -> float:
+def attention_in_flight(work: Workload, stage: Stage, layer: LayerBytes) -> float:
     """What is in flight while the attention of a layer goes backward, when its MLP and the norm in front are gone.
 
-    The gradient of the residual stream is there, and where one norm stands in front of both, that of what it gave. Two
-    norms of the same input keep it.
+    The gradient of the residual stream is there, beside that which came from the next stage; where one norm stands in
+    front of both, that of what it gave. Two norms of the same input keep it.
     """
     if not work.shape.attends:
         return 0.0
@@ -452,6 +452,7 @@ def attention_in_flight(work: Workload, layer: LayerBytes) -> float:
     if work.shape.norms.per_layer == 1 and work.shape.stack.blocks is None:
         gone -= given * work.split_tokens
     else:
+        gone -= given * work.split_tokens * (not stage.has_head)
         # The norm in front of attention is left, if there is one.
         norms = work.shape.norms.per_layer
         behind = 1.0 if norms_mlp_output(work.shape) and norms == BLOCKS else 1 - 1 / max(norms, BLOCKS)

@@ -399,7 +399,7 @@ def _in_flight(one: _Held, bucket: float) -> float:
         layer = one.sparse if one.routed else one.dense
         if norms_mlp_output(work.shape) and not (work.recomputes_layers or work.sequence_parallel):  # that norm is gone
             in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
-        of_others = norm_in_flight(work, layer), attention_in_flight(work, layer), streams_in_flight(work)
+        of_others = norm_in_flight(work, layer), attention_in_flight(work, one.stage, layer), streams_in_flight(work)
         in_flight = max(in_flight, *of_others)
     if together > 1 and one.routed:
         # The experts of a module go backward when its other layers, and the MLP of their own, are gone.
