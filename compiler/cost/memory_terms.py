@@ -352,14 +352,19 @@ def _again_whole(one: _Held, layers: range) -> float:
     return one_layer + in_flight - behind_mlp_bytes(one.work)
 
 
+_FIRST_AND_LAST = 2
+"""Micro-batches."""
+
+
 def _absent(work: Workload, static: _Static) -> tuple[float, float]:
     """What is counted as held and is not there yet while the loss goes backward, and behind that.
 
     At ZeRO stage 2 these are the bucket, which is there from the first gradient on, and the sums of a step's only
-    micro-batch, which are there from the first reduction on. At stage 1 the gradients of the head lie in the bucket.
+    micro-batch, which are there from the first reduction on. At stage 1 the gradients of the head lie in the bucket
+    in a step's last micro-batch; in one between the first and the last all gradients are held.
     """
     if work.zero_stage != 2 or not static.reductions:
-        return 0.0, static.in_bucket
+        return 0.0, static.in_bucket * (work.micro_batches <= _FIRST_AND_LAST)
     sums = static.held[1] if work.micro_batches == 1 else 0.0
     return static.bucket + sums, sums
 

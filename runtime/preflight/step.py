@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.pipeline import Pass
+from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.engine import before_reduction
 from parcompile.runtime.deepspeed_patches.norm import is_on_host, tensors_on_host, weights_on_host
 from parcompile.runtime.deepspeed_patches.optimizer_state import (
@@ -147,6 +148,11 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
 Documents = list[list[int]]
 RUN = 2
 """Micro-batches that are run."""
+BETWEEN = "between"
+"""The phase of one more between them at ZeRO stage 1, where a step has more: all gradients are there all the time.
+
+Behind the first they come to be, and the last one's are let go of as they are reduced.
+"""
 TRACE = "trace"
 """The phase of one more before them at ZeRO stage 3, in which DeepSpeed learns the order of modules."""
 END = "end of the step"
@@ -263,7 +269,8 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
 
 def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
     """Micro-batch by micro-batch; the last reduces the gradients and steps."""
-    for phase in (*([TRACE] if is_of_stage_3(engine.optimizer) else []), *(f"micro {micro}" for micro in range(RUN))):
+    most = 0
+    for phase in _phases(tracker.mesh.plan):
         held = _begin(tracker, phase)
         with default_device(tracker.device):  # for modules that make their positions there
             loss = engine(**batch).loss
@@ -277,8 +284,18 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
             small[0].all_gather(small)
         if phase == "micro 0":
             look()
+        if phase == BETWEEN:
+            most = max(held + ahead, tracker.peak_bytes) - held
     back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
-    return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(held + ahead, tracker.peak_bytes) - held, held)
+    return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(ahead, tracker.peak_bytes - held, most), held)
+
+
+def _phases(plan: Plan) -> list[str]:
+    """Micro-batches of one stage, in their order."""
+    spec = plan.spec
+    several = spec.zero_stage == 1 and spec.parallelism.pp == 1 and spec.training.gradient_accumulation_steps > RUN
+    first, *others = (f"micro {micro}" for micro in range(RUN))
+    return [*[TRACE] * spec.shards_weights, first, *[BETWEEN] * several, *others]
 
 
 def _run_stages(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
@@ -324,7 +341,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     config["optimizer"]["params"].pop("fused", None)  # of which stand-ins of tensors know nothing
     if plan.spec.takes_cpu_adam:
         config["optimizer"]["params"]["torch_adam"] = True  # which keeps as much
-    micro_batches = RUN + plan.spec.shards_weights
+    micro_batches = RUN if plan.spec.parallelism.pp > 1 else len(_phases(plan))
     config["gradient_accumulation_steps"] = micro_batches
     config["train_batch_size"] = micro_batches * plan.spec.training.micro_batch_size * plan.spec.parallelism.dp
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
