@@ -7,6 +7,7 @@ processes: they get other batches, and metrics are gathered over them.
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from .checkpoint import load, save
 from .checkpoint.saved_models import whole_state_dict
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, take_over
-from .engine.loop import refuse_ramp
+from .engine.loop import own_deals, refuse_ramp
 from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
 from .inject.adapters import INJECTED_FIRST
@@ -103,12 +104,7 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         del values["self"]
         training, on_cpu = plan.spec.training, plan.spec.cluster.accelerator == "cpu"
         wrong = [f"{name} is given: {why}" for name, why in _UNPLANNED.items() if values.get(name)]
-        deals = values.get("dataloader_config")
-        wrong += [
-            f"dataloader_config.{name} is True: the plan deals batches to dp ranks"
-            for name in ("split_batches", "dispatch_batches")
-            if getattr(deals, name, None)
-        ]
+        wrong += own_deals("dataloader_config", values)
         for name, planned, free in (
             ("mixed_precision", _precision(plan), (None, "no")),
             ("gradient_accumulation_steps", training.gradient_accumulation_steps, (1,)),
@@ -263,12 +259,12 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As in `Accelerator`, over dp ranks."""
-        with mock.patch("accelerate.accelerator.gather_object", self._gather_objects):
-            return super().gather_for_metrics(input_data, use_gather_object)
 
-    def _gather_objects(self, given: Sequence[Any]) -> list[Any]:
-        every = gather_objects(given, self.mesh.group("dp")) if self.mesh.size("dp") > 1 else [given]
-        return [one for held in every for one in held]
+        def of_all(given: Sequence[Any]) -> list[Any]:
+            return list(itertools.chain(*gather_objects(given, self.mesh.group("dp"))))
+
+        with mock.patch("accelerate.accelerator.gather_object", of_all):
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean over dp ranks, times `scale`."""

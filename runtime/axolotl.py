@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # axolotl goes on without a plug-in whose module cannot be imported: all else is imported when it is registered.
 
+_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 _UNPLANNED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size", "dp_replicate_size"), "the plan has ZeRO and dp"
@@ -35,9 +36,7 @@ _UNPLANNED: Mapping[str, str] = {
     **dict.fromkeys(("pretraining_dataset", "streaming"), "ranks that share a sequence need the same rows"),
     **dict.fromkeys(("orpo_alpha", "use_eaft", "chunked_cross_entropy"), "the plan has the loss"),
     **dict.fromkeys(("tiled_mlp", "cut_cross_entropy", "fp8", "unsloth_cross_entropy_loss"), "it writes over layers"),
-    **dict.fromkeys(
-        ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), "it writes over layers"
-    ),
+    **dict.fromkeys(_LORA_KERNELS, "it writes over layers"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq"), "the runtime trains weights of 16 or 32 bits"),
     **dict.fromkeys(
         ("fix_untrained_tokens", "generate_samples", "do_bench_eval", "do_causal_lm_eval"), "rank 0 does it alone"
@@ -107,8 +106,7 @@ def _follow(plan: Plan, cfg: MutableMapping[str, Any]) -> list[str]:
         wrong.append(f"adapter is {cfg['adapter']!r}: a plan has lora alone")
     liger = [name for name, value in cfg.items() if name.startswith("liger_") and value]
     wrong += [f"{name} is {cfg[name]!r}: it writes over layers that are injected" for name in liger]
-    for name in ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"):
-        cfg[name] = False  # axolotl switches them on by itself
+    cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # axolotl switches them on by itself
 
     layout = {**{name: 1 for names in AXOLOTL.parallel.values() for name in names}, **axolotl_layout(plan)}
     layout["sequence_parallel_degree"] = layout["context_parallel_size"]

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from parcompile.runtime.collectives import gather_from_group, linear_map
 from parcompile.runtime.errors import everywhere
@@ -50,7 +51,8 @@ class SequenceLoss(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _WITHOUT_VALUE:
                 return func(*args, **(kwargs or {}))
-            found = func(*map(_arrived, args), **{name: _arrived(one) for name, one in (kwargs or {}).items()})
+            positional, named = tree_map_only(SequenceLoss, _arrived, (args, kwargs or {}))
+            found = func(*positional, **named)
             return _of(found, args[0].part.detach(), None) if func is Tensor.detach else found
 
 
@@ -98,14 +100,12 @@ def _of(whole: Tensor, part: Tensor, work: Any) -> SequenceLoss:
     return loss
 
 
-def _arrived(given: Any) -> Any:
-    """The same with plain tensors, whose values are there."""
-    if isinstance(given, SequenceLoss):
-        if given._work is not None:
-            given._work.wait()
-            given._work = None
-        return given.as_subclass(Tensor)
-    return type(given)(map(_arrived, given)) if type(given) in (list, tuple) else given
+def _arrived(loss: SequenceLoss) -> Tensor:
+    """A plain tensor, whose value is there."""
+    if loss._work is not None:
+        loss._work.wait()
+        loss._work = None
+    return loss.as_subclass(Tensor)
 
 
 _COMPUTES_WITH_LOGITS = (

@@ -40,7 +40,7 @@ from .checkpoint.state_file import random_state, set_random_state
 from .data import PlanLoader
 from .deepspeed_patches.engine import initialize_with
 from .engine import options_for_deepspeed, prepare, seed_ranks, take_over
-from .engine.loop import evaluate, refuse_ramp
+from .engine.loop import evaluate, own_deals, refuse_ramp
 from .engine.metering import known_work
 from .errors import differs_from_plan, everywhere
 from .groups import Mesh, Mpu, join
@@ -136,12 +136,7 @@ def _planned_arguments(plan: Plan, given: TrainingArguments) -> TrainingArgument
         if value not in (planned, getattr(default, "value", default), None):
             wrong.append(f"{name} is {value!r}, the plan has {'one of its own' if name in free else repr(planned)}")
     wrong += [f"{name} is {value!r}: {why}" for name, why in _UNPLANNED.items() if (value := values.get(name))]
-    deals = values.get("accelerator_config")
-    wrong += [
-        f"accelerator_config.{name} is True: the plan deals batches to dp ranks"
-        for name in ("split_batches", "dispatch_batches")
-        if getattr(deals, name, None)
-    ]
+    wrong += own_deals("accelerator_config", values)
     if wrong:
         raise differs_from_plan(type(given).__name__, wrong, "these arguments")
     # Trainer would count every rank as data-parallel.
@@ -394,7 +389,7 @@ def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any)
 _OF_LOG = {"loss": "loss", "gradient_norm": "grad_norm", "lr": "learning_rate"}
 
 
-class _Rows(TrainerCallback):  # type: ignore[misc]
+class _Rows(TrainerCallback, contextlib.AbstractContextManager["_Rows"]):  # type: ignore[misc]
     """Writes the lines of Trainer's log to metrics.jsonl in its output folder, under the names of `StepMeter`.
 
     `seconds` is the mean of the steps since the line before, without what evaluation and saving take between them.
@@ -406,9 +401,6 @@ class _Rows(TrainerCallback):  # type: ignore[misc]
         self._log: RunLog | None = None
         self._peak: dict[str, float] = {}
         self._step, self._since, self._ended, self._waited, self._pauses = 0, 0.0, 0.0, 0.0, False
-
-    def __enter__(self) -> _Rows:
-        return self
 
     def __exit__(self, *raised: Any) -> None:
         if self._log is not None:
@@ -624,12 +616,12 @@ class _Planned(_InEngine):
                 f"{resume_from_checkpoint} has no {TRAINER_STATE_NAME}: a parallelised trainer resumes from the "
                 f"folders checkpoint-N that it has written to its output folder ({output}), beside {self._folder}"
             )
-        self.accelerator.gather, self.accelerator.gather_for_metrics = self._of_dp, self._for_metrics
-        try:
-            with self._in_engine(), mock.patch("transformers.trainer.deepspeed_load_checkpoint", self._load_engine):
-                return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)
-        finally:
-            del self.accelerator.gather, self.accelerator.gather_for_metrics
+        with (
+            mock.patch.multiple(self.accelerator, gather=self._of_dp, gather_for_metrics=self._for_metrics),
+            self._in_engine(),
+            mock.patch("transformers.trainer.deepspeed_load_checkpoint", self._load_engine),
+        ):
+            return super().train(resume_from_checkpoint=resume_from_checkpoint or None, **others)
 
     def _save_checkpoint(self, *given: Any, **named: Any) -> None:
         """As in `Trainer`: its state is in `checkpoint-N`, weights and those of the engine in `checkpoints`."""
@@ -745,11 +737,8 @@ class _Planned(_InEngine):
                     data_seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
                 )
 
-        accelerator.prepare = deal
-        try:
+        with mock.patch.object(accelerator, "prepare", deal):
             yield
-        finally:
-            del accelerator.prepare
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """The predicted tokens of the step on all dp ranks / dp: engines average over dp."""
@@ -795,10 +784,7 @@ class _Planned(_InEngine):
     def evaluation_loop(self, *args: Any, **others: Any) -> Any:
         """As in `Trainer`; ranks have nothing to gather from one another."""
         every = type(self.accelerator).gather_for_metrics.__get__(self.accelerator)
-        with (
-            mock.patch.object(self.accelerator, "gather", lambda given: given),
-            mock.patch.object(self.accelerator, "gather_for_metrics", every),
-        ):
+        with mock.patch.multiple(self.accelerator, gather=lambda given: given, gather_for_metrics=every):
             return super().evaluation_loop(*args, **others)
 
 
@@ -886,8 +872,7 @@ class _Sampling(_Planned):
             return self._of_dp(given) if trains else given
 
         def gather_object(given: list[Any]) -> list[Any]:
-            every = gather_objects(given, self.mesh.group("dp")) if dp > 1 else [given]
-            return [one for held in every for one in held]
+            return list(itertools.chain(*gather_objects(given, self.mesh.group("dp")))) if dp > 1 else given
 
         def reduce(given: Tensor, **_: Any) -> Tensor:
             if dp > 1:

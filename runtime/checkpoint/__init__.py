@@ -112,8 +112,7 @@ def load(engine: Any, folder: str | Path) -> int:
     wait_for_save(engine)
     note = _note_on_all_ranks(Path(folder))
     different = layout_differences(note.layout, file_layout(engine.mesh.plan))
-    fixed = [text for name, text in different.items() if name not in ADAPTABLE]
-    if fixed:
+    if fixed := [text for name, text in different.items() if name not in ADAPTABLE]:
         raise everywhere(f"the checkpoint in {note.folder} is of another run ({'; '.join(fixed)})")
     sizes, adapters = _of_stages(engine)
     _compare_adapters(note, adapters)

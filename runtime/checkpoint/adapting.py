@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,19 @@ from .reading import SavedRun, whole_note
 from .state_file import MASTER, without_keys
 from .writing import Source, fresh_groups, write
 
-# Puts a checkpoint into an engine of another layout: every tensor is made whole and cut anew, one at a time.
-
 
 def adapt(engine: Any, saved: SavedRun) -> None:
     """Weights, optimizer states, counters and scheduler of a checkpoint in any layout.
+
+    Every tensor is made whole and cut anew, one at a time.
 
     Raises:
         RunError: the checkpoint cannot be read, or does not hold what the engine trains.
     """
     slices = Slices(engine.mesh)
-    groups = list(_groups(engine.optimizer))
+    optimizer = engine.optimizer
+    shards = zip(master_shards(optimizer), parameter_groups(optimizer), strict=True)
+    groups = [(shard, optimizer.optimizer.state[shard], parameters) for shard, parameters in shards]
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     placed = {parameter: (flat, state) for flat, state, parameters in groups for parameter in parameters}
     origins = [_origins([plain_name(names[one]) for one in parameters], saved) for _, _, parameters in groups]
@@ -62,7 +64,9 @@ def adapt(engine: Any, saved: SavedRun) -> None:
                         parameter.copy_(local)
                 if parameter in placed:
                     flat, state = placed[parameter]
-                    _place(parameter, local, flat if kind == MASTER else _moment(state, kind, flat))
+                    if kind != MASTER and kind not in state:
+                        state[kind] = torch.zeros_like(flat)
+                    _place(parameter, local, flat if kind == MASTER else state[kind])
         buffers = {plain_name(name): buffer for name, buffer in engine.module.named_buffers()}
         for name, buffer in saved.buffers.items():
             if name in buffers:
@@ -87,29 +91,15 @@ def _local(saved: SavedRun, slices: Slices, name: str, kind: str) -> Tensor | No
     return cut(whole, piece.layout, piece.ranges)
 
 
-def _groups(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Any], list[nn.Parameter]]]:
-    """Of each parameter group: this rank's flat fp32 shard, the optimizer's state of it, and all its parameters."""
-    for shard, parameters in zip(master_shards(optimizer), parameter_groups(optimizer), strict=True):
-        yield shard, optimizer.optimizer.state[shard], parameters
-
-
 def _origins(names: Sequence[str], saved: SavedRun) -> list[int]:
     """The saved parameter groups that those of a live one come from; the first, where none were trained before."""
     found = [number for number, group in enumerate(saved.groups) if not set(names).isdisjoint(group.names)]
     return found or [0]
 
 
-def _moment(state: dict[str, Any], kind: str, like: Tensor) -> Tensor:
-    if kind not in state:
-        state[kind] = torch.zeros_like(like)
-    found: Tensor = state[kind]
-    return found
-
-
 def _place(parameter: nn.Parameter, local: Tensor, flat: Tensor) -> None:
     """Writes what of a parameter lies in this rank's shard."""
-    place = place_in_shard(parameter)
-    if place is not None:
+    if (place := place_in_shard(parameter)) is not None:
         flat.view(-1)[place.of_shard].copy_(local.reshape(-1)[place.of_parameter])
 
 
@@ -132,9 +122,6 @@ def _settings(engine: Any, saved: SavedRun, origins: Sequence[Sequence[int]]) ->
     # A run that changes to fp16 brings no moving scale of its own: the engine's stays.
     if type(saved.loss_scaler) is type(getattr(engine.optimizer, "loss_scaler", None)):
         engine.optimizer.loss_scaler = saved.loss_scaler
-
-
-# From a checkpoint of any layout, or a Hugging Face model, to a checkpoint of a plan.
 
 
 def convert(folder: str | Path, plan: Plan, output: str | Path) -> Path:

@@ -27,7 +27,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from parcompile.backends.deepspeed.write import ds_config
 from parcompile.layout.groups import EXPERT_DP, Axis
 from parcompile.plan import Plan
 from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
@@ -167,7 +166,7 @@ def content(engine: Any) -> dict[str, Any]:
                 base["state"].pop(number, None)
                 states["single_partition_of_fp32_groups"][number] = torch.zeros(0)
                 states["param_slice_mappings"][number].clear()
-    return {"optimizer_state_dict": states, "ds_config": ds_config(mesh.plan), "ds_version": deepspeed.__version__}
+    return {"optimizer_state_dict": states, **writing.versions(mesh.plan)}
 
 
 def _of_shards(engine: Any) -> dict[str, Any]:
@@ -231,8 +230,7 @@ def gathered_weights(engine: Any, client_state: Mapping[str, Any]) -> dict[str, 
         "skipped_steps": engine.skipped_steps,
         "dp_world_size": mesh.size("dp-cp"),
         "mp_world_size": mesh.size("tp-pp"),
-        "ds_config": ds_config(mesh.plan),
-        "ds_version": deepspeed.__version__,
+        **writing.versions(mesh.plan),
         **client_state,
     }
     return {weights_file(mesh.index("tp-pp")): found}

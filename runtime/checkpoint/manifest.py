@@ -25,6 +25,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parcompile.atomic import write_file
 from parcompile.layout.shards import TensorLayout
 from parcompile.plan import Plan, digest, plan_tree, spec_from_tree
@@ -35,8 +37,6 @@ from parcompile.text.typed import Reader, integer, list_of
 from parcompile.user_files import MAX_INDEX_BYTES, read_text
 
 from .state_file import experts_file, random_file, shard_file, weights_file
-
-# The note in each checkpoint: what it is of, how it was laid out, and the size and hash of every file.
 
 NOTE = "parcompile.json"
 """The note's name, inside the folder of a checkpoint. It is written last: a folder with it is complete."""
@@ -234,8 +234,7 @@ def check_listed(plan: Plan, names: Collection[str]) -> None:
     Raises:
         RunError: a file is missing, or one is more than the plan requires.
     """
-    wrong = list(_differences(plan, names))
-    if wrong:
+    if wrong := list(_differences(plan, names)):
         raise RunError("; ".join(wrong[:3]))
 
 
@@ -346,7 +345,7 @@ def _affine_map(layout: TensorLayout, tp: int) -> dict[str, Any]:
 
     whole, local, dim = layout.full_shape, layout.local_shape, layout.dim or 0
     ranges = layout.ranges or (((0, whole[dim]),),) * tp
-    to_whole, to_local = _strides(whole), _strides(local)
+    to_whole, to_local = (torch.empty(shape, device="meta").stride() for shape in (whole, local))
     pieces = {}
     for rank, held in enumerate(ranges):
         offsets = accumulate((stop - start for start, stop in held), initial=0)
@@ -363,8 +362,3 @@ def _affine_map(layout: TensorLayout, tp: int) -> dict[str, Any]:
         ]
     found: dict[str, Any] = ParamAffineMap(whole, dict.fromkeys(pieces, local), pieces).to_dict()
     return found
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor in one piece, row by row."""
-    return tuple(accumulate(reversed((*shape[1:], 1)), lambda one, other: one * other))[::-1]

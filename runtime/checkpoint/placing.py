@@ -66,12 +66,13 @@ def hold(folder: Path) -> None:
     """
     path, me = Path(os.path.realpath(folder)) / LOCK, Owner.me()
     other = _take(path, me, None)
-    if other is not None:
-        if not _is_gone(other, path):
-            raise _in_use(folder, other)
+    if other is not None and _is_gone(other, path):
         other = _take(path, me, other)
-        if other is not None:
-            raise _in_use(folder, other)
+    if other is not None:
+        raise RunError(
+            f"process {other.pid} on {other.host} saves into {folder}: end that job, or choose another folder for this "
+            "one"
+        )
     if _held.get(path) != me:
         _held[path] = me
         threading.Thread(target=_beat, args=(path, me), name="heartbeat of a folder", daemon=True).start()
@@ -169,12 +170,6 @@ def _beat(path: Path, me: Owner) -> None:
             os.utime(path)
 
 
-def _in_use(folder: Path, owner: Owner) -> RunError:
-    return RunError(
-        f"process {owner.pid} on {owner.host} saves into {folder}: end that job, or choose another folder for this one"
-    )
-
-
 def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -188,8 +183,6 @@ def _process(pid: int) -> tuple[str, str]:
     fields = process_fields(pid)
     return (fields[0], fields[19]) if fields else ("", "")
 
-
-# Puts a finished checkpoint in place, in a folder of checkpoints that is whole at every moment.
 
 _UNFINISHED = "unfinished-"
 

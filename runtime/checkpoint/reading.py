@@ -1,7 +1,5 @@
 """Reads whole tensors out of a checkpoint of any layout, without running what is in its pickles.
 
-Reads DeepSpeed's pickled files without running what is in them.
-
 DeepSpeed loads its own files with the whole of pickle, which can run any code. What they need beyond tensors is three
 classes; a file that asks for anything else is not DeepSpeed's and is refused before anything loads it.
 
@@ -61,8 +59,7 @@ def check_trusted(file: Path) -> None:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
     except Exception as error:  # a broken pickle raises what it likes
         raise RunError(f"{file} cannot be read: {first_line(error)}") from None
-    strange = sorted(set(asked) - _classes().keys())
-    if strange:
+    if strange := sorted(set(asked) - _classes().keys()):
         raise RunError(f"{file} asks to load {', '.join(strange)}, which no checkpoint of DeepSpeed holds: not loaded")
 
 
@@ -81,9 +78,6 @@ def load_trusted(file: Path) -> Any:
         raise RunError(f"{file} cannot be read: {first_line(error)}") from None
 
 
-# Reads whole tensors out of a checkpoint, whatever the layout that it was saved in.
-
-
 class SavedRun(WholeTensors):
     """A checkpoint, opened. Tensors are mapped from the files: only what is asked for is read."""
 
@@ -91,9 +85,8 @@ class SavedRun(WholeTensors):
         super().__init__(note.plan, str(note.folder))
         self.note = note
         self._files_of = {(place.pp, place.tp): number for number, place in enumerate(model_parallel_places(note.plan))}
-        self._weights: dict[tuple[int, int], dict[str, Any]] = {}
+        self._opened: dict[str, Any] = {}
         self._shards: dict[tuple[int, int], list[OptimizerShard]] = {}
-        self._experts: dict[tuple[int, int, int], dict[str, Any]] = {}
         self._names: dict[int, dict[str, str]] = {}
 
     def weights(self, pp_rank: int, tp_rank: int) -> dict[str, Any]:
@@ -103,28 +96,29 @@ class SavedRun(WholeTensors):
             RunError: it is missing, or holds no weights.
         """
         place = pp_rank, tp_rank
-        if place not in self._weights:
-            name = weights_file(self._files_of[place])
-            if name not in self.note.files:
-                raise RunError(f"{self.note.folder} lacks {name}, the weights of {_place(place)}")
-            content = load_trusted(self.note.folder / name)
-            if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
-                raise RunError(f"{self.note.folder / name} holds no weights of a module, as DeepSpeed writes them")
-            self._weights[place] = content
-        return self._weights[place]
+        name = weights_file(self._files_of[place])
+        content = self._content(name, f"the weights of {_place(place)}")
+        if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
+            raise RunError(f"{self.note.folder / name} holds no weights of a module, as DeepSpeed writes them")
+        return content
+
+    def _content(self, name: str, what: str) -> Any:
+        """Of a file, which is opened once."""
+        if name not in self.note.files:
+            raise RunError(f"{self.note.folder} lacks {name}, {what}")
+        if name not in self._opened:
+            self._opened[name] = load_trusted(self.note.folder / name)
+        return self._opened[name]
 
     def _experts_of(self, place: tuple[int, int], ep_rank: int) -> dict[str, Tensor]:
         """Weights of the experts of a rank, beside which others may lie."""
         if ep_rank == self._expert_places[place[1]][0].ep:
-            found: dict[str, Tensor] = self.weights(*place)["module"]
-            return found
-        key = (*place, ep_rank)
-        if key not in self._experts:
-            name = experts_file(ep_rank, self._files_of[place])
-            if name not in self.note.files:
-                raise RunError(f"{self.note.folder} lacks {name}, the experts of {_place(place)}, ep rank {ep_rank}")
-            self._experts[key] = load_trusted(self.note.folder / name)["module"]
-        return self._experts[key]
+            content = self.weights(*place)
+        else:
+            what = f"the experts of {_place(place)}, ep rank {ep_rank}"
+            content = self._content(experts_file(ep_rank, self._files_of[place]), what)
+        found: dict[str, Tensor] = content["module"]
+        return found
 
     def shards(self, pp_rank: int, tp_rank: int) -> list[OptimizerShard]:
         """The optimizer states of a rank and of those that share them with it.
@@ -140,8 +134,7 @@ class SavedRun(WholeTensors):
                 if match and int(match[2]) == self._files_of[place]:
                     found[int(match[1])] = self.note.folder / name
             count = len(self._expert_places[0])
-            missing = sorted(set(range(count)) - found.keys())
-            if missing:
+            if missing := sorted(set(range(count)) - found.keys()):
                 raise RunError(f"{self.note.folder} lacks the optimizer states of {_place(place)}, shard {missing[0]}")
             files = [found[shard] for shard in range(count)]
             self._shards[place] = [OptimizerShard(file, load_trusted(file)) for file in files]

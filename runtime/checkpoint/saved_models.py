@@ -127,15 +127,9 @@ def _save_pretrained(
         )
     folder, call = Path(save_directory), f"save_pretrained({str(save_directory)!r})"
     if model is not without_peft(model):
-        _on_rank_0(model, mesh, call, whole_adapters, lambda tensors, state: _write_adapter(folder, tensors, state))
-        return
-    _on_rank_0(
-        model,
-        mesh,
-        call,
-        whole_weights,
-        lambda tensors, weights: _write_model(folder, model, tensors, weights, shard_bytes),
-    )
+        _on_rank_0(model, mesh, call, whole_adapters, functools.partial(_write_adapter, folder))
+    else:
+        _on_rank_0(model, mesh, call, whole_weights, functools.partial(_write_model, folder, model, shard_bytes))
 
 
 def _save_16bit_model(
@@ -229,7 +223,7 @@ def _on_rank_0(
 
 
 def _write_model(
-    folder: Path, model: Any, tensors: LiveTensors, weights: Iterator[tuple[str, Tensor]], shard_bytes: int
+    folder: Path, model: Any, shard_bytes: int, tensors: LiveTensors, weights: Iterator[tuple[str, Tensor]]
 ) -> None:
     with _put_together(folder) as part:
         write_config(tensors.plan, part)

@@ -7,6 +7,7 @@ there is one more for the weights of each further ep rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -21,8 +22,6 @@ from torch import Tensor
 
 from parcompile.runtime.deepspeed_patches.norm import EXPERT_KEYS
 from parcompile.runtime.errors import RunError, first_line
-
-# Writes one of torch's files, and says its size and hash without reading it again.
 
 _PIECE_BYTES = 1 << 24
 
@@ -119,15 +118,9 @@ def write_state(path: Path, state: Any) -> tuple[int, str]:
     Raises:
         OSError: it could not be written.
     """
-    file = StateFile(path)
-    try:
+    with contextlib.closing(StateFile(path)) as file:
         file.put(state)
         return file.finish()
-    finally:
-        file.close()
-
-
-# The random generators of a rank, saved and restored.
 
 
 def random_file(rank: int) -> str:

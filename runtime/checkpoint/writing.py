@@ -189,7 +189,7 @@ def _write_rank(
         "dp_world_size": parallelism.zero_shards,
         "mp_world_size": parallelism.tp * parallelism.pp,
         **universal_checkpoint_info(plan, adapters=False),
-        **_versions(plan),
+        **versions(plan),
         **counters,
     }
     files = {weights_file(mp_rank): write_state(folder / weights_file(mp_rank), states)}
@@ -201,12 +201,13 @@ def _write_rank(
         files[file] = write_state(folder / file, {MODULE: weights})
     for shard in range(len(expert_places(plan))):
         name = shard_file(shard, mp_rank, bf16=precision is Precision.BF16)
-        content = {"optimizer_state_dict": _shard(source, module, shard, tp_rank), **_versions(plan)}
+        content = {"optimizer_state_dict": _shard(source, module, shard, tp_rank), **versions(plan)}
         files[name] = write_state(folder / name, content)
     return files
 
 
-def _versions(plan: Plan) -> dict[str, Any]:
+def versions(plan: Plan) -> dict[str, Any]:
+    """What a file says of the configuration and of DeepSpeed."""
     import deepspeed
 
     return {"ds_config": ds_config(plan), "ds_version": deepspeed.__version__}
@@ -276,8 +277,7 @@ def _run(source: Source, group: ParameterGroup, module: Mapping[str, Tensor], sh
             continue
         places[name] = fragment_address(numel=stop - start, start=start - place.start)
         for kind, run in flat.items():
-            tensor = source.local(name, kind, tp_rank, ep_rank)
-            if tensor is not None:
+            if (tensor := source.local(name, kind, tp_rank, ep_rank)) is not None:
                 run[start - place.start : stop - place.start] = tensor.reshape(-1)[start - begin : stop - begin]
     return _Run(flat, places, place.padding)
 

@@ -114,8 +114,7 @@ def with_positions(batch: Batch) -> Batch:
         begins[0, [edge for edge in edges if edge < length]] = True
     places = torch.arange(length, device=tokens.device).expand(rows, -1)
     positions = places - (places * begins).cummax(1).values
-    given = found.get("position_ids")
-    if given is not None:
+    if (given := found.get("position_ids")) is not None:
         breaks = F.pad(given[..., 1:] != given[..., :-1] + 1, (1, 0), value=True)
         if bool((breaks != begins).any()):
             raise ValueError(
@@ -229,8 +228,6 @@ def stack(samples: Sequence[Any], numbers: Sequence[int] | None = None) -> Batch
                 )
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-
-# What a model is called with, as trainers give it, made ready for a rank of a plan.
 
 _MASK = "attention_mask"
 

@@ -119,8 +119,6 @@ from typing import Any
 from parcompile.runtime.errors import everywhere
 from parcompile.user_files import shipped
 
-# Whether the installed DeepSpeed has every name that the runtime changes or reads, before anything is built.
-
 VERSIONS = "deepspeed>=0.19.8,<0.20"
 
 NAMES: Mapping[str, Sequence[str]] = shipped("parcompile.runtime.deepspeed_patches", "names.json")

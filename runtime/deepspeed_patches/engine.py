@@ -11,8 +11,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-# Process groups of DeepSpeed: where it keeps them, and where the plan's are put.
-
 
 def forbid_jit_builds() -> None:
     """Keeps DeepSpeed from compiling its shared-memory op at start-up: a minute, or an error without a compiler."""
@@ -55,9 +53,6 @@ def register_expert_groups(ep: dist.ProcessGroup, expert_dp: dist.ProcessGroup) 
     name, ranks = expert_name(dist.get_world_size(ep)), dist.get_process_group_ranks
     for table, entry in zip(expert_tables(), (ep, ranks(ep), expert_dp, ranks(expert_dp)), strict=True):
         table[name] = entry
-
-
-# Changes of an engine: how it is made, what it saves through, and when it reduces gradients.
 
 
 @contextlib.contextmanager

@@ -49,12 +49,8 @@ def tensors_on_host(optimizer: Any) -> list[Tensor]:
     if not is_on_host(optimizer):
         return weights
     masters = master_shards(optimizer)
-    found = [
-        *weights,
-        *masters,
-        *(one.grad for one in masters),
-        getattr(optimizer, "grad_partitions_flat_buffer", None),
-    ]
+    found = [*weights, *masters, *(one.grad for one in masters)]
+    found.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
     found += getattr(optimizer, "param_buffer_of_bit16_for_cpu_offload_groups", ())
     return [one for one in found if one is not None]
 
@@ -109,9 +105,6 @@ def _add_up(optimizer: Any, parameter: nn.Parameter) -> None:
         optimizer._record_offload_copy()
 
 
-# How DeepSpeed knows parameters that are experts: by their marks, groups of parameters, and a layer of the model.
-
-
 def mark_expert(parameter: nn.Parameter, ep: int, tp: int = 1) -> None:
     """Makes a parameter one that only the expert-dp ranks share; the experts of a layer are over `ep` ranks.
 
@@ -162,9 +155,6 @@ def with_expert_layers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del model.parcompile_expert_layers
-
-
-# What counts in the gradient norm of DeepSpeed's optimizers, and in which sums over ranks.
 
 
 def norm_at_once(optimizer: Any) -> None:

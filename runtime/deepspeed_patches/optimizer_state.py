@@ -275,9 +275,6 @@ def without_values() -> Iterator[None]:
         yield
 
 
-# Parameters in shards, and what the optimizer holds of them.
-
-
 def is_of_stage_3(optimizer: Any) -> bool:
     """Whether an optimizer keeps weights in shards."""
     return hasattr(optimizer, "fp16_partitioned_groups_flat")

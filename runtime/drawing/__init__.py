@@ -129,8 +129,7 @@ class _ByPlace(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        ours = _OURS.get(function)
-        if ours is not None:
+        if (ours := _OURS.get(function)) is not None:
             return ours(function, *args, **kwargs)
         site = _here.site
         if function in _REFUSED and site is not None and site.training and _is_on(function, args, kwargs):

@@ -114,9 +114,6 @@ class PlanSchedule:
                 group["weight_decay"] = last * decay / optimizer.weight_decay
 
 
-# What `deepspeed.initialize` is given for a plan, and what of DeepSpeed is changed while it makes the engine.
-
-
 @contextmanager
 def options_for_deepspeed(mesh: Mesh, model: nn.Module, **options: Any) -> Iterator[dict[str, Any]]:
     """Within it `deepspeed.initialize`, with the options that come, makes the engine of the plan.
@@ -421,8 +418,7 @@ def _check_stages_train(given: Any, mesh: Mesh) -> None:
     if (group := mesh.parallel_group("pp")) is None:
         return
     counts = gather_objects(len(_flat(given)), group)
-    idle = [stage for stage, count in enumerate(counts) if not count]
-    if idle:
+    if idle := [stage for stage, count in enumerate(counts) if not count]:
         raise everywhere(
             f"stage {', '.join(map(str, idle))} of pp {len(counts)} has no parameter to train, and DeepSpeed's "
             "optimizer needs one on every rank: give it layers that are trained, freeze fewer parameters, or "
@@ -433,8 +429,7 @@ def _check_stages_train(given: Any, mesh: Mesh) -> None:
 def _check_parameters(given: Any, model: nn.Module) -> None:
     live = set(map(id, model.parameters()))
     flat = _flat(given)
-    strangers = [one for one in flat if id(one) not in live]
-    if strangers:
+    if strangers := [one for one in flat if id(one) not in live]:
         raise everywhere(
             f"{len(strangers)} of the {len(flat)} model_parameters are not the injected model's: give a function, "
             "model_parameters=lambda model: [...], which is called after injection"

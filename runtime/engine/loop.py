@@ -37,8 +37,6 @@ from parcompile.runtime.model.lora import without_peft
 from parcompile.runtime.pipeline import PipelinedLoop
 from parcompile.runtime.router_losses import RouterLosses, without_router_losses
 
-# How an engine goes through the micro-batches of its steps: `engine.train_batch` and `engine.eval_batch`.
-
 
 class AccumulatingLoop:
     """One micro-batch after the other through the whole model."""
@@ -243,9 +241,6 @@ def _loss_and_tokens(engine: Any, dataset: Sequence[Any], batches: int | None = 
     return loss, tokens
 
 
-# What is done to an engine's model outside of the engine: evaluation is right there, a backward pass is not.
-
-
 def guard_backward(engine: Any) -> None:
     """Lets a backward pass of what `engine.module(…)` has returned say what to call, where it is not the engine's.
 
@@ -337,6 +332,12 @@ def refuse_ramp(plan: Plan, loop: str) -> None:
             f"and {loop} takes the same number of micro-batches in every step: remove the key and compile again, or "
             "train with parcompile.runtime.initialize and engine.train_batch"
         )
+
+
+def own_deals(key: str, values: Mapping[str, Any]) -> list[str]:
+    """What the argument `key`, settings of accelerate, says of batches that a plan deals otherwise."""
+    asked = [name for name in ("split_batches", "dispatch_batches") if getattr(values.get(key), name, None)]
+    return [f"{key}.{name} is True: the plan deals batches to dp ranks" for name in asked]
 
 
 class Prompts:

@@ -55,8 +55,7 @@ def sum_once(engine: Any, mesh: Mesh) -> None:
     group = mesh.parallel_group("tp")
     if group is None or engine.zero_optimization_stage() != 1:
         return
-    parameters = leave_partial(engine.module.parameters())
-    if parameters:
+    if parameters := leave_partial(engine.module.parameters()):
         optimizer, hand_over = engine.optimizer, keep_until_end(engine, parameters)
 
         def at_end() -> None:
@@ -64,9 +63,6 @@ def sum_once(engine: Any, mesh: Mesh) -> None:
             hand_over()
 
         before_reduction(engine, at_end)
-
-
-# The optimizer of ZeRO stage 0: every rank of dp · cp holds all states of its parameters, and updates all of them.
 
 
 class UnshardedOptimizer(ZeROOptimizer):  # type: ignore[misc]

@@ -1,11 +1,7 @@
 """Expert parallelism: the routed experts of a layer are dealt over the ep ranks, and tokens travel to them and back.
 
-The routed experts of a layer on the ranks of ep, each with an equal run of them, as DeepSpeed knows them.
-
-Experts that are dealt over ep, as DeepSpeed knows them.
-
-Its optimizers then sum their gradients over the expert-dp ranks alone, shard their states over these, and divide by dp
-as all other gradients are divided.
+Each rank of ep has an equal run of them, as DeepSpeed knows them. Its optimizers then sum their gradients over the
+expert-dp ranks alone, shard their states over these, and divide by dp as all other gradients are divided.
 
 Around the experts of transformers, which compute the rows of the local ones: rows go to the ranks of their experts and
 come back, and are weighted by the router's scores where they came from, before they leave or when they are back.
@@ -128,9 +124,6 @@ def apart(given: Iterable[Any], ep: int) -> list[dict[str, Any]]:
         if experts:
             found.append({**expert_settings(group, ep), "params": experts})
     return found
-
-
-# The routed experts of a layer on the ranks of ep: each has an equal run of them, whole or cut over tp.
 
 
 def deal_experts(model: nn.Module, mesh: Mesh, slices: Slices) -> None:

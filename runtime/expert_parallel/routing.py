@@ -13,12 +13,7 @@ Over ep each row goes to one rank. Over the ranks that hold slices of the same e
 they compute of it is added up where it came from (arXiv 2504.14960, section 3.2): an all-gather and a reduce-scatter of
 parts of unequal lengths, which backends have as an all-to-all only.
 
-Shapes: R rows that a rank sends in all, Q rows that it gets, N rows that all ranks of a group have, H hidden size.
-
 The way of tokens to the ranks of their experts and back: what another library has to do, and what is done here.
-
-Shapes: A tokens of all tp ranks, T of this rank's share, k experts of a token, R rows that a rank sends, Q rows that
-come to it, N rows that its experts compute, H hidden size.
 """
 
 from __future__ import annotations

@@ -205,8 +205,6 @@ def _verdict(store: Any, world_size: int, mine: Mapping[str, str], timeout: time
     return "the ranks do not run the same: " + "; ".join(parts)
 
 
-# Joins the other ranks of a plan: the handshake, the world, and the plan's process groups.
-
 _mesh: Mesh | None = None
 
 

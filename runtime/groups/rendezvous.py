@@ -105,8 +105,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# The first word of a rank in the launcher's store: which job it belongs to. Another job's rank on the port is refused.
-
 _IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 """What names a job the same on all of its nodes. DeepSpeed's launcher sets none of its own."""
 _SEVERAL_SLURM_JOBS = "SLURM_HET_SIZE"
@@ -192,8 +190,6 @@ def await_keys(store: Any, keys: Sequence[str], timeout: timedelta) -> bool:
         return True
     return False
 
-
-# The launcher's store, around which ranks meet, and the world of all ranks that begins there.
 
 _GRACE_SECONDS = 2.0
 """Beyond the time-out of a connection, which ends by itself where the other side is silent from the start."""

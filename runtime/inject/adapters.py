@@ -222,17 +222,11 @@ class Adapters:
         self._found = [(name, layer) for name, layer in found if not _is_of_experts(layer)]
         self._experts = [ExpertAdapters(name, layer) for name, layer in found if _is_of_experts(layer)]
         for experts in self._experts:
-            parent, child = self._place(experts.name)
-            setattr(parent, child, experts.experts)
+            model.set_submodule(experts.name, experts.experts)
         for name, layer in self._found:
-            parent, child = self._place(name)
-            setattr(parent, child, layer.base_layer)
+            model.set_submodule(name, layer.base_layer)
             # The linear alone must not gather the hidden states: A reads them too.
-            setattr(parent, BLOCK_TAKES_INPUT, True)
-
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        parent, _, child = name.rpartition(".")
-        return self._model.get_submodule(parent), child
+            setattr(model.get_submodule(name.rpartition(".")[0]), BLOCK_TAKES_INPUT, True)
 
     def put_back(self, slices: Slices, region: Region | None, mesh: Mesh) -> None:
         """Around the injected linears and beside the experts that this rank holds, cut."""
@@ -241,9 +235,8 @@ class Adapters:
         for name, layer in self._found:
             if not slices.holds(f"{name}.weight"):
                 continue
-            parent, child = self._place(name)
-            layer.base_layer = parent.get_submodule(child)
-            setattr(parent, child, layer)
+            layer.base_layer = self._model.get_submodule(name)
+            self._model.set_submodule(name, layer)
             for adapter in layer.lora_A:
                 if region is not None:
                     _cut(layer, adapter, slices.of(f"{name}.weight"), region)
@@ -367,8 +360,7 @@ def adapter_state(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """
     slices, found, described = Slices(mesh), {}, describe_adapters(model) or {}
     for name, parameter in model.named_parameters():
-        matrix = matrix_of(name)
-        if matrix is not None:
+        if (matrix := matrix_of(name)) is not None:
             with gathered(parameter):
                 whole = _whole(parameter.detach(), matrix, slices, mesh).cpu().clone()
             stored, tensor = as_saved(name, whole, described)

@@ -168,8 +168,6 @@ def _drawing_alike(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-# What people do to a model of transformers that an injected one does not survive: each says what to do instead.
-
 _PATCHED = "parcompile_patched"
 _SETTER = "set_attn_implementation"
 _WHOLE = "write the model with `parcompile checkpoint export DIR --hf OUT` and load it with from_pretrained"
@@ -256,9 +254,6 @@ def _refuse_adapters() -> None:
     peft.BaseTuner.inject_adapter = inject_adapter
 
 
-# The one place where an injected model is called: what people give it becomes what its layers work on.
-
-
 def name_arguments(model: nn.Module) -> None:
     """Lets every hook of a model find what it is called with by its name."""
     parameters = inspect.signature(type(model).forward).parameters.values()
@@ -291,8 +286,6 @@ def take_inputs(model: nn.Module, mesh: Mesh, *, first: bool = False) -> None:
 
     model.register_forward_pre_hook(take, with_kwargs=True, prepend=first)
 
-
-# What is asked for in a call beside tokens, and what it answers beside logits.
 
 _STATES = ("last_hidden_state", "hidden_states")
 

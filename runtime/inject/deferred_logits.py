@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from parcompile.layout.shards import loss_chunk_tokens
 from parcompile.runtime.errors import everywhere
@@ -195,8 +196,4 @@ def _is_of_each(func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 def _with_logits(given: Any) -> Any:
     """The same with tensors that hold logits."""
-    if isinstance(given, DeferredLogits):
-        return given.whole()
-    if isinstance(given, dict):
-        return {name: _with_logits(one) for name, one in given.items()}
-    return type(given)(map(_with_logits, given)) if type(given) in (list, tuple) else given
+    return tree_map_only(DeferredLogits, DeferredLogits.whole, given)

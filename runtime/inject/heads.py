@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ from parcompile.runtime.ring_attention import local_positions
 from parcompile.runtime.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, mark_shard
 
 from .regions import Region
-
-# What attention modules keep of all heads, made that of this rank's: counts, and a norm over all heads.
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "n_local_heads")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_local_kv_heads", "kv_heads")
@@ -113,11 +112,8 @@ class SpreadRMSNorm(nn.Module):
         return f"{self.width}, held={self.weight.numel()}, eps={self.variance_epsilon}"
 
 
-# The embedding and the head, cut along the padded vocabulary; tied ones stay tied.
-
-
 def cut_vocabulary(model: nn.Module, mesh: Mesh, region: Region | None) -> None:
-    """Replaces the embedding and the head that this rank has, where anything has to be cut or padded.
+    """Replaces the embedding and the head that this rank has, where anything has to be cut or padded; tied stay tied.
 
     Raises:
         RunError: the embedding does more than look up and scale.
@@ -221,8 +217,6 @@ def keep_what_follows(old: nn.Module, new: VocabParallelEmbedding) -> None:
     new.register_forward_hook(scale)
 
 
-# Slices that several tensor-parallel ranks hold: kv heads, where there are fewer of them than ranks.
-
 _ROWS = "parcompile_repeated_rows"
 
 
@@ -234,6 +228,17 @@ def mark(parameter: nn.Parameter, piece: Slice) -> None:
             setattr(parameter, _ROWS, piece.repeated)
     else:
         mark_shard(parameter, piece.replica_group)
+
+
+def column_slice(
+    cut: Callable[..., ColumnParallelLinear], linear: Any, piece: Slice, **options: Any
+) -> ColumnParallelLinear:
+    """The column-parallel layer that `cut` makes of a linear, with this rank's slice of it."""
+    replicas = None if piece.is_partly_repeated else piece.replica_group
+    layer = cut(linear, ranges=piece.ranges, replica_group=replicas, **options)
+    for parameter in layer.parameters():
+        mark(parameter, piece)
+    return layer
 
 
 def sum_repeated_gradient(parameter: nn.Parameter, piece: Slice) -> None:

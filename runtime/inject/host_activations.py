@@ -9,8 +9,8 @@ same is done without streams. Weights, views of them and small tensors stay wher
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,16 +63,13 @@ class HostActivations:
         self._last, self._batch = weakref.ref(layer), batch
         return layer
 
-    @contextmanager
-    def copying(self, device: torch.device) -> Iterator[None]:
+    def copying(self, device: torch.device) -> AbstractContextManager[Any]:
         """Within it copies are made on their own stream, behind all that was computed so far."""
         if device.type != "cuda":
-            yield
-            return
+            return nullcontext()
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def copied(self, device: torch.device) -> Any:
         """A point behind the copies so far; None where they are made at once."""

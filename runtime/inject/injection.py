@@ -42,8 +42,8 @@ from parcompile.runtime.model.slices import Slice, Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.pipeline import ChunkForward, Elsewhere, hold_stage
 from parcompile.runtime.router_losses import RouterLosses, losses_of
-from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded, take_ranges
-from parcompile.runtime.tensor_parallel.partial import sum_in_backward
+from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallelLinear, is_sharded
+from parcompile.runtime.tensor_parallel.partial import slice_parameter, sum_in_backward
 from parcompile.spec.values import workload_of
 
 from .adapters import Adapters, add_adapter
@@ -51,7 +51,15 @@ from .agreement import check_agreement, check_masks, masked_layers
 from .attention import use_ring_attention
 from .calls import answer_calls, let_generate, look_up_whole, name_arguments, refuse_changes, take_inputs
 from .deferred_logits import defer_logits
-from .heads import LastTokenHead, SpreadRMSNorm, cut_vocabulary, localise_heads, mark, sum_repeated_gradient
+from .heads import (
+    LastTokenHead,
+    SpreadRMSNorm,
+    column_slice,
+    cut_vocabulary,
+    localise_heads,
+    mark,
+    sum_repeated_gradient,
+)
 from .interface import put_on_interface
 from .mechanisms import (
     Phase,
@@ -253,16 +261,7 @@ class _Injection:
         transposed = not isinstance(linear, nn.Linear)
         if piece.dim == int(transposed):
             take = ColumnParallelLinear.from_conv1d if transposed else ColumnParallelLinear.from_linear
-            layer = take(
-                linear,
-                ranges=piece.ranges,
-                replica_group=None if piece.is_partly_repeated else piece.replica_group,
-                keep_gathered=keeps,
-                **region.options,
-            )
-            for parameter in layer.parameters():
-                mark(parameter, piece)
-            return layer
+            return column_slice(take, linear, piece, keep_gathered=keeps, **region.options)
         cut = RowParallelLinear.from_conv1d if transposed else RowParallelLinear.from_linear
         return cut(linear, ranges=piece.ranges, input_is_parallel=True, pad_sequence=True, **region.options)
 
@@ -306,9 +305,7 @@ def _sliced(parameter: nn.Parameter, piece: Slice) -> nn.Parameter:
     """This rank's part, marked as such."""
     assert piece.ranges is not None
     assert piece.dim is not None
-    local = nn.Parameter(
-        take_ranges(parameter.detach(), piece.dim, piece.ranges), requires_grad=parameter.requires_grad
-    )
+    local = slice_parameter(parameter, piece.dim, piece.ranges)
     mark(local, piece)
     return local
 

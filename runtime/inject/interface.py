@@ -39,8 +39,7 @@ def put_on_interface(model: Any, family: Family) -> bool:
     for number, module in enumerate(attentions):
         vars(module).setdefault("layer_idx", number)  # dropout is drawn by it
         replace(model, module)
-    prepare = PREPARED.get(model.config.model_type)
-    if prepare is not None:
+    if (prepare := PREPARED.get(model.config.model_type)) is not None:
         prepare(model, family.base)
     return True
 

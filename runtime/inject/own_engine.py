@@ -213,8 +213,7 @@ def _check(config: Any, length: int) -> None:
     """
     if _known.get(id(config), (None, 0))[1] >= length:
         return
-    reason = _unsupported(config, length)
-    if reason is not None:
+    if (reason := _unsupported(config, length)) is not None:
         raise _refusal(config, reason)
     _known[id(config)] = config, length
 

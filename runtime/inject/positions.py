@@ -16,14 +16,16 @@ Source: `Llama4TextAttention` of transformers 5.23.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.transport import group_rank, group_size
@@ -171,8 +173,11 @@ class _ByDocument:
         found: _Angles | None = None
         for last, chosen in self._documents(position_ids, layer_type):
             longer = torch.cat([position_ids.minimum(last), last.expand(*position_ids.shape[:-1], 1)], -1)
-            angles = _each(lambda one: one[..., :-1, :], self._right(hidden, longer, *one))
-            found = angles if found is None else _where(chosen, angles, found)
+            angles: _Angles = tree_map(lambda one: one[..., :-1, :], self._right(hidden, longer, *one))
+            if found is not None:
+                assert chosen is not None
+                angles = tree_map(functools.partial(torch.where, chosen[..., None]), angles, found)
+            found = angles
         assert found is not None
         return found
 
@@ -218,15 +223,3 @@ class _ByDocument:
         if isinstance(getattr(module, f"{prefix}max_seq_len_cached", None), Tensor):
             setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
             setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
-
-
-def _each(change: Callable[[Tensor], Tensor], angles: _Angles) -> _Angles:
-    return change(angles) if isinstance(angles, Tensor) else tuple(map(change, angles))
-
-
-def _where(chosen: Tensor | None, these: _Angles, others: _Angles) -> _Angles:
-    assert chosen is not None
-    if isinstance(these, Tensor):
-        assert isinstance(others, Tensor)
-        return torch.where(chosen[..., None], these, others)
-    return tuple(torch.where(chosen[..., None], one, other) for one, other in zip(these, others, strict=True))

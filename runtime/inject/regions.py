@@ -213,8 +213,7 @@ def recompute_as_planned(model: nn.Module, plan: Plan, rank: int) -> None:
         if plan.spec.parallelism.pp > 1:
             # Others go forward before this one goes backward.
             model.register_forward_hook(lambda *_: host.settle())
-    rules = plan.spec.model.shape.user_module
-    if rules is not None:
+    if (rules := plan.spec.model.shape.user_module) is not None:
         _recompute_layers(model, rules.prefix.rstrip("."), again)
         return
     if not getattr(model, "supports_gradient_checkpointing", False):

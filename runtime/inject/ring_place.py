@@ -249,7 +249,6 @@ class StatePlace:
 
     def pieces(self, rows: int, length: int) -> Pieces:
         """Those of the micro-batch, of so many rows and local tokens."""
-        packing = current().packing
-        if packing is not None:
+        if (packing := current().packing) is not None:
             return Pieces.of_packing(packing, self.rank)
         return Pieces.of_sequence(rows, length, current().documents, self.layout, self.size, self.rank)

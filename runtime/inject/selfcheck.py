@@ -47,8 +47,6 @@ from .mechanisms.shared_blocks import share_blocks
 from .positions import embeddings_by_length, scaled_by_place
 from .regions import recompute_as_planned
 
-# A model that is run for a look at it, and is afterwards as it was before.
-
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 """What torch keeps about a module: its parameters, modules and hooks. Buffers are looked at by themselves."""
 
@@ -336,19 +334,14 @@ def _backward_of_labels(model: nn.Module, batch: dict[str, Any]) -> None:
 @contextmanager
 def _recording(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
     """Keeps the output of each module, the first time it is called, in the order in which they finish."""
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, Skipped):
-            continue
+    names = {module: name for name, module in model.named_modules() if not isinstance(module, Skipped)}
 
-        def record(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-            first = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                outputs.setdefault(name, first.detach().clone())
+    def record(module: nn.Module, _: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.is_floating_point():
+            outputs.setdefault(names[module], first.detach().clone())
 
-        handles.append(module.register_forward_hook(record))
-    try:
+    with contextlib.ExitStack() as entered:
+        for module in names:
+            entered.enter_context(module.register_forward_hook(record))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -16,8 +16,8 @@ Source: ALST (arXiv 2506.13996, section 3.1); DeepSpeed's `TiledMLP` keeps the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -223,13 +223,10 @@ class _Tiles:
         tokens = (own.stop - own.start) * self.mlp.share
         return working_on(replace(self.micro_batch, sequence_length=tokens))
 
-    @contextmanager
-    def _as_cast(self) -> Iterator[None]:
+    def _as_cast(self) -> AbstractContextManager[Any]:
         if self.device == "meta":
-            yield
-            return
-        with torch.autocast(self.device, dtype=self.autocast, enabled=self.autocast is not None):
-            yield
+            return nullcontext()
+        return torch.autocast(self.device, dtype=self.autocast, enabled=self.autocast is not None)
 
 
 def _sums_bias(owner: Any, parameter: Tensor) -> bool:

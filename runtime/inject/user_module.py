@@ -31,7 +31,7 @@ from parcompile.runtime.tensor_parallel import ColumnParallelLinear, RowParallel
 
 from .attention import RING
 from .calls import take_inputs
-from .heads import localise_heads, mark
+from .heads import column_slice, localise_heads
 from .regions import Region, region_of
 from .ring_place import RingPlace
 
@@ -243,8 +243,7 @@ def _cut(module: nn.Module, rules: UserModule, slices: Slices, region: Region | 
             if parameter in cut:
                 new.weight = cut[parameter]  # tied
             cut[parameter] = new.weight
-            parent, _, child = owner_name.rpartition(".")
-            setattr(module.get_submodule(parent), child, new)
+            module.set_submodule(owner_name, new)
             if rule.kind == "vocab":
                 tables.append(new)
                 logits_are_cut |= isinstance(new, ColumnParallelLinear)
@@ -264,11 +263,7 @@ def _parallel(name: str, owner: nn.Module, kind: str, piece: Slice, options: dic
         return ColumnParallelLinear.from_linear(owner, padded_out_features=piece.padded_size, **options)
     if kind == "row":
         return RowParallelLinear.from_linear(owner, ranges=piece.ranges, pad_sequence=True, **options)
-    replicas = None if piece.is_partly_repeated else piece.replica_group
-    layer = ColumnParallelLinear.from_linear(owner, ranges=piece.ranges, replica_group=replicas, **options)
-    for parameter in layer.parameters():
-        mark(parameter, piece)
-    return layer
+    return column_slice(ColumnParallelLinear.from_linear, owner, piece, **options)
 
 
 def describe(module: nn.Module) -> dict[str, Any]:

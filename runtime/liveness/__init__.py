@@ -113,8 +113,7 @@ class StopSignals:
         """The name of the signal, once `due` has returned True."""
         for one in signals:
             signal.signal(one, self._hear)
-        monitor = current()
-        if monitor is not None:
+        if (monitor := current()) is not None:
             monitor.stops_itself = signal.SIGTERM in signals
 
     def due(self, step: int) -> bool:
@@ -179,8 +178,6 @@ def share_errors_of(engine: Any) -> None:
         setattr(engine, name, share_errors()(getattr(engine, name)))
 
 
-# How errors of a run reach the user: one clear message, whatever the number of ranks.
-
 _WITHOUT_TRACEBACK = (RunError, OSError, MemoryError, torch.OutOfMemoryError)
 """Their message says all: what is wrong is not in the program."""
 
@@ -210,8 +207,7 @@ def report_errors() -> Iterator[None]:
         sys.exit(1)
     except Exception as error:
         if lost_peer(error):
-            monitor = current()
-            if monitor is not None:
+            if (monitor := current()) is not None:
                 monitor.wait_for_end()
             records.write(f"{type(error).__name__}: {error}")
             say(f"rank {rank} lost its connection to a rank that ended")
@@ -222,8 +218,7 @@ def report_errors() -> Iterator[None]:
 
 
 def _fail(why: str, rank: str, error: Exception | None) -> None:
-    monitor = current()
-    if monitor is not None:
+    if (monitor := current()) is not None:
         monitor.fail(why, error)
         return
     records.write(why)

@@ -245,8 +245,7 @@ class Monitor:
     def _look_until(self, end: float) -> None:
         """A launcher sends SIGTERM because a rank has died: it may be seen only a moment later."""
         while time.monotonic() < end and not self._channel.is_off():
-            lost = self._lost()
-            if lost:
+            if lost := self._lost():
                 self._name(lost)
             time.sleep(self._period / 5)
 

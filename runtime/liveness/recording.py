@@ -292,7 +292,8 @@ class Records:
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""
         messages = [dict(zip(MESSAGE, (*one.plain(), one.state()), strict=True)) for one in list(self.messages)]
-        stack = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = [] if frame is None else traceback.extract_stack(frame)
         return {
             "format": FORMAT,
             **self.facts,
@@ -302,9 +303,7 @@ class Records:
             "groups": self._named_groups(),
             "messages": messages,
             "steps": [dict(zip(STEP, one, strict=True)) for one in list(self.steps)],
-            "stack": []
-            if stack is None
-            else [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(stack)],
+            "stack": [f"{one.filename}:{one.lineno} {one.name}" for one in stack],
             "nonfinite": self.nonfinite,
             "links": self._links,
         }
@@ -318,11 +317,8 @@ def start(rank: int, world_size: int, facts: Mapping[str, Any]) -> None:
     """From here on messages are recorded. What an earlier run of this folder has left of this rank is removed."""
     if not records_wanted():
         return
-    is_new, records.facts = (
-        not records.facts,
-        {"rank": rank, "world_size": world_size, "host": socket.gethostname(), **facts},
-    )
-    records.facts["pid"] = os.getpid()
+    is_new, host = not records.facts, socket.gethostname()
+    records.facts = {"rank": rank, "world_size": world_size, "host": host, **facts, "pid": os.getpid()}
     records.folder = records_folder() or records.folder
     if records.folder is not None:
         with contextlib.suppress(OSError):
@@ -413,8 +409,6 @@ def _held_bytes() -> int:
     except (OSError, IndexError, ValueError):
         return 0
 
-
-# What this rank is doing, in words for a message: the step and the phase of it.
 
 _engine: Any = None
 _place = ""

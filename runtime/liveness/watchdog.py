@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# Does a process of this machine still run?
-
-
 def is_running(pid: int) -> bool:
     """Whether a process lives. One that has ended and that its launcher has not collected yet does not."""
     try:
@@ -51,8 +48,6 @@ def process_fields(pid: int) -> list[str]:
     except OSError:
         return []
 
-
-# Ends the wait for a store that answers nothing: the process that keeps it is stopped, hangs, or cannot be reached.
 
 T = TypeVar("T")
 

@@ -116,8 +116,7 @@ def check_folder(folder: str | Path, plan: Plan, differs: Collection[str] = ()) 
     Raises:
         RunError: other keys that change numbers differ; each is named with both values.
     """
-    sentence = difference(folder_config(folder), plan, str(Path(folder) / FILE), differs)
-    if sentence is not None:
+    if (sentence := difference(folder_config(folder), plan, str(Path(folder) / FILE), differs)) is not None:
         raise everywhere(sentence)
 
 

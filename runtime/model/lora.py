@@ -103,17 +103,14 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
         return None
     ((adapter, config),) = configs.items()
     linears = {
-        name: {"r": module.r[adapter], "scaling": module.scaling[adapter], **_place_of(module)}
+        name: {"r": module.r[adapter], "scaling": module.scaling[adapter]}
+        # Where peft's files have adapters of experts.
+        | ({"place": module.parcompile_place} if hasattr(module, "parcompile_place") else {})
         for name, module in without_peft(model).named_modules()
         if hasattr(module, "lora_A")
     }
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     return {"config": values, "linears": linears}
-
-
-def _place_of(module: Any) -> dict[str, str]:
-    """Where peft's files have adapters of experts."""
-    return {"place": module.parcompile_place} if hasattr(module, "parcompile_place") else {}
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

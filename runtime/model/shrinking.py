@@ -197,8 +197,6 @@ def _windowed(shape: ModelShape, heads: int) -> Mapping[str, Any]:
     return next((one.small_windows(heads) for one in windows), {})
 
 
-# Narrow MLPs.
-
 _MLP_OF_A_RANK = 32
 
 
@@ -208,13 +206,10 @@ def small_widths(plan: Plan) -> dict[str, Any]:
     if not shape.attends:
         return {}  # nor has any layer an MLP
     found: dict[str, Any] = {"intermediate_size": min(shape.intermediate_size, _MLP_OF_A_RANK * tp)}
-    experts = FAMILIES[shape.model_type].experts
-    if experts is not None:
+    if (experts := FAMILIES[shape.model_type].experts) is not None:
         found[experts.dense_width[0]] = found["intermediate_size"]
     return found
 
-
-# Windows, and the lengths at which rotary embeddings change, that a short sequence crosses.
 
 WINDOW, SWITCH = 7, 24
 """Of a small model, in tokens: its windows, and where its rotary embeddings change."""
@@ -271,14 +266,8 @@ def _rates(config: Any) -> Mapping[str, int]:
 
 def _moved(rope: Mapping[str, Any], start: int) -> dict[str, Any]:
     """Rotary parameters, of all layers or by the type of the layer, with another original length."""
-    return {
-        key: _moved(value, start)
-        if isinstance(value, Mapping)
-        else start
-        if key == "original_max_position_embeddings"
-        else value
-        for key, value in rope.items()
-    }
+    moved = {key: _moved(value, start) if isinstance(value, Mapping) else value for key, value in rope.items()}
+    return moved | {key: start for key in moved if key == "original_max_position_embeddings"}
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
@@ -301,23 +290,14 @@ def _switch(rope: Mapping[str, Any], config: Any) -> int | None:
     return None
 
 
-# The small plan, of all its parts.
-
 LENGTH, VOCABULARY = 48, 256
 """Of a small model: its sequences, in tokens, and its vocabulary (at most this many beside what is left over when the
 real one is divided by it)."""
 _SAID_AGAIN = frozenset(
-    (
-        "compress_rate_csa",
-        "compress_rate_hca",
-        "compress_ratios",
-        "hybrid_layer_pattern",
-        "moe_layer_freq",
-        "num_hash_layers",
-        "sliding_window_size",
-        "swa_num_attention_heads",
-        "swa_num_key_value_heads",
-    )
+    {
+        *("compress_rate_csa", "compress_rate_hca", "compress_ratios", "hybrid_layer_pattern", "moe_layer_freq"),
+        *("num_hash_layers", "sliding_window_size", "swa_num_attention_heads", "swa_num_key_value_heads"),
+    }
 )
 """Keys of published files of MiMo and DeepSeek-V4 that say what other keys say too."""
 

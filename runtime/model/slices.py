@@ -93,13 +93,11 @@ class Slices:
         experts = layout.experts(self._mesh.index("ep")) if layout.ep > 1 else None
         if layout.ranges is None:
             return Slice(parameter, layout, None, None, experts=experts)
-        replicas = self._replica_group(layout.replicas) if layout.replicas > 1 else None
+        # The ranks that hold the same kv heads; of what all tensor-parallel ranks share, those.
+        same = KV_REPLICA if layout.replicas == self._mesh.plan.kv_replicas else "tp"
+        replicas = self._mesh.parallel_group(same) if layout.replicas > 1 else None
         ranges = layout.ranges[self._mesh.index("tp")]
         return Slice(parameter, layout, ranges, replicas, repeated_ranges(parameter, layout), experts)
-
-    def _replica_group(self, replicas: int) -> dist.ProcessGroup | None:
-        """The ranks that hold the same kv heads; of what all tensor-parallel ranks share, those."""
-        return self._mesh.parallel_group(KV_REPLICA if replicas == self._mesh.plan.kv_replicas else "tp")
 
     def compare(self, model: nn.Module) -> None:
         """Checks that the whole model and the plan have the same parameters, with the same shapes.
@@ -115,8 +113,7 @@ class Slices:
                 raise everywhere(f"the model has {name} {list(shape)}, which the plan does not know")
             if planned[name] != shape:
                 raise everywhere(f"{name} is {list(shape)} in the model and {list(planned[name])} in the plan")
-        missing = planned.keys() - found.keys()
-        if missing:
+        if missing := planned.keys() - found.keys():
             raise everywhere(f"the plan has {min(missing)}, which the model does not have")
 
 

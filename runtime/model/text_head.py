@@ -3,8 +3,6 @@
 Names are those of any causal language model (`model.`, `lm_head.`); logits are those of the multimodal model.
 
 Source: the `ForConditionalGeneration` classes of transformers 5.23.
-
-`model_class` names the causal language model of a configuration, and what precisions are called in torch.
 """
 
 from __future__ import annotations
@@ -115,8 +113,6 @@ def _scaled(logits: Tensor, config: Any) -> Tensor:
 
 TORCH_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
-
-# Which class is the causal language model of a configuration.
 
 UNLISTED: Mapping[str, str] = by_type("unlisted_class")
 """Model types whose class `AutoModelForCausalLM` does not find. Transformers 5.23 lists Mistral 4's with the models of

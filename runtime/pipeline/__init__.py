@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -181,7 +182,9 @@ class PipelinedLoop:
         for name in ("forward", "backward", "step"):
             setattr(engine, name, self._guarded(name, getattr(engine, name)))
         dtype = TORCH_DTYPES[mesh.plan.spec.training.precision]
-        self._work = Work(self._forward, engine.backward, lambda batch: handed(engine.module, mesh, batch, dtype))
+        self._work = Work(
+            partial(_forward, engine), engine.backward, lambda batch: handed(engine.module, mesh, batch, dtype)
+        )
         self.most_held = 0
         """Chunks whose activations were alive at the same time in the last training step."""
 
@@ -222,10 +225,6 @@ class PipelinedLoop:
         """Stages have to know how long a micro-batch is before the model is called with it."""
         return (ready_inputs(dict(batch), self._mesh) for batch in batches)
 
-    def _forward(self, chunk: int, received: Outputs, batch: Batch) -> Tensor | Outputs:
-        output = self._engine(chunk=chunk, received=received, **batch)
-        return output if isinstance(output, tuple) else output.loss
-
     def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method that only this loop may call: no stage can go through a micro-batch by itself."""
 
@@ -241,19 +240,20 @@ class PipelinedLoop:
         return guarded
 
 
+def _forward(model: Any, chunk: int, received: Outputs, batch: Batch) -> Tensor | Outputs:
+    """What a chunk hands on, or the loss at the end of the pipeline; `model` may be an engine."""
+    output = model(chunk=chunk, received=received, **batch)
+    return output if isinstance(output, tuple) else output.loss
+
+
 def forward_and_backward(model: nn.Module, mesh: Mesh, batch: Batch) -> list[Tensor]:
     """One micro-batch through the stages of a model without an engine; its loss, where it ends on this rank.
 
     Gradients are left in `grad`, those of a tied embedding summed over its stages.
     """
     schedule, rank = replace(mesh.plan.spec.schedule, micro_batches=1), mesh.index("pp")
-
-    def forward(chunk: int, received: Outputs, one: Batch) -> Tensor | Outputs:
-        output = model(chunk=chunk, received=received, **one)
-        return output if isinstance(output, tuple) else output.loss
-
     dtype = next(model.parameters()).dtype
-    work = Work(forward, torch.autograd.backward, lambda one: handed(model, mesh, one, dtype))
+    work = Work(partial(_forward, model), torch.autograd.backward, lambda one: handed(model, mesh, one, dtype))
     lanes, batches = Lanes(schedule, mesh.lanes, rank, mesh.device), iter([ready_inputs(dict(batch), mesh)])
     step = Step(schedule, rank, work, lanes, batches)
     step.run(schedule.passes(rank))

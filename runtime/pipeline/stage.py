@@ -109,9 +109,6 @@ class TiedEmbedding:
             gradient.copy_(start_all_reduce(gradient, self._group).wait())
 
 
-# A model reduced to what the stages of this rank hold, under the names that it has in the whole model.
-
-
 class Elsewhere(nn.Module):
     """Stands where the whole model has a module that another stage holds."""
 
@@ -156,17 +153,17 @@ def hold_stage(model: nn.Module, plan: Plan, pp_rank: int) -> None:
     kept = nn.ModuleList()
     for number in module_numbers(layer_numbers(held.stages), plan.parameters.layers_per_module):
         kept.add_module(str(number), layers[number])
-    _put(model, path, kept)
+    model.set_submodule(path, kept)
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.before}):
         if all(one.name not in held for one in plan.parameters.before if one.name.startswith(f"{name}.")):
-            _put(model, name, _instead(name, family, plan.spec.model.shape))
+            model.set_submodule(name, _instead(name, family, plan.spec.model.shape))
     if held.has_head:
         return
     causal: Any = model
     causal.set_output_embeddings(Elsewhere("the head"))
     for name in sorted({one.name.rpartition(".")[0] for one in plan.parameters.after}):
         inside = name.startswith(f"{family.base}.")
-        _put(model, name, Skipped() if inside else Elsewhere(name))
+        model.set_submodule(name, Skipped() if inside else Elsewhere(name))
 
 
 def _instead(name: str, family: Family, shape: ModelShape) -> nn.Module:
@@ -177,11 +174,6 @@ def _instead(name: str, family: Family, shape: ModelShape) -> nn.Module:
     makes_streams = name.startswith(tuple(f"{family.base}.{one}" for part in shape.parts for one in part.inputs))
     skipped = makes_streams or name == f"{family.base}.{family.embedding_norm}"
     return Skipped() if skipped else Elsewhere(name)
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(model.get_submodule(owner), name, module)
 
 
 _FOR_BASE = ("input_ids", "inputs_embeds", "position_ids")

@@ -312,7 +312,7 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """Messages and bytes of each group, in a step."""
     spec, rank = mesh.plan.spec, mesh.rank
     work = workload_of(spec)
-    planned = by_group({key: Tally(one.messages, one.wire_bytes) for key, one in _planned(work, mesh).items()})
+    planned = by_group(_planned(work, mesh))
     found = {name: one for name, one in by_group(step.counts).items() if _ranks_of(mesh, name) > 1}
     if mesh.plan.spec.parallelism.cp_implementation is CpImplementation.DOUBLE_RING:
         planned = _one_level(planned)  # both rings run over the cp group

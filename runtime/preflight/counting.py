@@ -120,7 +120,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _nbytes(value: Any) -> int:
+def nbytes(value: Any) -> int:
+    """Of these tensors."""
     return sum(one.nbytes for one in tensors_in(value))
 
 
@@ -129,14 +130,13 @@ def _wire_bytes(kind: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> f
     if kind in ("receive", "barrier"):
         return 0.0
     if kind == "send":
-        return float(_nbytes(args[0]))
+        return float(nbytes(args[0]))
     share = (group.size() - 1) / group.size()
     if kind == "all-to-all" and len(args) > 4 and args[4]:
         # Pieces of unequal sizes: all but its own.
         sizes = args[4]
         share = 1 - sizes[group.rank()] / max(1, sum(sizes))
     if kind in ("all-reduce", "broadcast", "reduce"):
-        return (2 if kind == "all-reduce" else 1) * share * _nbytes(args[0])
+        return (2 if kind == "all-reduce" else 1) * share * nbytes(args[0])
     # Outputs come first, inputs second; of a gather the outputs are the whole, of a scatter the inputs.
-    whole = _nbytes(args[0]) if kind in ("all-gather", "gather") else _nbytes(args[1])
-    return share * whole
+    return share * nbytes(args[0] if kind in ("all-gather", "gather") else args[1])

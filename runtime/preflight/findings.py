@@ -127,17 +127,16 @@ def finding_tree(finding: Finding, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def shown_ranks(ranks: Sequence[int], few: int = 4) -> str:
     """Ranks for people: all of a few, the ends of many."""
-    if len(ranks) <= 4:
+    if len(ranks) <= few:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 3, 4, … 9 (7)`."""
-    shown = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown_ranks(ranks, few=8)}"
 
 
 def device_findings(rank: int, tracker: MetaTracker) -> Iterator[Finding]:
@@ -159,9 +158,8 @@ def attention_kernels(rank: int, tracker: MetaTracker) -> Iterator[Finding]:
     for (kernel, reason), names in layers.items():
         verdict = Verdict.ODD if reason else Verdict.AGREES
         subject = f"attention of {len(names)} layer{'' if len(names) == 1 else 's'}"
-        yield Finding(
-            rank, subject, "a fused kernel", kernel, verdict, reason and f"{reason} ({names[0]} is the first)"
-        )
+        detail = reason and f"{reason} ({names[0]} is the first)"
+        yield Finding(rank, subject, "a fused kernel", kernel, verdict, detail)
 
 
 def host_waits(rank: int, tracker: MetaTracker) -> Iterator[Finding]:

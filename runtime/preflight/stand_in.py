@@ -36,8 +36,6 @@ from .counting import MessageCounter, tensors_in
 from .cuda_host import NoCudaHostError, always, card_of, cuda_without_gpu
 from .waits import place
 
-# This process as one rank of any world: torch's fake process group, and an accelerator whose tensors have no memory.
-
 _ATEN = torch.ops.aten
 META = torch.device("meta")
 CUDA = torch.device("cuda", 0)
@@ -47,8 +45,7 @@ CUDA = torch.device("cuda", 0)
 def device_of_plan(plan: Plan) -> Iterator[tuple[torch.device, str]]:
     """The device that stands for the plan's, while it can be had, and why it is not `cuda` where it is not."""
     accelerator = plan.spec.cluster.accelerator
-    card = card_of(accelerator)
-    if card is None:
+    if card_of(accelerator) is None:
         yield META, "" if accelerator == "cpu" else f"{accelerator} is no GPU of NVIDIA's"
         return
     with contextlib.ExitStack() as entered:
@@ -77,14 +74,16 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
         raise RunError("this process has joined other ranks: preflight needs one of its own")
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    before, environment = get_accelerator(), dict(os.environ)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(plan.world_size), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    forbid_jit_builds()
+    before, place = get_accelerator(), {"RANK": str(rank), "WORLD_SIZE": str(plan.world_size), "LOCAL_RANK": "0"}
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     try:
-        with _quiet(), contextlib.ExitStack() as entered:
+        with (
+            mock.patch.dict(os.environ, place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+            _quiet(),
+            contextlib.ExitStack() as entered,
+        ):
+            forbid_jit_builds()
             set_accelerator(_accelerator(device))
             backends = f"{device.type}:fake,cpu:fake" if device.type == "meta" else "cuda:fake,meta:fake,cpu:fake"
             entered.enter_context(without_values())
@@ -99,8 +98,6 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
             dist.destroy_process_group()
         forget_groups()
         set_accelerator(before)
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _products_of_experts() -> contextlib.AbstractContextManager[Any]:
@@ -147,9 +144,6 @@ def _accelerator(device: torch.device) -> Any:
         for memory in ("memory_allocated", "memory_cached", "memory_reserved"):
             answers |= {memory: 0, f"max_{memory}": 0}
     return type("Nowhere", (Base,), {name: always(value) for name, value in answers.items()})()
-
-
-# Follows what a rank does, operator by operator.
 
 
 class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
@@ -326,7 +320,6 @@ class MetaTracker(MessageCounter):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _free(self, key: int) -> None:
-        found = self._storages.pop(key, None)
-        if found is not None:
+        if (found := self._storages.pop(key, None)) is not None:
             self.live_bytes -= found[1]
             self._copies.pop(key, None)

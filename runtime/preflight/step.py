@@ -47,7 +47,7 @@ from parcompile.runtime.model.text_head import TORCH_DTYPES
 from parcompile.runtime.optimizers import join_shards
 from parcompile.runtime.pipeline import PipelinedLoop
 
-from .counting import Counts, Tally
+from .counting import Counts, Tally, nbytes
 from .stand_in import MetaTracker, default_device
 
 Ranges = tuple[tuple[int, int], ...]
@@ -142,8 +142,6 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
             found.append((start, stop))
     return tuple(found)
 
-
-# A step of it.
 
 Documents = list[list[int]]
 RUN = 2
@@ -248,7 +246,7 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
     def look_into_bucket(_: Tensor) -> None:
         """Behind a gradient: at ZeRO stage 2 the bucket is there only then."""
         nonlocal bucket
-        bucket = max(bucket, _nbytes(reduce_buckets(optimizer)))
+        bucket = max(bucket, nbytes(reduce_buckets(optimizer)))
 
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -361,7 +359,7 @@ def _engine(model: nn.Module, mesh: Mesh, tracker: MetaTracker) -> tuple[Any, in
     # Weights in fp32 are their own master weights at ZeRO stage 0.
     held = {one.untyped_storage()._cdata for one in weights}
     masters = [one for one in master_shards(optimizer) if one.untyped_storage()._cdata not in held]
-    return engine, _nbytes(weights), _nbytes(masters)
+    return engine, nbytes(weights), nbytes(masters)
 
 
 def _first_step(optimizer: Any, *, foreach: bool, fused: bool) -> None:
@@ -394,10 +392,6 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of memory that tensors share or have for themselves."""
     storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
     return sum(storages.values())
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    return sum(one.nbytes for one in tensors)
 
 
 def _batch(mesh: Mesh, documents: Documents | None = None) -> dict[str, Any]:

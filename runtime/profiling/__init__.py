@@ -78,8 +78,7 @@ def _measure(
     like = like or alike(device)
     own = _own(device, seconds / 2 if several else seconds)
     everyone = gather_objects(own) if several else [own]
-    failed = [(rank, one.failure) for rank, one in enumerate(everyone) if one.failure]
-    if failed:
+    if failed := [(rank, one.failure) for rank, one in enumerate(everyone) if one.failure]:
         rank, reason = failed[0]
         raise everywhere(f"rank {rank} could not be measured: {reason}")
     links = link_rates(device, [one.node for one in everyone], seconds / 2) if several else []
@@ -151,12 +150,8 @@ def _link(name: str, links: Sequence[LinkRate], built_in: Link, source: str) -> 
     """Rate of the all-reduce at its best size, latency at its smallest."""
     sums = [one for one in links if one.link == name and one.collective == "all-reduce"]
     if not sums:
-        return Link(
-            name,
-            built_in.title,
-            built_in.bytes_per_s,
-            f"not measured but assumed; --ranks 2 measures it: {built_in.source}",
-        )
+        assumed = f"not measured but assumed; --ranks 2 measures it: {built_in.source}"
+        return Link(name, built_in.title, built_in.bytes_per_s, assumed)
     title = f"{'in a node' if name == NODE else 'between nodes'}, {sums[0].ranks} ranks"
     smallest = min(sums, key=lambda one: one.size)
     rate = max(one.bytes_per_s for one in sums)

@@ -190,11 +190,7 @@ def _seconds(call: Callable[[], object], device: torch.device, share: float) -> 
 def _timed(call: Callable[[], object], device: torch.device, calls: int) -> float:
     synchronize(device)
     dist.barrier()
-    started = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    return max((time.perf_counter() - started) / calls, 1e-9)
+    return max(_batch(call, device, calls), 1e-9)
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -1,8 +1,7 @@
 """Attention over many ranks, pass by pass, and recomputation of what is around it without a second ring.
 
-Buffers of messages and fp32 sums have only that fraction of the tensors' size.
-
-A pass has some rows of the batch and some heads.
+A pass has some rows of the batch and some heads: buffers of messages and fp32 sums have only that fraction of the
+tensors' size.
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ from .kernels.kernel import Gradients, Queries
 from .passes import AttentionCall, Pass, keep, zeroed_sum_for
 from .route import GatherSchedule, Hop, RingStep
 
-# Messages between neighbours in the ring: one to the next rank and one from the previous, while both compute.
-
 
 class MessageKind(enum.IntEnum):
     """What a message between two ranks carries.
@@ -96,9 +94,6 @@ def post_exchanges(
             dist.P2POp(dist.irecv, back.message, dist.get_global_rank(group, hop.receive_from), group, int(kind)),
         ]
     return Exchange(tuple(dist.batch_isend_irecv(messages)) if messages else (), outgoing, incoming)
-
-
-# Keys and values go around the ring while each rank attends with its own queries to those at hand.
 
 
 def around(

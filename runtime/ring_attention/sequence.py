@@ -153,8 +153,6 @@ def documents_of_rows(documents: Documents | None, batch: int) -> Iterator[tuple
             start = stop
 
 
-# How the documents of a batch are packed for context-parallel ranks: long ones dealt out, short ones whole.
-
 _CANDIDATES = 16
 
 

@@ -192,9 +192,6 @@ class ParallelLinear(nn.Module):
         )
 
 
-# The column-parallel linear layer, and several of them on one input: q, k and v, or gate and up.
-
-
 class ColumnParallelLinear(ParallelLinear):
     """y = x · Wᵀ + b with the *output* features spread over the ranks.
 
@@ -296,9 +293,6 @@ def column_outputs(
         return outs
     length = sequence_length or first.sequence_length
     return tuple(cut_padding(y, dim, first.group, length) for y in outs)
-
-
-# The row-parallel linear layer: its input features are spread over the ranks.
 
 
 class RowParallelLinear(ParallelLinear):

@@ -165,8 +165,6 @@ def is_sharded(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "tensor_model_parallel")
 
 
-# Gradients of replicated parameters that each rank has only a part of.
-
 _GROUP, _LATER = "parcompile_partial_over", "parcompile_summed_later"
 """Attributes of a parameter: the ranks that its gradient is summed over, and whether a step does it at its end."""
 

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The ranks that a tensor is spread over, and how large their slices are.
-
 Group = dist.ProcessGroup | None
 """The ranks that a tensor is spread over; None stands for this rank alone."""
 
@@ -65,8 +63,6 @@ def peers(rank: int, ranks: int) -> list[int]:
     return [(rank - step) % ranks for step in range(1, ranks)]
 
 
-# Collectives that travel as several messages: which message continues one that has begun.
-
 _further = False
 
 
@@ -84,9 +80,6 @@ def continuing(further: bool = True) -> Iterator[None]:
         yield
     finally:
         _further = before
-
-
-# Collectives under way, and what they give once they are through.
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from parcompile.runtime.micro_batch import current
 from parcompile.runtime.ring_attention import TokenOrder, Windows, attention_beside, local_positions, windows_of
 from parcompile.runtime.transport import group_rank, group_size
 
-from .mechanism import Placed, chosen_once
+from .mechanism import Placed, chosen_once, refuse_generation
 
 
 def keys_and_mask(
@@ -152,8 +152,7 @@ def use_compressed_keys(placed: Placed) -> None:
             continue
         setattr(attention, BESIDE, functools.partial(_attend, compressor.compress_rate))
         compressor.forward = functools.partial(_compress, compressor.forward, compressor, place)
-        indexer = getattr(compressor, "indexer", None)
-        if indexer is not None:
+        if (indexer := getattr(compressor, "indexer", None)) is not None:
             indexer.requires_grad_(False)
             indexer.forward = functools.partial(_choose, indexer.forward)
             indexer.scorer.forward = functools.partial(_score, indexer.scorer.forward)
@@ -174,11 +173,7 @@ def keep_groups(attention: Any, linear: Any, tp: int) -> None:
 
 def _with_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, compressed: bool) -> Call:
     """No mask of tokens, which the ring knows: [B, 1, S, 0], to which the attention adds that of compressed keys."""
-    if current().alone:
-        raise everywhere(
-            "generate() of a model with compressed keys is not injected: write it with `parcompile "
-            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)"
-        )
+    refuse_generation("with compressed keys")
     hidden = args[0] if args else kwargs["hidden_states"]
     # Under sequence parallelism the hidden states are still a share of the sequence here.
     length = current().sequence_length or hidden.shape[1]

@@ -36,7 +36,8 @@ from parcompile.runtime.inject.regions import Region
 from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.model.text_head import TORCH_DTYPES
-from parcompile.runtime.tensor_parallel import is_sharded, mark_shard, take_ranges
+from parcompile.runtime.tensor_parallel import is_sharded, mark_shard
+from parcompile.runtime.tensor_parallel.partial import slice_parameter
 from parcompile.runtime.transport import group_size
 
 from .mechanism import Placed
@@ -130,9 +131,7 @@ def _cut(name: str, block: nn.Module, slices: Slices, region: Region) -> None:
                 if is_bias_of_row(whole, slices):
                     add_once(module, kind, region.group)
                 continue
-            local = nn.Parameter(
-                take_ranges(parameter.detach(), piece.dim, piece.ranges), requires_grad=parameter.requires_grad
-            )
+            local = slice_parameter(parameter, piece.dim, piece.ranges)
             vars(local).update(vars(parameter))  # experts that are dealt over ep are marked
             mark_shard(local)
             setattr(module, kind, local)

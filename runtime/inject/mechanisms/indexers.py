@@ -29,6 +29,7 @@ keys, H heads of an indexer, D features of each.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -324,8 +325,8 @@ def _runs(places: list[int], starts: list[int], block: int) -> Iterator[tuple[in
         for place, start in zip(places, starts, strict=True)
     ]
     first = 0
-    for at in range(1, len(keys) + 1):
-        if at == len(keys) or keys[at] != keys[first]:
-            if (key := keys[first]) is not None:
-                yield *key, slice(first, at)
-            first = at
+    for key, run in itertools.groupby(keys):
+        stop = first + len(list(run))
+        if key is not None:
+            yield *key, slice(first, stop)
+        first = stop

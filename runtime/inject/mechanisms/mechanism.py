@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from parcompile.model.family import Family
 from parcompile.model.shape import ModelShape
+from parcompile.runtime.errors import everywhere
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.regions import Region
+from parcompile.runtime.micro_batch import current
 from parcompile.runtime.model.slices import Slices
 from parcompile.runtime.ring_attention.passes import once
 
@@ -62,6 +64,19 @@ class Placed:
 Change: TypeAlias = Callable[[Placed], None]
 """Changes this rank's layers, in place, where the model has the mechanism. It raises a RunError where the model is not
 what the plan describes."""
+
+
+def refuse_generation(what: str) -> None:
+    """Refuses a call of `generate`, for which tokens that come one by one would have to reach what the model has.
+
+    Raises:
+        RunError: it is one.
+    """
+    if current().alone:
+        raise everywhere(
+            f"generate() of a model {what} is not injected: write it with `parcompile checkpoint export DIR --hf OUT` "
+            "and generate with AutoModelForCausalLM.from_pretrained(OUT)"
+        )
 
 
 def chosen_once(choose: Callable[[], Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from parcompile.runtime.recurrent import convolve
 from parcompile.runtime.ring_attention.passes import once
 from parcompile.runtime.tensor_parallel import VocabParallelEmbedding
 
-from .mechanism import Placed
+from .mechanism import Placed, refuse_generation
 
 
 def look_ngrams_up(placed: Placed) -> None:
@@ -51,11 +51,7 @@ def look_ngrams_up(placed: Placed) -> None:
 
 def _with_tokens(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The numbers of tokens, which a stage of a pipeline that begins with hidden states does not get otherwise."""
-    if current().alone:
-        raise everywhere(
-            "generate() of a model that adds embeddings of n-grams is not injected: write it with `parcompile "
-            "checkpoint export DIR --hf OUT` and generate with AutoModelForCausalLM.from_pretrained(OUT)"
-        )
+    refuse_generation("that adds embeddings of n-grams")
     if (tokens := current().tokens) is None:
         raise everywhere(
             f"a {type(base).__name__} looks n-grams up by the numbers of tokens: call the model with input_ids"

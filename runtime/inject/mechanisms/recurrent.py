@@ -300,9 +300,6 @@ _SEAMS: Mapping[str, Callable[..., Any]] = {
 """The functions of transformers' files that work on a sequence, and what stands in front of them."""
 
 
-# State-space layers: their selection, multipliers and norms.
-
-
 def is_inside(name: str, modules: list[str]) -> bool:
     """Whether a linear is a projection inside of one of these layers, by its name."""
     parent, _, own = name.rpartition(".")
@@ -383,9 +380,6 @@ class SpreadGatedNorm(SpreadRMSNorm):
         if gates is not None and self.norm_before_gate:
             wide = wide * gates
         return wide.to(hidden_states.dtype)
-
-
-# This rank's sizes.
 
 
 def localise_states(placed: Placed) -> None:

@@ -214,8 +214,7 @@ def check_torch() -> None:
         NoCudaHostError: which one it is.
     """
     version = str(torch.__version__)
-    own = torch.version.cuda or torch.version.hip
-    if own is not None:
+    if (own := torch.version.cuda or torch.version.hip) is not None:
         raise NoCudaHostError(
             f"torch {version} is built with CUDA or ROCm {own}: only a CPU build of torch can be given both"
         )
@@ -279,8 +278,7 @@ def find_compiler() -> str:
     """
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
-        path = shutil.which(name)
-        if path is not None:
+        if (path := shutil.which(name)) is not None:
             return path
     looked = f"CXX is {named!r}, which is not on the PATH" if named else f"none of {', '.join(_COMPILERS)} on the PATH"
     raise NoCudaHostError(f"there is no C++ compiler: {looked}")

@@ -129,8 +129,7 @@ def _groups(session: Session, heard: Sequence[Any]) -> Answer:
 
 def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     found, arrived = session.found, session.arrived
-    failures = [said["failure"] for said in heard if "failure" in said]
-    if failures:
+    if failures := [said["failure"] for said in heard if "failure" in said]:
         found.findings.append(Finding(JOB, LINKS, "measured", "", Verdict.NOT_RUN, failures[0]))
     else:
         measured = [LinkMeasurements.from_json(said) for said in heard]
@@ -161,8 +160,6 @@ def _trial(session: Session, heard: Sequence[Any]) -> Answer:
 def _differing(findings: Sequence[Finding]) -> list[str]:
     return [one.subject for one in findings if one.verdict is Verdict.DIFFERS]
 
-
-# The live check of a job, called by a training script or by the command line.
 
 _NUMBERS = itertools.count()
 """Checks of one process share a store: each has a name of its own in it."""

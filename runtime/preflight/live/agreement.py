@@ -114,8 +114,7 @@ def _compare_presence(arrived: Arrived, waited_seconds: float) -> Iterator[Findi
     if arrived.missing:
         wrong.append(f"{ranks_in_words(arrived.missing)} did not report within {waited_seconds:.0f} s")
         wrong += _where(arrived)
-    elsewhere = [one.rank for one in arrived.facts if one.world_size != arrived.world_size]
-    if elsewhere:
+    if elsewhere := [one.rank for one in arrived.facts if one.world_size != arrived.world_size]:
         wrong.append(f"{ranks_in_words(elsewhere)} has another WORLD_SIZE than rank 0, {arrived.world_size}")
     verdict = Verdict.DIFFERS if wrong else Verdict.AGREES
     yield Finding(JOB, "ranks that came", str(arrived.world_size), str(came), verdict, "; ".join(wrong))
@@ -164,8 +163,6 @@ def _short(said: str) -> str:
     """Enough of a plan's hash to tell it from another; why a plan cannot be read is said in full."""
     return said[:19] if said.startswith("sha256:") else said
 
-
-# Is there enough of everything that the plan needs: device and host memory, shared memory, disk for a checkpoint?
 
 NCCL_SHARED_BYTES = GIB
 """What containers are commonly given (`--shm-size=1g`); NCCL's ranks of a node speak through it without peer access."""
@@ -302,8 +299,6 @@ def _enough(subject: str, places: Sequence[_Place]) -> Iterator[Finding]:
         yield Finding(JOB, subject, needed, f"{format_bytes(free)} free{more}", Verdict.AGREES)
 
 
-# What was found: comparisons as offline, and a list of what is slow or odd, node by node.
-
 MOST_NODES = 64
 """So many nodes are listed; of more, those of which there is something to say come first."""
 
@@ -381,16 +376,13 @@ def nodes_of(arrived: Arrived, findings: Sequence[Finding], slow: Mapping[str, S
         if one.verdict in (Verdict.DIFFERS, Verdict.ODD) and one.rank in homes:
             odd.setdefault((homes[one.rank], one.subject, one.found), []).append(one.rank)
     remarks: dict[str, list[str]] = {name: [] for name in arrived.nodes}
-    for (node, subject, said), ranks in odd.items():
-        remarks[node].append(f"{ranks_in_words(ranks)}: {subject} {said}")
+    for (node, subject, found), ranks in odd.items():
+        remarks[node].append(f"{ranks_in_words(ranks)}: {subject} {found}")
+    for node, said in remarks.items():
+        said += slow.get(node, ())
     return tuple(
-        Node(
-            name,
-            tuple(one.rank for one in ranks),
-            f"{len(ranks)} × {ranks[0].device}",
-            (*remarks[name], *slow.get(name, ())),
-        )
-        for name, ranks in arrived.nodes.items()
+        Node(name, tuple(one.rank for one in ranks), f"{len(ranks)} × {ranks[0].device}", tuple(said))
+        for (name, ranks), said in zip(arrived.nodes.items(), remarks.values(), strict=True)
     )
 
 

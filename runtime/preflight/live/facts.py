@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import re
+import shutil
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
@@ -32,9 +33,7 @@ def existing(folder: Path) -> Path:
         OSError: it cannot be looked at.
     """
     place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
+    return next(one for one in (place, *place.parents) if one.exists())
 
 
 def disk_of(folder: Path) -> tuple[str, int | None, str]:
@@ -44,19 +43,9 @@ def disk_of(folder: Path) -> tuple[str, int | None, str]:
         if not place.is_dir():
             return str(place), None, f"{place} is not a folder"
         refused = "" if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
-        return str(place), free_bytes(place), refused
+        return str(place), shutil.disk_usage(place).free, refused
     except OSError as error:
         return str(folder), None, f"{folder}: {error.strerror}"
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that a user may still write there.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 @contextlib.contextmanager
@@ -140,7 +129,7 @@ def local_facts(environment: Environment, plan: Plan | None, unread: str, checkp
         device=name,
         device_free_bytes=free,
         host_free_bytes=host_memory(),
-        shared_free_bytes=free_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None,
+        shared_free_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         disk_folder=folder,
         disk_free_bytes=disk,
         disk_failure=refused,

@@ -174,8 +174,7 @@ def _slow_nodes(nodes: Sequence[str], measured: Sequence[LinkMeasurements]) -> M
     """Nodes whose own links are slow, with their share of the median."""
     by_node: dict[str, list[float]] = {}
     for node, one in zip(nodes, measured, strict=True):
-        inside = [link.bytes_per_s for link in one.links if link.link == NODE]
-        if inside:
+        if inside := [link.bytes_per_s for link in one.links if link.link == NODE]:
             by_node.setdefault(node, []).append(max(inside))
     if len(by_node) < 2:
         return {}
@@ -200,8 +199,6 @@ def _latency(subject: str, link: Link, found: LinkRate) -> Finding:
     detail = f"{seconds / expected:.1f} times the preset's, for {found.size} bytes" if wrong else ""
     return Finding(JOB, subject, format_seconds(expected), shown, Verdict.ODD if wrong else Verdict.AGREES, detail)
 
-
-# Two steps.
 
 STEPS = 2
 LOSSES = f"losses of {STEPS} steps"

@@ -29,8 +29,6 @@ from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Queries
 from . import FULL, Band, spans
 from .kernel import Kernel, Terms, accumulation_dtype, without_autocast
 
-# The matrix products of tiles of scores on CPUs: a softmax that grows tile by tile, and its gradients.
-
 _HIGHEST = 40.0
 """Scores above the level of their row by less than this need no new level: fp32 ends at 127."""
 LOG2_E = math.log2(math.e)

@@ -22,8 +22,6 @@ from torch import Tensor
 from parcompile.runtime.ring_attention.kernels import Band
 from parcompile.runtime.ring_attention.kernels.packs import Launch
 
-# The dtypes in which kernels compute and sum.
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums over blocks and ranks are kept: fp32, or fp64 for fp64."""
@@ -60,9 +58,6 @@ def of_seed(seed: int) -> int:
 def combined(words: Tensor | int, numbers: Tensor, offset: int) -> Tensor:
     """Words for pairs: `words` and `numbers`, broadcast. Another offset keeps equal numbers of another kind apart."""
     return mixed(words ^ mixed((numbers + offset) & WORD))
-
-
-# ALiBi, bias and dropout: numbers added to the scores and dropped weights, by positions in the whole sequence.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,6 @@ class Terms:
         return (bits >= round(self.dropout * (WORD + 1))).to(dtype).mul_(1 / (1 - self.dropout))
 
 
-# What a kernel is: attention over one local block of keys, forward and backward.
-
-
 class Kernel(Protocol):
     """Attention of queries over one block of keys and values, none of them empty; each query sees a key."""
 
@@ -163,9 +155,6 @@ class PackingKernel(Kernel, Protocol):
 
     def backward_packed(self, read: Queries, key: Tensor, value: Tensor, *, launch: Launch, into: Gradients) -> None:
         """Add the gradients of all tiles."""
-
-
-# What backward kernels read of the queries, and where they add what they find.
 
 
 class Queries(NamedTuple):
