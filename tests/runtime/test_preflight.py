@@ -809,6 +809,18 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
         ("deepseek_v32", MANY, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 4096}),
         # Attention goes backward over ranks beside what a parallel MLP leaves.
         ("gptj", FEW, {"cp": 2}, 0, {"precision": "fp32", "sequence_length": 4096}),
+        # Passes over ranks, one and several, beside a parallel MLP with a norm of its own; the gradient that came.
+        ("gpt_neox", FEW, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        ("gpt_neox", FEW, {"cp": 4}, 0, {**ROWS, **AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        ("gpt_neox", FEW, {"cp": 2, "pp": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        # Values that are narrower than keys.
+        ("deepseek_v2", FEW, {"cp": 2, "pp": 2}, 0, {**ROWS, "precision": "bf16", "sequence_length": 4096}),
+        # Layers without experts go backward beside the sums of those with them.
+        ("deepseek_v2", MANY, {"dp": 2}, 2, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        # Streams that are made of one, and one that is made of them.
+        ("gemma3n_text", MANY, {"cp": 2}, 0, {"precision": "bf16", "sequence_length": 4096}),
+        # The gradient of a tied head waits while those of layers are reduced.
+        ("bloom", MANY, {"tp": 2, "dp": 2}, 1, {**AGAIN, "precision": "bf16", "global_batch_size": 4}),
     ],
 )
 def test_the_peak_of_each_type_agrees_with_the_estimate(
@@ -823,6 +835,22 @@ def test_the_peak_of_each_type_agrees_with_the_estimate(
     for rank in drawing._one_of_each_stage(plan):
         estimated, counted, _ = drawing.measured(plan, rank)
         assert estimated == pytest.approx(counted, rel=0.005)
+
+
+def test_between_the_first_and_the_last_micro_batch_all_gradients_are_there() -> None:
+    """At ZeRO stage 1: behind the first they come to be, and those of the last are let go of as they are reduced."""
+    drawing, peaks = script("preflight_peaks"), []
+    layout = {"tp": 4, "cp": 2, "dp": 4, "ep": 2, "sequence_parallel": True}
+    extra = {"zero": {"stage": 1}, "cluster": {"gpus_per_node": 32, "accelerator": "h200"}}
+    for micro_batches in (2, 3, 5):
+        batch = {"sequence_length": 4096, "micro_batch_size": 1, "global_batch_size": 4 * micro_batches}
+        training = {**AGAIN, **batch, "precision": "bf16"}
+        config = drawing._of_type("minimax", random.Random(5)) | {"vocab_size": FEW}
+        plan = make_plan(32, layout, model=config, training=training, whole_model=True, extra=extra)
+        peaks.append(drawing.measured(plan, drawing._one_of_each_stage(plan)[0])[:2])
+    (_, two), (estimated, three), (_, five) = peaks
+    assert three == five > 1.03 * two
+    assert estimated == pytest.approx(three, rel=0.01)
 
 
 @pytest.mark.parametrize("group", [10**9, 4 * 10**6])
