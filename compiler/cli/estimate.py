@@ -30,10 +30,16 @@ from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
-from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
-from .options import FiniteRange, document_length_option, output_file, positive_number, refuse_foreign
+from .options import (
+    FiniteRange,
+    document_length_option,
+    json_or_word,
+    output_file,
+    positive_number,
+    refuse_foreign,
+)
 
 MOST_CELLS = 4096
 
@@ -203,14 +209,7 @@ def _values(text: str) -> tuple[str, list[object]]:
     name, found, rest = text.partition("=")
     if not found or not rest:
         raise click.UsageError(f"{text!r} is not NAME=VALUES, as in tp=1,2,4")
-    return name, [_value(one) for one in rest.split(",")]
-
-
-def _value(text: str) -> object:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
+    return name, [json_or_word(one) for one in rest.split(",")]
 
 
 def _print_sweep(

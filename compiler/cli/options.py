@@ -22,6 +22,7 @@ from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.rules import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
+from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, told
 
@@ -73,6 +74,14 @@ def output_file(ending: str = "") -> Callable[[str], Path]:
         return path
 
     return read
+
+
+def json_or_word(text: str) -> Any:
+    """A value as JSON writes it; what is no JSON is a word."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def seen_from(folder: Path, file: Path) -> str:

@@ -16,10 +16,9 @@ from parcompile.backends.kinds import DEEPSPEED, UNKNOWN, recognise
 from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
-from parcompile.user_files import parse_json
 
 from . import needing, say, told, writing
-from .options import positive_number
+from .options import json_or_word, positive_number
 
 if TYPE_CHECKING:
     from parcompile.runtime.prove import Certificate, Engine
@@ -143,10 +142,7 @@ def _cell(text: str, features: Mapping[str, tuple[Any, ...]], decided: Mapping[s
         name, given, value = part.partition("=")
         if not given:
             raise click.BadParameter(f"{part!r} has no value: write NAME=VALUE", param_hint="--cell")
-        try:
-            found[name.strip()] = parse_json(value)
-        except ValueError:
-            found[name.strip()] = value.strip()  # a word
+        found[name.strip()] = json_or_word(value.strip())
     for name, value in decided.items():
         if found.setdefault(name, value) != value:
             raise ValueError(f"{name} {found[name]}: the file decides that it is {value}")

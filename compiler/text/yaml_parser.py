@@ -165,9 +165,6 @@ class _Composer(Reading):
             raise self.fatal("J003", "the file is empty", 0, "a spec starts with its keys, such as version: 1")
         return self.result(root.value, root.place, "yaml")
 
-    def say(self, code: str, message: str, at: int, advice: str) -> None:
-        self.report(self.source.problem(code, message, at, advice=advice), at)
-
     def _node(self, event: Any, key: tuple[int, int]) -> _Node:
         """The value that begins with an event; `key` is where its key stands."""
         import yaml

@@ -7,11 +7,10 @@ transformers 5.23 (`distributed/configuration_utils.py`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
-from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, carried
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, as_switch, carried
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, reduced_by_fsdp, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
@@ -168,19 +167,14 @@ def _fsdp(source: Source, draft: Draft) -> None:
 def _megatron(source: Source, draft: Draft) -> None:
     prefix = "megatron_lm_config.megatron_lm_"
     for row in carried("accelerate.megatron"):
-        draft.carry(source, prefix + row.option, row.path, lambda value, _name: _literal(value))
-    if _literal(source.given.get(prefix + "recompute_activations")) is True:
+        draft.carry(source, prefix + row.option, row.path, lambda value, _name: as_switch(value))
+    if as_switch(source.given.get(prefix + "recompute_activations")) is True:
         path = ("training", "activation_checkpointing")
         draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")
     else:
         source.ignore(prefix + "recompute_activations", "off")
     sharded = prefix + "use_distributed_optimizer"
-    draft.take(source, [sharded], {_ZERO: 1 if _literal(source.given.get(sharded)) is True else 0})
-
-
-def _literal(value: Any) -> Any:
-    """A value that accelerate writes as text."""
-    return {"true": True, "false": False}.get(str(value).lower(), value)
+    draft.take(source, [sharded], {_ZERO: 1 if as_switch(source.given.get(sharded)) is True else 0})
 
 
 def _parallelism(source: Source, draft: Draft, prefix: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parcompile.backends.artefacts import effective_order, stored_losses
+from parcompile.backends.artefacts import effective_order, losses_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -11,7 +11,6 @@ from parcompile.backends.reading import (
     Row,
     Source,
     carried,
-    flag,
     leaving_open,
     stored_bundle,
 )
@@ -149,9 +148,9 @@ ROWS: tuple[Row, ...] = (
         _read_experts,
         lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
     ),
-    Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
+    Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=lambda is_on: is_on or None),
     stored_bundle("megatron.context", _read_context, facts=_FACTS),
-    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, stored_losses("megatron.order")),
+    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, lambda spec: losses_of("megatron.order", spec)),
     # Megatron-LM takes a number of virtual stages also where the first or last stage has a number of its own.
     stored_bundle(
         "megatron.stages", _read_stages, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"
