@@ -25,8 +25,11 @@ from .statements import Facts
 
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
-_DECAY: SpecPath = ("training", "optimizer", "weight_decay")
-_LEFT_OUT: SpecPath = ("training", "optimizer", "no_weight_decay")
+PRECISION, SUMS = ("training", "precision"), ("training", "gradient_accumulation_dtype")
+OPTIMIZER, SCHEDULE, STEPS = ("training", "optimizer"), ("training", "lr_scheduler"), ("training", "train_steps")
+RECOMPUTE, STAGE, DP = ("training", "activation_checkpointing"), ("zero", "stage"), ("parallelism", "dp")
+DECAY, _LEFT_OUT = (*OPTIMIZER, "weight_decay"), (*OPTIMIZER, "no_weight_decay")
+"""Values that several importers read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +245,13 @@ class Draft:
 
     def carry_decay(self, source: Source, name: str, left_out: str) -> None:
         """Takes over the weight decay of a tool that leaves something out of it, as `left_out` says."""
-        self.carry(source, name, _DECAY, typed.number)
+        self.carry(source, name, DECAY, typed.number)
         self.leave_out_of_decay(left_out, said=source.has(name))
 
     def leave_out_of_decay(self, left_out: str, *, said: bool) -> None:
         """Says what is not decayed, unless nothing is."""
         self.values.pop(_LEFT_OUT, None)
-        if self.values.get(_DECAY, 1.0):
+        if self.values.get(DECAY, 1.0):
             self.set(_LEFT_OUT, left_out, said=said)
 
     def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
@@ -318,8 +321,7 @@ def refuse_optimizer(
     known = refused_optimizer(str(kind))
     why = f"a spec has {', '.join(has)} and {last}, and no {kind}" + (f": {known}" if known else "")
     why = f"{kind} of this tool is not read" if str(kind).lower() in OPTIMIZER_KEYS else why
-    path = ("training", "optimizer")
-    draft.ask(path if whole else (*path, "type"), f"{option} is {kind!r}: {why}")
+    draft.ask(OPTIMIZER if whole else (*OPTIMIZER, "type"), f"{option} is {kind!r}: {why}")
     source.lose((option, *settings), why, changes=True)
 
 
