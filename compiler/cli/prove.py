@@ -18,7 +18,7 @@ from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
 
 from . import needing, say, told, writing
-from .options import json_or_word, positive_number
+from .options import form_option, json_or_word, positive_number
 
 if TYPE_CHECKING:
     from parcompile.runtime.prove import Certificate, Engine
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--no-shrink", is_flag=True, help="Do not shrink and explain red cells.")
 @click.option("--verify", "certificate", type=click.Path(path_type=Path), help="Run the cells of a certificate again.")
 @click.option("--scripts", type=click.Path(path_type=Path), help="Write scripts that show red cells to this folder.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", show_default=True)
+@form_option("text", "json", "junit")
 @click.pass_context
 def command(
     context: click.Context,
