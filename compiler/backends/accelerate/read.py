@@ -97,7 +97,7 @@ def _joined(source: Source, draft: Draft, inner: Draft) -> None:
         source.ignore(name, "the DeepSpeed configuration decides the type of the weights")
     elif said:
         draft.ask(reading.PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
-    draft.take(source, (), {path: inner.values[path] for path in inner.said})
+    draft.take(source, (), {path: value for path, value in inner.values.items() if path in inner.said})
     if not said and not source.has(name) and decided is not None:
         draft.set(reading.PRECISION, decided, said=True)
     for path, question in inner.questions.items():
