@@ -23,14 +23,15 @@ from harness import (
     cpu_spec,
     drawn_model,
     forget_peak,
+    heads,
     llama,
     parsed,
     plan_of,
     ratios,
     resident_bytes,
     rotated,
+    row,
     spread,
-    table,
     write_json,
 )
 from meters import TIMEOUT
@@ -149,16 +150,10 @@ def main() -> None:
         rows = run(options.only, options.rounds, folder)
     write_json(options.json, rows)
     tokens = SETTINGS["batch"] * SETTINGS["length"]
-    table(
-        rows,
-        {
-            "engine": lambda one: one["method"],
-            "tokens/s (quartiles)": lambda one: spread([tokens / value for value in one["seconds"]], ".0f"),
-            "speed of the first / its own": lambda one: spread(ratios(one["seconds"], rows[0]["seconds"])),
-            "peak MB": lambda one: f"{one['peak']:.0f}",
-            "start s": lambda one: f"{one['start']:.2f}",
-        },
-    )
+    heads("engine", "tokens/s (quartiles)", "speed of the first / its own", "peak MB", "start s")
+    for one in rows:
+        rates, share = [tokens / value for value in one["seconds"]], ratios(one["seconds"], rows[0]["seconds"])
+        row(one["method"], spread(rates, ".0f"), spread(share), f"{one['peak']:.0f}", f"{one['start']:.2f}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import BIN, ROOT, free_port, llama, parsed, run_for, table
+from harness import BIN, ROOT, free_port, heads, llama, parsed, row, run_for
 
 from parcompile.cost.calibration import fit_time
 from parcompile.cost.measurements import Measurement, read_plain
@@ -101,14 +101,11 @@ def report(fitted: Sequence[Measurement], judged: Sequence[Measurement], again: 
         "profile and one factor": lambda one: factor * timing(one.work).step.seconds,
         "calibrated": lambda one: timing(one.work, own).step.seconds,
     }
-    table(
-        [*((one, "fitted") for one in fitted), *((one, "judged") for one in judged)],
-        {
-            "layout": lambda one: f"{text(one[0])} ({one[1]})",
-            "measured": lambda one: f"{one[0].step_seconds:.3f} s",
-            **{name: lambda one, way=way: f"{errors([one[0]], way)[0]:+.1%}" for name, way in ways.items()},
-        },
-    )
+    heads("layout", "measured", *ways)
+    for rows, how in ((fitted, "fitted"), (judged, "judged")):
+        for one in rows:
+            own_errors = (f"{errors([one], predict)[0]:+.1%}" for predict in ways.values())
+            row(f"{text(one)} ({how})", f"{one.step_seconds:.3f} s", *own_errors)
     for name, predict in ways.items():
         found = sorted(map(abs, errors(judged, predict)))
         mean, middle = statistics.mean(found), statistics.median(found)

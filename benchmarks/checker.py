@@ -79,16 +79,14 @@ class Tally:
     rewritten_wrongly: list[str] = field(default_factory=list)
 
 
-def configurations(folders: Sequence[Path]) -> Iterator[Path]:
-    for folder in folders:
-        yield from sorted(one for one in folder.rglob("*.json") if one.is_file())
+def written(folders: Sequence[Path], *ends: str) -> list[Path]:
+    """Files whose names end so."""
+    return [one for folder in folders for one in sorted(folder.rglob("*")) if one.suffix in ends and one.is_file()]
 
 
-def written(folders: Sequence[Path], kind: str) -> list[Path]:
+def of_kind(folders: Sequence[Path], kind: str) -> list[Path]:
     """Scripts, JSON and YAML that are of a kind."""
-    ends = (".sh", ".yaml", ".yml", ".json")
-    files = (one for folder in folders for one in sorted(folder.rglob("*")) if one.suffix in ends and one.is_file())
-    return [one for one in files if check_any(one).kind == kind]
+    return [one for one in written(folders, ".sh", ".yaml", ".yml", ".json") if check_any(one).kind == kind]
 
 
 def judge_file(tally: Tally, file: Path, judge: Judge) -> None:
@@ -325,9 +323,9 @@ def main() -> None:
     parser.add_argument("--mutants", type=int, default=0, metavar="N", help="judge so many copies with a mistake (0)")
     chosen = parser.parse_args()
     if chosen.megatron is not None:
-        report(of_megatron(chosen.megatron, written(chosen.folders or chosen.megatron[:1], MEGATRON)))
+        report(of_megatron(chosen.megatron, of_kind(chosen.folders or chosen.megatron[:1], MEGATRON)))
         return
-    files = written(chosen.folders, GPT_NEOX) if chosen.neox else list(configurations(chosen.folders))
+    files = of_kind(chosen.folders, GPT_NEOX) if chosen.neox else written(chosen.folders, ".json")
     with tempfile.TemporaryDirectory() as folder:
         files = mutants(files, chosen.mutants, Path(folder)) if chosen.mutants else files
         if chosen.neox is not None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from harness import heads, parsed, ratios, row, seconds_in_turns, spread
+from ring_attention import LARGE, SMALL, Shape, draw
 
 from parcompile.runtime.ring_attention.kernels import CAUSAL, FULL, Band
 from parcompile.runtime.ring_attention.kernels.cpu_tiles import CpuTileKernel, kept_memory
@@ -23,31 +23,16 @@ from parcompile.runtime.ring_attention.kernels.fused import CpuFlashKernel
 from parcompile.runtime.ring_attention.kernels.kernel import Gradients, Kernel, Queries
 from parcompile.runtime.ring_attention.kernels.selection import has_bf16_products_alone
 
-
-class Block(NamedTuple):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    tokens: int
-    """Queries and keys."""
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, {self.tokens} tokens"
-
-
-BLOCKS = [Block(8, 2, 64, tokens) for tokens in (128, 512, 2048)]
-BLOCKS += [Block(4, 4, 64, 2048), Block(4, 1, 128, 2048), Block(32, 8, 128, 1024)]
+BLOCKS = [(SMALL, tokens) for tokens in (128, 512, 2048)]
+BLOCKS += [(Shape(4, 4, 64), 2048), (Shape(4, 1, 128), 2048), (LARGE, 1024)]
+"""Heads, and the number of queries and of keys."""
 KERNELS: dict[str, Kernel] = {"fused": CpuFlashKernel(), "tiles": CpuTileKernel()}
 
 
-def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> None:
+def measure(shape: Shape, tokens: int, band: Band, dtype: torch.dtype, rounds: int) -> None:
     """Prints a row of the table."""
-    generator = torch.Generator().manual_seed(0)
-    heads = (block.heads, block.kv_heads, block.kv_heads, block.heads)
-    query, key, value, grad = (
-        torch.randn(1, count, block.tokens, block.head_dim, generator=generator).to(dtype) for count in heads
-    )
-    scale = block.head_dim**-0.5
+    query, key, value, grad = draw(shape, tokens, dtype)
+    scale = shape.head_dim**-0.5
     steps: dict[str, Callable[[], object]] = {}
     sums: dict[str, Gradients] = {}
     for name, kernel in KERNELS.items():
@@ -70,7 +55,7 @@ def measure(block: Block, band: Band, dtype: torch.dtype, rounds: int) -> None:
     KERNELS["fused"].backward(read, *wide[1:], band=band, terms=None, into=exact)
     errors = [float((sums[name].key.double() - exact.key).norm() / exact.key.norm()) for name in ("fused", "tiles")]
     said = " · ".join(f"{error:.1e}" for error in errors)
-    row(block, "causal" if band == CAUSAL else "full", *cells, said)
+    row(f"{shape}, {tokens} tokens", "causal" if band == CAUSAL else "full", *cells, said)
 
 
 def main() -> None:
@@ -79,10 +64,10 @@ def main() -> None:
     if not has_bf16_products_alone():
         print("this CPU has no bf16 dot products, or a matrix unit too: the fused kernel is taken for bf16 here")
     heads("block", "mask", "forward", "backward", "error of dK: fused · tiles")
-    for block in BLOCKS:
+    for shape, tokens in BLOCKS:
         for band in (CAUSAL, FULL):
             with kept_memory():  # as around the tiles of a ring's step
-                measure(block, band, getattr(torch, options.dtype), options.rounds)
+                measure(shape, tokens, band, getattr(torch, options.dtype), options.rounds)
 
 
 if __name__ == "__main__":

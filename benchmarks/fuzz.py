@@ -33,7 +33,7 @@ from typing import Any
 
 from fuzzing.attack import Attack, bound_memory
 from fuzzing.kinds import CORPUS, Kind, all_kinds
-from harness import parsed, table
+from harness import heads, parsed, row
 
 BATCH = 50_000
 """Mutants of one process, and of one draw from the schemas: both take seconds."""
@@ -146,18 +146,12 @@ def print_table(sums: Iterable[Mapping[str, Line]]) -> None:
     for name, own in (pair for one in sums for pair in one.items()):
         _add(whole.setdefault(name, {}), own)
         _add(total, own)
-    table(
-        [*sorted(whole.items()), ("all", total)],
-        {
-            "files": lambda one: one[0],
-            "mutants": lambda one: f"{one[1]['mutants']:,}",
-            "refused": lambda one: f"{100 * one[1]['refused'] / max(1, one[1]['mutants']):.0f} %",
-            "failed": lambda one: f"{one[1]['failed']:,}",
-            "ms each": lambda one: f"{1000 * one[1]['seconds'] / max(1, one[1]['mutants']):.1f}",
-            "longest s": lambda one: f"{one[1]['longest']:.1f}",
-            "most growth MB": lambda one: f"{one[1]['growth'] / 2**20:.0f}",
-        },
-    )
+    heads("files", "mutants", "refused", "failed", "ms each", "longest s", "most growth MB")
+    for name, one in [*sorted(whole.items()), ("all", total)]:
+        count = max(1, one["mutants"])
+        ends = f"{100 * one['refused'] / count:.0f} %", f"{one['failed']:,}"
+        times = f"{1000 * one['seconds'] / count:.1f}", f"{one['longest']:.1f}"
+        row(name, f"{one['mutants']:,}", *ends, *times, f"{one['growth'] / 2**20:.0f}")
 
 
 def _add(into: dict[str, Any], own: Line) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -88,13 +88,6 @@ def heads(*columns: str) -> None:
     """Prints the first two lines of a table."""
     row(*columns)
     print("|" + "---|" * len(columns), flush=True)
-
-
-def table(rows: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> None:
-    """Prints rows in Markdown: by its head, what stands in a column for each."""
-    heads(*columns)
-    for one in rows:
-        row(*(cell(one) for cell in columns.values()))
 
 
 def resident_bytes(*, peak: bool = False) -> int:

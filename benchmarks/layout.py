@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, parsed, quartiles, table, write_json
+from harness import JSON, heads, parsed, quartiles, row, write_json
 
 from parcompile.backends.registry import render
 from parcompile.layout.groups import Grid, Groups
@@ -137,10 +137,10 @@ def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
     return {"world_size": world, "peak_bytes": peak, "file_bytes": size, "seconds": times}
 
 
-def cell(row: dict[str, Any], name: str) -> str:
-    if name not in row["seconds"]:
+def cell(one: dict[str, Any], name: str) -> str:
+    if name not in one["seconds"]:
         return "–"
-    low, middle, high = quartiles(row["seconds"][name])
+    low, middle, high = quartiles(one["seconds"][name])
     return f"{middle * 1e3:.3f} ms ± {(high - low) / middle / 2:.0%}"
 
 
@@ -149,15 +149,10 @@ def main() -> None:
     skipped: set[str] = set()
     rows = [measure(world, options.rounds, skipped) for world in SHAPES]
     methods = ("compile", "one rank", *LISTED)
-    table(
-        rows,
-        {"world": lambda row: f"{row['world_size']:,}"}
-        | {name: lambda row, name=name: cell(row, name) for name in methods}
-        | {
-            "peak": lambda row: f"{row['peak_bytes'] / 1e6:.1f} MB",
-            "files": lambda row: f"{row['file_bytes'] / 1e3:.0f} kB",
-        },
-    )
+    heads("world", *methods, "peak", "files")
+    for one in rows:
+        sizes = f"{one['peak_bytes'] / 1e6:.1f} MB", f"{one['file_bytes'] / 1e3:.0f} kB"
+        row(f"{one['world_size']:,}", *(cell(one, name) for name in methods), *sizes)
     write_json(options.json, rows)
 
 

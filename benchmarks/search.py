@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, parsed, spread, table, write_json
+from harness import JSON, heads, parsed, row, spread, write_json
 
 from parcompile.model.hf_config import shape_from_config
 from parcompile.model.presets import presets
@@ -31,30 +31,24 @@ def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
         "cluster": {"nodes": world // 8, "gpus_per_node": 8, "accelerator": "h100-sxm"},
         "training": {"sequence_length": 8192, "global_batch_size": max(256, world)},
     }
-    row: dict[str, Any] = {"model": model, "gpus": world, "processor_seconds": []}
+    found: dict[str, Any] = {"model": model, "gpus": world, "processor_seconds": []}
     shape = shape_from_config(presets()[model].config)
     experts = shape.moe.num_experts if shape.moe else 0
     for _ in range(rounds):
         space = open_space(spec, Path(), executable=False, layers=shape.num_hidden_layers, experts=experts)
         start = time.process_time()
-        row["layouts"] = search(space).enumerated
-        row["processor_seconds"].append(time.process_time() - start)
-    return row
+        found["layouts"] = search(space).enumerated
+        found["processor_seconds"].append(time.process_time() - start)
+    return found
 
 
 def main() -> None:
     options = parsed(__doc__, rounds=3, json=JSON)
     rows = [measure(model, world, options.rounds) for model, worlds in WORLDS.items() for world in worlds]
     print(f"Python {platform.python_version()}, {platform.machine()}, {options.rounds} rounds")
-    table(
-        rows,
-        {
-            "model": lambda row: row["model"],
-            "GPUs": lambda row: f"{row['gpus']:,}",
-            "layouts": lambda row: f"{row['layouts']:,}",
-            "processor seconds": lambda row: spread(row["processor_seconds"]),
-        },
-    )
+    heads("model", "GPUs", "layouts", "processor seconds")
+    for one in rows:
+        row(one["model"], f"{one['gpus']:,}", f"{one['layouts']:,}", spread(one["processor_seconds"]))
     write_json(options.json, rows)
 
 

@@ -143,16 +143,11 @@ _FACTS: Facts = {
 
 def losses_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Iterator[Loss]:
     """What `losses.json` has by this name, of a spec; `facts` are what its expressions read beside the spec."""
-    values = Values(spec, {**_FACTS, **facts}, functools.partial(_value, spec))
+    values = Values(spec, {**_FACTS, **facts}, functools.partial(value_of, spec))
     for row in _rows(name):
         if holds(row, values):
             what, why, instead = (filled(row[key], values, _FORMATS) for key in ("what", "why", "instead"))
             yield Loss(what, why, instead, fatal=row.get("fatal", False))
-
-
-def stored_losses(name: str, facts: Facts = _FACTS) -> Callable[[Spec], Iterator[Loss]]:
-    """What gives them of a spec."""
-    return functools.partial(losses_of, name, facts=facts)
 
 
 @functools.cache
@@ -167,7 +162,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-def _value(spec: Spec, name: str) -> Any:
+def value_of(spec: Spec, name: str) -> Any:
     """A value of a spec by its path, where "shape" is the model's; enumerations as their text."""
     node: Any = spec
     for step in name.replace("shape.", "model.shape.").split("."):
@@ -187,13 +182,8 @@ def file_tree(name: str, plan: Plan, facts: Facts = _FACTS) -> Any:
 
 def tree_of(name: str, spec: Spec, facts: Facts = _FACTS) -> Any:
     """The same of a spec."""
-    values = Values(spec, {**_FACTS, **facts}, functools.partial(_value, spec))
+    values = Values(spec, {**_FACTS, **facts}, functools.partial(value_of, spec))
     return made(shipped("parcompile.backends", "files.json")[name], values)
-
-
-def stored_options(name: str, facts: Facts = _FACTS) -> Callable[[Spec], dict[str, Any]]:
-    """What gives the options by this name of a spec."""
-    return functools.partial(tree_of, name, facts=facts)
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -228,7 +218,7 @@ def variables(plan: Plan) -> tuple[Variable, ...]:
     facts: Facts = {
         "starts_kernels_in_turn": lambda spec: find_accelerator(spec.cluster.accelerator).starts_kernels_in_turn
     }
-    values = Values(plan.spec, facts, functools.partial(_value, plan.spec))
+    values = Values(plan.spec, facts, functools.partial(value_of, plan.spec))
     rows = shipped("parcompile.backends", "files.json")["variables"]
     return tuple(Variable(row["name"], row["value"], row["why"]) for row in rows if holds(row, values))
 

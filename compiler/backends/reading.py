@@ -20,13 +20,16 @@ from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
 from parcompile.user_files import shipped
 
-from .artefacts import Loss, option_names, stored_losses, stored_options
+from .artefacts import Loss, losses_of, option_names, tree_of, value_of
 from .statements import Facts
 
 SpecPath = tuple[str, ...]
 """Where a value stands in a spec."""
-_DECAY: SpecPath = ("training", "optimizer", "weight_decay")
-_LEFT_OUT: SpecPath = ("training", "optimizer", "no_weight_decay")
+PRECISION, SUMS = ("training", "precision"), ("training", "gradient_accumulation_dtype")
+OPTIMIZER, SCHEDULE, STEPS = ("training", "optimizer"), ("training", "lr_scheduler"), ("training", "train_steps")
+RECOMPUTE, STAGE, DP = ("training", "activation_checkpointing"), ("zero", "stage"), ("parallelism", "dp")
+DECAY, _LEFT_OUT = (*OPTIMIZER, "weight_decay"), (*OPTIMIZER, "no_weight_decay")
+"""Values that several importers read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +245,13 @@ class Draft:
 
     def carry_decay(self, source: Source, name: str, left_out: str) -> None:
         """Takes over the weight decay of a tool that leaves something out of it, as `left_out` says."""
-        self.carry(source, name, _DECAY, typed.number)
+        self.carry(source, name, DECAY, typed.number)
         self.leave_out_of_decay(left_out, said=source.has(name))
 
     def leave_out_of_decay(self, left_out: str, *, said: bool) -> None:
         """Says what is not decayed, unless nothing is."""
         self.values.pop(_LEFT_OUT, None)
-        if self.values.get(_DECAY, 1.0):
+        if self.values.get(DECAY, 1.0):
             self.set(_LEFT_OUT, left_out, said=said)
 
     def leave_open(self, source: Source, error: UndecidedError, path: SpecPath) -> None:
@@ -318,8 +321,7 @@ def refuse_optimizer(
     known = refused_optimizer(str(kind))
     why = f"a spec has {', '.join(has)} and {last}, and no {kind}" + (f": {known}" if known else "")
     why = f"{kind} of this tool is not read" if str(kind).lower() in OPTIMIZER_KEYS else why
-    path = ("training", "optimizer")
-    draft.ask(path if whole else (*path, "type"), f"{option} is {kind!r}: {why}")
+    draft.ask(OPTIMIZER if whole else (*OPTIMIZER, "type"), f"{option} is {kind!r}: {why}")
     source.lose((option, *settings), why, changes=True)
 
 
@@ -331,6 +333,11 @@ def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = (), *, auto: str = "
             yield from leaves(value, where, auto=auto)
         else:
             yield ".".join(where), Undecided("auto", auto) if auto and value == "auto" else value
+
+
+def as_switch(value: Any) -> Any:
+    """A value of a tool that writes true and false as text."""
+    return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
 # What an option of another tool does that has no place in a spec. The texts are the reasons that an import gives.
@@ -422,9 +429,10 @@ def carried(name: str) -> tuple[Entry, ...]:
 def stored_bundle(name: str, read: Reader, *others: str, facts: Facts | None = None) -> Bundle:
     """Options that `files.json` has by this name, with losses that `losses.json` may have; `others` are only read."""
     known, options = facts or {}, (*option_names(name), *others)
+    write = functools.partial(tree_of, name, facts=known)
     if name in shipped("parcompile.backends", "losses.json"):
-        return Bundle(options, read, stored_options(name, known), stored_losses(name, known))
-    return Bundle(options, read, stored_options(name, known))
+        return Bundle(options, read, write, functools.partial(losses_of, name, facts=known))
+    return Bundle(options, read, write)
 
 
 def write(rows: Sequence[Row], spec: Spec) -> Arguments:
@@ -434,8 +442,8 @@ def write(rows: Sequence[Row], spec: Spec) -> Arguments:
         if isinstance(row, Bundle):
             found |= row.write(spec)
             continue
-        value = value_at(spec, row.path)
-        written = None if value is None else row.write(value)
+        value = value_of(spec, ".".join(row.path))
+        written = None if value is None else row.write(list(value) if isinstance(value, tuple) else value)
         if written is not None:
             found[row.option] = written
     return found
@@ -460,24 +468,6 @@ def losses(rows: Sequence[Row], spec: Spec) -> Iterator[Loss]:
 def names(rows: Sequence[Row]) -> frozenset[str]:
     """The options that the table speaks of."""
     return frozenset(name for row in rows for name in (row.options if isinstance(row, Bundle) else (row.option,)))
-
-
-_RENAMED: Mapping[SpecPath, str] = {("zero", "stage"): "zero_stage"}
-
-
-def value_at(spec: Spec, path: SpecPath) -> Any:
-    """A value of a resolved spec by its path in the file: enumerations as their text, tuples as lists."""
-    node: Any = spec
-    for step in (_RENAMED[path],) if path in _RENAMED else path:
-        node = getattr(node, step)
-    if isinstance(node, enum.Enum):
-        return node.value
-    return list(node) if isinstance(node, tuple) else node
-
-
-def flag(value: Any) -> bool | None:
-    """What is written of something that is on or off: a flag, or nothing."""
-    return True if value else None
 
 
 # What an importer of another tool's files has to offer.

@@ -21,7 +21,7 @@ from parcompile.text.typed import decimal
 from parcompile.units import first_of
 
 from .kinds import BRIDGE, MEGATRON_SWIFT, SWIFT, TORCHTITAN
-from .reading import Undecided, leaves
+from .reading import Undecided, as_switch, leaves
 
 _PYTHON = {TORCHTITAN: re.compile(r"\btorchtitan\b"), BRIDGE: re.compile(r"\bmegatron\.bridge\b")}
 _KEPT = re.compile(
@@ -184,14 +184,10 @@ def _arguments(words: Iterable[Value]) -> Iterator[tuple[str, Any]]:
             if text is None:
                 return
             name, equals, value = text[2:].partition("=")
-            name, found = name.replace("-", "_"), [_switch(value)] if equals else []
+            name, found = name.replace("-", "_"), [as_switch(value)] if equals else []
         elif word is not None:
             names = ", ".join(missing(word))
-            found.append(_switch(text) if known(word) is not None else Undecided(text, f"variable {names}"))
-
-
-def _switch(text: str) -> Any:
-    return {"true": True, "false": False}.get(text.lower(), text)
+            found.append(as_switch(text) if known(word) is not None else Undecided(text, f"variable {names}"))
 
 
 def _ranks(text: str, states: Iterable[State]) -> dict[str, Any]:

@@ -86,18 +86,16 @@ def _settings(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 _DEGREE = "parallelism.data_parallel_shard_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _REPLICAS = "parallelism.data_parallel_replicate_degree"
-_STAGE: SpecPath = ("zero", "stage")
-_DP: SpecPath = ("parallelism", "dp")
 
 
-@leaving_open(_STAGE)
+@leaving_open(reading.STAGE)
 def _read_sharding(source: Source, draft: Draft) -> None:
     """FSDP is ZeRO stage 3, or 2 where weights stay gathered after the forward; DDP, which shards nothing, is 0."""
-    replicas, degree = source.integer(_REPLICAS, _DP), source.value(_DEGREE, _DP)
-    reshard, cp, pp = source.value(_RESHARD, _STAGE), source.value(_AXES["cp"]), source.value(_AXES["pp"])
+    replicas, degree = source.integer(_REPLICAS, reading.DP), source.value(_DEGREE, reading.DP)
+    reshard, cp, pp = source.value(_RESHARD, reading.STAGE), source.value(_AXES["cp"]), source.value(_AXES["pp"])
     degree = -1 if degree is None else integer(degree, _DEGREE, least=-1)
     if degree > 0:
-        draft.set(_DP, degree * (replicas or 1), said=source.has(_DEGREE) or source.has(_REPLICAS))
+        draft.set(reading.DP, degree * (replicas or 1), said=source.has(_DEGREE) or source.has(_REPLICAS))
     elif source.has(_DEGREE):
         source.ignore(_DEGREE, "all ranks that are left: dp auto")
     if replicas and replicas > 1 and degree != 1:
@@ -106,7 +104,7 @@ def _read_sharding(source: Source, draft: Draft) -> None:
         stage = 0
     else:
         stage = 2 if reshard == "never" or (reshard == "default" and pp != 1) else 3
-    draft.set(_STAGE, stage, said=True)
+    draft.set(reading.STAGE, stage, said=True)
 
 
 _AXES = {
@@ -164,33 +162,28 @@ def _read_batch(source: Source, draft: Draft) -> None:
 _VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 _BATCH: SpecPath = ("training", "global_batch_size")
 _DTYPE, _WORK = "training.dtype", "training.mixed_precision_param"
-_PRECISION: SpecPath = ("training", "precision")
 
 
 def _read_precision(source: Source, draft: Draft) -> None:
     draft.carry(
-        source, _WORK, _PRECISION, lambda value, _name: {"float32": "fp32", "bfloat16": "bf16"}.get(value, value)
+        source, _WORK, reading.PRECISION, lambda value, _name: {"float32": "fp32", "bfloat16": "bf16"}.get(value, value)
     )
-    if not isinstance(source.given.get(_DTYPE), Undecided) and source.value(_DTYPE, _PRECISION) == "bfloat16":
+    if not isinstance(source.given.get(_DTYPE), Undecided) and source.value(_DTYPE, reading.PRECISION) == "bfloat16":
         source.lose(_DTYPE, "weights and optimizer states of a spec are fp32, not bf16", changes=True)
-        draft.set(_PRECISION, "bf16", said=True)
-    draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
-
-
-_OPTIMIZER: SpecPath = ("training", "optimizer")
+        draft.set(reading.PRECISION, "bf16", said=True)
+    draft.set(reading.SUMS, "fp32", said=True)
 
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
     kind = source.given.get("optimizer.name", "AdamW")
     if kind in ("Adam", "AdamW"):
-        draft.set((*_OPTIMIZER, "type"), kind.lower(), said=kind == "Adam")
+        draft.set((*reading.OPTIMIZER, "type"), kind.lower(), said=kind == "Adam")
     else:
         refuse_optimizer(source, draft, "optimizer.name", kind, whole=False)
-    source.used["optimizer.name"] = {(*_OPTIMIZER, "type")}
+    source.used["optimizer.name"] = {(*reading.OPTIMIZER, "type")}
     reading.read(reading.carried("optimizer"), source, draft)
 
 
-_RATES: SpecPath = ("training", "lr_scheduler")
 _RATE_OPTIONS = tuple(
     f"lr_scheduler.{name}" for name in ("warmup_steps", "decay_ratio", "decay_type", "min_lr_factor", "total_steps")
 )
@@ -199,11 +192,11 @@ _RATE_OPTIONS = tuple(
 _FALLS_ON = "torchtitan's rate falls on below its lowest after total_steps"
 
 
-@leaving_open(_RATES)
+@leaving_open(reading.SCHEDULE)
 def _read_schedule(source: Source, draft: Draft) -> None:
     """A rise, a level and a fall (components/optimizer/lr_scheduler.py): linear and cosine fall at once, wsd last."""
-    warmup, ratio = (source.value(name, _RATES) for name in _RATE_OPTIONS[:2])
-    kind, floor, total = (source.value(name, _RATES) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
+    warmup, ratio = (source.value(name, reading.SCHEDULE) for name in _RATE_OPTIONS[:2])
+    kind, floor, total = (source.value(name, reading.SCHEDULE) if ratio != 0 else 0 for name in _RATE_OPTIONS[2:])
     lr = source.number("optimizer.lr")
     try:
         steps = source.integer("training.steps")
@@ -213,7 +206,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     decay = None if ratio is None else number(ratio, _RATE_OPTIONS[1])
     if decay == 0:
         if warmup:
-            draft.set(_RATES, {"type": "constant", "warmup_steps": warmup}, said=True)
+            draft.set(reading.SCHEDULE, {"type": "constant", "warmup_steps": warmup}, said=True)
         source.ignore(_RATE_OPTIONS[2:], "the rate never falls")
         return
     found: dict[str, Any] = {"type": kind, "warmup_steps": warmup, "min_lr": float(f"{floor * (lr or 0):.12g}")}
@@ -223,15 +216,15 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             source.lose(_RATE_OPTIONS[4], f"{_FALLS_ON}; a spec's stays there", changes=True)
         found["total_steps"] = steps = total
     if steps is None:
-        draft.ask(("training", "train_steps"), "the schedule ends with the last step")
-        steps = draft.answers.get(("training", "train_steps"))
+        draft.ask(reading.STEPS, "the schedule ends with the last step")
+        steps = draft.answers.get(reading.STEPS)
     if decay is not None or kind == "sqrt":
         if not isinstance(steps, int):
-            draft.ask((*_RATES, "decay_steps"), "it is a share of all steps")
+            draft.ask((*reading.SCHEDULE, "decay_steps"), "it is a share of all steps")
             return
         fall = steps - warmup if decay is None else min(round(steps * decay), steps - warmup)
         found |= {"type": "wsd", "decay_steps": fall, "decay_type": kind}
-    draft.fill(_RATES, found)
+    draft.fill(reading.SCHEDULE, found)
 
 
 def _limit(value: Any, name: str) -> float:
@@ -279,9 +272,9 @@ ROWS: tuple[Row, ...] = (
     # Weights, sums and optimizer states are fp32 here as in the plan; the precision is that of a layer's work.
     stored_bundle("torchtitan.precision", _read_precision),
     stored_bundle("torchtitan.optimizer", _read_optimizer),
-    stored_bundle("torchtitan.steps", _optional("training.steps", ("training", "train_steps"))),
+    stored_bundle("torchtitan.steps", _optional("training.steps", reading.STEPS)),
     stored_bundle("torchtitan.schedule", _read_schedule, facts=_FACTS),
-    Entry("activation_checkpoint", ("training", "activation_checkpointing"), read=_recompute),
+    Entry("activation_checkpoint", reading.RECOMPUTE, read=_recompute),
     stored_bundle("torchtitan.seed", _optional("debug.seed", ("training", "seed"))),
 )
 DEFAULTS: Mapping[str, Any] = _STORED["defaults"]

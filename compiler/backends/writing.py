@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.atomic import is_inside, read_set, write_set
-from parcompile.plan import Plan, plan_tree
-from parcompile.plan.sections import process_groups
 from parcompile.user_files import MAX_INDEX_BYTES, parse_json, read_bytes
 
-from .deepspeed.write import ds_config
 from .registry import LOCK
 
 # Whether a folder holds what a spec compiles to: CI's guard against artefacts that were edited or forgotten.
@@ -88,15 +85,6 @@ def _lock(folder: Path) -> dict[str, Any]:
 
 EXECUTABLE = (".sh", ".sbatch")
 """Files that are written with permission to execute."""
-
-
-def artefacts(plan: Plan) -> dict[str, Any]:
-    """File names and contents of what every plan is written as."""
-    return {
-        "plan.json": plan_tree(plan),
-        "ds_config.json": ds_config(plan),
-        "process_groups.json": process_groups(plan),
-    }
 
 
 def write(contents: Mapping[str, str], folder: Path) -> list[Path]:

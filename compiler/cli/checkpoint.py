@@ -15,7 +15,7 @@ from parcompile.backends.artefacts import to_text
 from parcompile.layout.groups import DENSE_AXES
 
 from . import needing, say, told
-from .options import read_plan
+from .options import form_option, read_plan
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
@@ -39,7 +39,7 @@ def command() -> None:
 
 @command.command()
 @_FOLDER
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 def inspect(folder: Path, form: str) -> None:
     """Show the model, step and layout of a checkpoint."""
     with _explained():
@@ -152,7 +152,7 @@ def import_(folder: Path, plan: str, output: Path) -> None:
 @click.option("--step", type=click.IntRange(min=1), help="List the samples of this step, counted from 1.")
 @click.option("--run", type=click.Path(path_type=Path), help="Folder of a run that changed its batch size (run.json).")
 @click.option("--write", metavar="PREFIX", help="Write text and tokens as Megatron's PREFIX.bin and PREFIX.idx.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 def data_command(
     plan: str,
     data: tuple[str, ...],

@@ -16,6 +16,8 @@ from parcompile.cli.profile import read_set
 from parcompile.cost.coefficients import CoefficientSet
 from parcompile.cost.context_time import candidates, cheapest
 from parcompile.cost.estimate import Estimate, estimate
+from parcompile.cost.footprint import Footprint
+from parcompile.cost.step import Timing
 from parcompile.cost.table import columns, headed, table
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
@@ -30,10 +32,18 @@ from parcompile.spec.resolve.training import AUTO
 from parcompile.spec.values import workload_of
 from parcompile.text import SourceError
 from parcompile.units import format_bytes, format_seconds
-from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
-from .options import FiniteRange, document_length_option, output_file, positive_number, refuse_foreign
+from .options import (
+    FiniteRange,
+    coefficients_option,
+    document_length_option,
+    form_option,
+    json_or_word,
+    output_file,
+    positive_number,
+    refuse_foreign,
+)
 
 MOST_CELLS = 4096
 
@@ -41,7 +51,7 @@ MOST_CELLS = 4096
 @click.command("estimate")
 @click.argument("spec")
 @click.argument("more", nargs=-1, metavar="[NAME=VALUES]...")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 @click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
 @click.option("--tokens", type=positive_number, help="Tokens to train on: adds days.")
 @click.option("--price", type=positive_number, help="Price of a GPU hour: adds the cost of --tokens.")
@@ -52,7 +62,7 @@ MOST_CELLS = 4096
     help="Rows of the busiest ep rank over the mean of all; left out, 1 is assumed.",
 )
 @document_length_option()
-@click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
+@coefficients_option()
 @click.option("--plot", type=output_file(".svg"), metavar="PATH", help="Draw the stages into this SVG file.")
 def command(
     spec: str,
@@ -203,14 +213,7 @@ def _values(text: str) -> tuple[str, list[object]]:
     name, found, rest = text.partition("=")
     if not found or not rest:
         raise click.UsageError(f"{text!r} is not NAME=VALUES, as in tp=1,2,4")
-    return name, [_value(one) for one in rest.split(",")]
-
-
-def _value(text: str) -> object:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
+    return name, [json_or_word(one) for one in rest.split(",")]
 
 
 def _print_sweep(
@@ -244,19 +247,19 @@ def _print_sweep(
         if isinstance(one, str):
             lines.append((*shown, "-", one, "", "", "", ""))
             continue
-        probability = one.memory.probability
-        lines.append(
-            (
-                *shown,
-                str(one.work.dp),
-                format_bytes(one.memory.peak.total_bytes),
-                "-" if probability is None else f"{probability:.0%}",
-                format_seconds(one.time.step.seconds),
-                f"{one.time.tokens_per_second_per_gpu:,.0f}",
-                f"{one.time.utilisation:.1%}",
-            )
-        )
+        lines.append((*shown, str(one.work.dp), *memory_cells(one.memory), *time_cells(one.time)))
     say("\n".join(headed(columns(lines), Style.of(sys.stdout))))
+
+
+def memory_cells(memory: Footprint) -> tuple[str, str]:
+    """The peak of the largest stage, and how likely it fits, in a table of layouts."""
+    chance = memory.probability
+    return format_bytes(memory.peak.total_bytes), "-" if chance is None else f"{chance:.0%}"
+
+
+def time_cells(time: Timing) -> tuple[str, str, str]:
+    """The step, tokens per second and GPU, and the share of peak FLOP/s, in a table of layouts."""
+    return format_seconds(time.step.seconds), f"{time.tokens_per_second_per_gpu:,.0f}", f"{time.utilisation:.1%}"
 
 
 def _refuse_wrong_values(tree: Mapping[str, Any], axes: Mapping[str, Sequence[object]]) -> None:

@@ -17,11 +17,10 @@ from parcompile.importing import ImportConflictError, Imported, foreign, import_
 from parcompile.schema import example
 from parcompile.text import SourceError
 from parcompile.units import first_of
-from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, save, say, told
 from .init import chosen_model
-from .options import accelerator_option, output_file, sequence_length_option
+from .options import accelerator_option, json_or_word, output_file, sequence_length_option
 
 _OPTIONS: tuple[SpecPath, ...] = (
     *(("model",), ("model", "vocab_size"), ("cluster", "nodes"), ("cluster", "gpus_per_node")),
@@ -102,10 +101,7 @@ def _setting(text: str) -> tuple[SpecPath, Any]:
     name, equals, value = text.partition("=")
     if not equals or not all(name.split(".")):
         raise click.BadParameter(f"{text!r} is not PATH=VALUE, as in training.seed=7", param_hint="--set")
-    try:
-        return tuple(name.split(".")), parse_json(value)
-    except ValueError:
-        return tuple(name.split(".")), value
+    return tuple(name.split(".")), json_or_word(value)
 
 
 def _write_spec(result: Imported, output: Path | None, file: str) -> None:

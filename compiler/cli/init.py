@@ -18,11 +18,10 @@ from parcompile.cli.compile import command as compile_command
 from parcompile.cli.options import (
     FiniteRange,
     accelerator_name,
-    accelerator_option,
+    cluster_options,
     no_estimate_option,
     refuse_unwritable,
     seen_from,
-    sequence_length_option,
     token_count,
 )
 from parcompile.cli.search import progress_bar
@@ -50,11 +49,7 @@ class Chosen:
 @click.command("init")
 @click.argument("name", required=False, metavar="[MODEL]")
 @click.option("--model", help="The same as MODEL.")
-@click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
-@click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
-@click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
-@accelerator_option(default="h100-sxm", show_default=True)
-@sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M. Default: up to 8192.")
+@cluster_options
 @no_estimate_option("Count weights, gradients and optimizer state only, which are exact.")
 @click.option("-y", "--yes", is_flag=True, help="Take the fastest layout without asking.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="New file. Default: print it.")
@@ -326,11 +321,7 @@ _EXISTING = click.Path(exists=True, path_type=Path)
 @click.command("new")
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--model", help="A preset, or the path of a config.json. Default: a tiny model for a laptop.")
-@click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder.")
-@click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines.")
-@click.option("--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each.")
-@accelerator_option(default="h100-sxm", show_default=True)
-@sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M. Default: up to 8192.")
+@cluster_options
 @click.option("--weights", type=_EXISTING, help="Folder of safetensors to start from; its config.json is the model.")
 @click.option("--tokenizer", type=_EXISTING, help="Folder of a tokenizer. Default: that of the weights, or bytes.")
 @click.option("--data", type=_EXISTING, help="Text, JSON lines, parquet, Megatron's .bin, or a folder of one of them.")

@@ -22,6 +22,7 @@ from parcompile.pipeline import Checked, compile_file, is_plan
 from parcompile.rules import INEXPRESSIBLE
 from parcompile.spec.resolve import Unavailable
 from parcompile.text import SourceError
+from parcompile.user_files import parse_json
 
 from . import SPEC_HAS_ERRORS, told
 
@@ -73,6 +74,14 @@ def output_file(ending: str = "") -> Callable[[str], Path]:
         return path
 
     return read
+
+
+def json_or_word(text: str) -> Any:
+    """A value as JSON writes it; what is no JSON is a word."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def seen_from(folder: Path, file: Path) -> str:
@@ -143,6 +152,34 @@ def document_length_option() -> Callable[[Any], Any]:
 def accelerator_option(**more: Any) -> Callable[[Any], Any]:
     """`--accelerator` of a command."""
     return click.option("--accelerator", type=accelerator_name, metavar="NAME", help="What a rank runs on.", **more)
+
+
+def form_option(*forms: str) -> Callable[[Any], Any]:
+    """`--format` of a command, as `form`: text or json where no forms are given, else the first without the option."""
+    known = forms or ("text", "json")
+    return click.option("--format", "form", type=click.Choice(known), default=known[0], show_default=True)
+
+
+def coefficients_option() -> Callable[[Any], Any]:
+    """`--coefficients` of a command."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--coefficients", type=file, help="Written by calibrate.")
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that writes a first spec: where the model stands, the cluster, and its sequences."""
+    options = (
+        click.option("--hf-config", type=click.Path(path_type=Path), help="A Hugging Face config.json, or its folder."),
+        click.option("--nodes", type=click.IntRange(1, 65536), default=1, show_default=True, help="Machines."),
+        click.option(
+            "--gpus-per-node", type=click.IntRange(1, 256), default=8, show_default=True, help="Ranks on each."
+        ),
+        accelerator_option(default="h100-sxm", show_default=True),
+        sequence_length_option("Tokens of a sequence, as 4096, 128k or 1M. Default: up to 8192."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 # Which findings count: those of chosen codes, and how much.

@@ -16,7 +16,7 @@ import click
 
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import needing, say, told
-from parcompile.cli.options import positive_number, read_plan
+from parcompile.cli.options import form_option, positive_number, read_plan
 from parcompile.diagnostics.reporters import writable
 from parcompile.entry_points import said
 
@@ -77,7 +77,7 @@ _SECONDS = positive_number
 @click.argument("plan")
 @click.option("--ranks", help="Ranks to look at, as in 0,8,15; by default those that differ.")
 @click.option("--model", metavar="FILE.py:FUNCTION", help="What builds a module of your own, called without arguments.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 @click.option("--live", "is_live", is_flag=True, help="Check the launched job of which this process is a rank.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), help="Live: where they will go (default: the plan's).")
 @click.option("--wait", type=_SECONDS, help="Live: seconds for all ranks to arrive (default: 120).")
@@ -186,7 +186,7 @@ def _numbers(text: str) -> list[int]:
 @click.command("local")
 @click.argument("plan")
 @click.option("--timeout", type=positive_number, default=300.0, show_default=True, help="Seconds for the ranks.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 @click.pass_context
 def local_command(context: click.Context, plan: str, timeout: float, form: str) -> None:
     """Run one step of a small plan with all its ranks here.

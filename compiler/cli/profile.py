@@ -189,12 +189,9 @@ def _chosen(paths: Sequence[Path], models: Sequence[str]) -> list[Measurement]:
     missing = [name for name in models if name not in known]
     if missing or not rows:
         there = f"there are: {', '.join(sorted(known))}" if known else "it has no usable rows"
-        raise MeasurementError(f"{_names(paths)} has no runs of {', '.join(missing) or 'any model'}; {there}")
+        files = ", ".join(map(str, paths))
+        raise MeasurementError(f"{files} has no runs of {', '.join(missing) or 'any model'}; {there}")
     return [one for one in rows if not models or one.model in models]
-
-
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths))
 
 
 def _coefficients_text(found: CoefficientSet, bounds: Mapping[str, Coefficient], judged: Judgement | None) -> str:

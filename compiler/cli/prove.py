@@ -16,10 +16,9 @@ from parcompile.backends.kinds import DEEPSPEED, UNKNOWN, recognise
 from parcompile.diagnostics import Diagnostic
 from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
-from parcompile.user_files import parse_json
 
 from . import needing, say, told, writing
-from .options import positive_number
+from .options import form_option, json_or_word, positive_number
 
 if TYPE_CHECKING:
     from parcompile.runtime.prove import Certificate, Engine
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--no-shrink", is_flag=True, help="Do not shrink and explain red cells.")
 @click.option("--verify", "certificate", type=click.Path(path_type=Path), help="Run the cells of a certificate again.")
 @click.option("--scripts", type=click.Path(path_type=Path), help="Write scripts that show red cells to this folder.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "junit"]), default="text", show_default=True)
+@form_option("text", "json", "junit")
 @click.pass_context
 def command(
     context: click.Context,
@@ -143,10 +142,7 @@ def _cell(text: str, features: Mapping[str, tuple[Any, ...]], decided: Mapping[s
         name, given, value = part.partition("=")
         if not given:
             raise click.BadParameter(f"{part!r} has no value: write NAME=VALUE", param_hint="--cell")
-        try:
-            found[name.strip()] = parse_json(value)
-        except ValueError:
-            found[name.strip()] = value.strip()  # a word
+        found[name.strip()] = json_or_word(value.strip())
     for name, value in decided.items():
         if found.setdefault(name, value) != value:
             raise ValueError(f"{name} {found[name]}: the file decides that it is {value}")

@@ -31,12 +31,12 @@ from parcompile.spec.resolve.model import config_file, read_config
 from parcompile.units import format_bandwidth, format_bytes, format_compute
 
 from . import say, told
-from .options import near_code
+from .options import form_option, near_code
 
 
 @click.command("accelerators")
 @click.argument("name", required=False)
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 def accelerators_command(name: str | None, form: str) -> None:
     """List the accelerators that a spec can name.
 
@@ -157,7 +157,7 @@ _WIDTH = 80
 
 @click.command("explain")
 @click.argument("codes", nargs=-1, metavar="CODE...")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 def explain_command(codes: tuple[str, ...], form: str) -> None:
     """Explain a code, with an example of wrong and right.
 
@@ -240,7 +240,7 @@ _STATES = click.Choice(["works", "refused"])
     type=click.Path(exists=True, path_type=Path),
     help="Count the parameters of this config.json, or of that in a folder; its type is told in detail.",
 )
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 def models_command(name: str | None, only: str | None, file: Path | None, form: str) -> None:
     """List the model types that work, and why others do not.
 

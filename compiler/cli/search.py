@@ -23,11 +23,10 @@ from parcompile.searching.ranking import Ranked, SearchResult, search
 from parcompile.searching.space import VIRTUAL, Candidate, open_space
 from parcompile.searching.variant import changed
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.units import format_bytes, format_seconds
 
 from . import save, say
-from .estimate import checked_spec, refuse, refuse_longer
-from .options import document_length_option, output_file, seen_from
+from .estimate import checked_spec, memory_cells, refuse, refuse_longer, time_cells
+from .options import coefficients_option, document_length_option, form_option, output_file, seen_from
 
 
 @click.command("search")
@@ -36,8 +35,8 @@ from .options import document_length_option, output_file, seen_from
 @click.option("--losers", is_flag=True, help="Show every other layout with the reason why it lost.")
 @click.option("--any-target", is_flag=True, help="Also layouts that the runtime of this project refuses.")
 @document_length_option()
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--coefficients", type=click.Path(dir_okay=False, path_type=Path), help="Written by calibrate.")
+@form_option()
+@coefficients_option()
 @click.option("-o", "--output", type=output_file(), metavar="FILE", help="Write the chosen spec here.")
 def command(
     spec: str,
@@ -187,8 +186,8 @@ def _table(ranked: Iterable[tuple[str, Ranked]], style: Style) -> list[str]:
     rows: list[tuple[str, ...]] = [_HEAD]
     for rank, one in ranked:
         first, *rest = wrapped(_short(one.candidate.name), max(24, style.width - _FIGURES))
-        row = _row(rank, one)
-        rows += [(rank, first, *row[1:]), *(("", f"  {line}", *[""] * (len(row) - 1)) for line in rest)]
+        row = (rank, first, *time_cells(one.time), *memory_cells(one.memory))
+        rows += [row, *(("", f"  {line}", *[""] * (len(row) - 2)) for line in rest)]
     return headed(columns(rows), style)
 
 
@@ -196,18 +195,6 @@ def _short(name: str) -> str:
     """A layout's name without the axes of one rank, and without what follows."""
     name = re.sub(r"\b(?:tp|cp|ep|pp|dp)1 ", "", name)
     return re.sub(r"full on stages? ([\d-]+), none on stages? [\d-]+", r"full on \1", name)
-
-
-def _row(rank: str, one: Ranked) -> tuple[str, ...]:
-    chance = one.memory.probability
-    return (
-        rank,
-        format_seconds(one.seconds),
-        f"{one.time.tokens_per_second_per_gpu:,.0f}",
-        f"{one.time.utilisation:.1%}",
-        format_bytes(one.peak_bytes),
-        "-" if chance is None else f"{chance:.0%}",
-    )
 
 
 def _losers(found: SearchResult) -> list[str]:

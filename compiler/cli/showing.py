@@ -18,13 +18,13 @@ from parcompile.plan.sections import rank_groups
 from parcompile.show.markdown import as_markdown
 
 from . import say, told
-from .options import read_plan
+from .options import form_option, read_plan
 
 
 @click.command("diff")
 @click.argument("before")
 @click.argument("after")
-@click.option("--format", "form", type=click.Choice(["text", "json", "markdown"]), default="text", show_default=True)
+@form_option("text", "json", "markdown")
 def diff_command(before: str, after: str, form: str) -> None:
     """Show what changes from one plan to another.
 
@@ -64,7 +64,7 @@ def _text(found: Difference, style: Style) -> str:
 @click.argument("plan")
 @click.option("--rank", type=int, default=0, show_default=True, help="The rank whose groups to show.")
 @click.option("--axis", "names", multiple=True, help="Only the group of this axis or name (tp, dp-cp, embedding, …).")
-@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@form_option("table", "json", "csv")
 @click.option("--table", "form", flag_value="table", help="Short for --format table.")
 def groups_command(plan: str, rank: int, names: tuple[str, ...], form: str) -> None:
     """Show the process groups of a rank and their nodes.

@@ -22,7 +22,7 @@ from parcompile.show.pictures.svg import PngError, png, svg
 from parcompile.show.run import NoRunError, Run, figures, read_run
 
 from . import save, say, told
-from .options import output_file, read_plan
+from .options import form_option, output_file, read_plan
 from .preflight import preflight_builder
 
 SUFFIXES = {".html": "html", ".svg": "svg", ".png": "png", ".md": "md", ".txt": "text"}
@@ -136,7 +136,7 @@ _BESIDE = ("plan.json", "plan/plan.json", "../plan.json", "../plan/plan.json")
 @click.command("report")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--plan", "plan", help="The plan or spec of the run. Default: the plan beside the run that it names.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 @click.option("--page", type=output_file(".html"), metavar="PATH", help="Write a page with pictures here (HTML).")
 def report_command(run: Path, plan: str | None, form: str, page: Path | None) -> None:
     """Show how a run went beside its plan's predictions.
@@ -199,7 +199,7 @@ def _beside(run: Run) -> tuple[Subject | None, str]:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--plan", "plan", help="The plan or spec of the run: says how far memory and time are from it.")
 @click.option("--preflight", "counts", is_flag=True, help="Offer only changes that pass preflight; takes minutes.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@form_option()
 @click.option("--page", type=output_file(".html"), metavar="PATH", help="Write the verdict here too (HTML).")
 @click.pass_context
 def doctor_command(

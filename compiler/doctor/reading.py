@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.units import MIB
+from parcompile.units import MIB, first_of
 from parcompile.user_files import read_start, shipped
 
 from .metrics import RUN, read_metrics
@@ -28,15 +28,13 @@ WORDS: Mapping[str, Any] = shipped("parcompile.doctor", "words.json")
 """What kinds of verdicts are called, what to do about a cause, how ranks say that a connection broke, and what `lines`
 say of which kind: regular expressions, tried in this order."""
 KINDS: Mapping[str, str] = WORDS["kinds"]
+_NAMED = 8
+"""So many ranks are named."""
 
 
 def some(ranks: Sequence[int]) -> str:
     """Such as "rank 3", or "ranks 0, 1, 2" with the number of those that are left out."""
-    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,10 @@ class Verdict:
     def places(self) -> dict[str, str]:
         """Which rank, and where in its step; what is not known is left out."""
         names = ("axis", "step", "micro_batch", "layer", "phase", "collective", "cause")
-        where = {"rank": _numbers(self.ranks), **{name.replace("_", "-"): getattr(self, name) for name in names}}
+        where = {
+            "rank": first_of(self.ranks, _NAMED),
+            **{name.replace("_", "-"): getattr(self, name) for name in names},
+        }
         return {name: str(value) for name, value in where.items() if value not in (None, "")}
 
     def text(self) -> str:

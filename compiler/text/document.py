@@ -293,6 +293,10 @@ class Reading:
         if len(self.problems) >= MAX_PROBLEMS:
             raise self.fatal(self.too_many, f"more than {MAX_PROBLEMS} mistakes: the rest was not read", at)
 
+    def say(self, code: str, message: str, at: int, advice: str | None = None) -> None:
+        """Report a mistake of the text at an offset."""
+        self.report(self.source.problem(code, message, at, advice=advice), at)
+
     def put(self, values: dict[str, object], places: dict[str, Place], key: str, value: object, place: Place) -> None:
         """Puts the value at `path` into its mapping. The same key at two offsets: both places are named."""
         if (first := places.get(key)) is not None:

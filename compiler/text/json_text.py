@@ -124,10 +124,6 @@ class Scanner(Reading):
         """Report, and give the file up when there is no end to it."""
         super().report(problem, self.offset)
 
-    def say(self, code: str, message: str, at: int, advice: str | None = None) -> None:
-        """Report a mistake of the text at an offset."""
-        self.report(self.source.problem(code, message, at, advice=advice), at)
-
     def once(self, code: str, message: str, at: int, advice: str) -> None:
         """Report only the first of its code: twenty trailing commas are one habit, not twenty mistakes."""
         if code not in self._said:

@@ -507,5 +507,4 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def _text(node: ast.AST) -> str:
-    return ast.unparse(node)
+_text = ast.unparse

@@ -1,9 +1,5 @@
 """YAML text to a `Document`, from PyYAML's events; unquoted scalars as YAML 1.2's core schema reads them.
 
-Unquoted YAML scalars to values, as YAML 1.2's core schema reads them, and `2_000` as every Python program does.
-
-What YAML 1.1 (and so most Python programs) reads otherwise is reported where it changes a number: `010` is 8 there.
-
 PyYAML's own loaders are not used: they give no places, let duplicate keys pass, and read `3e-4` as text.
 """
 
@@ -70,6 +66,7 @@ def _context(source: SourceText, error: yaml.YAMLError) -> tuple[tuple[str, tupl
 
 
 # Unquoted YAML scalars to values, as YAML 1.2's core schema reads them, and `2_000` as every Python program does.
+# What YAML 1.1 (and so most Python programs) reads otherwise is reported where it changes a number: `010` is 8 there.
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOLEAN = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -164,9 +161,6 @@ class _Composer(Reading):
         if root is None:
             raise self.fatal("J003", "the file is empty", 0, "a spec starts with its keys, such as version: 1")
         return self.result(root.value, root.place, "yaml")
-
-    def say(self, code: str, message: str, at: int, advice: str) -> None:
-        self.report(self.source.problem(code, message, at, advice=advice), at)
 
     def _node(self, event: Any, key: tuple[int, int]) -> _Node:
         """The value that begins with an event; `key` is where its key stands."""

@@ -14,7 +14,8 @@ from referencing import Registry
 
 from parcompile import schema
 from parcompile.backends.artefacts import to_text
-from parcompile.backends.writing import artefacts, write
+from parcompile.backends.deepspeed.write import ds_config
+from parcompile.backends.writing import write
 from parcompile.layout.shards import padded_numel
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan, PlanError, digest, load_plan, plan_from_tree, plan_tree, sections
@@ -50,6 +51,12 @@ MILLION = spec_tree(
 @pytest.fixture(params=SPECS.values(), ids=SPECS.keys())
 def plan(request, tmp_path) -> Plan:
     return compile_tree(request.param, tmp_path)
+
+
+def artefacts(plan: Plan) -> dict[str, object]:
+    """What every plan is written as."""
+    trees = {"plan.json": plan_tree(plan), "process_groups.json": sections.process_groups(plan)}
+    return {**trees, "ds_config.json": ds_config(plan)}
 
 
 def valid(name: str, tree: object) -> None:

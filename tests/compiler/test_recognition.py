@@ -216,6 +216,20 @@ def test_a_configuration_that_another_file_names_is_checked_with_it(run: Any, na
     assert [(Path(one["file"]).name, one["path"]) for one in found] == [("ds_z2.json", "zero_optimization.stage")]
 
 
+def test_a_configuration_that_accelerate_names_is_imported_in_its_own_order(run: Any) -> None:
+    """No set decides in which order the spec says it: two runs write the same."""
+    params = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1}
+    optimizer = {"type": "AdamW", "params": params}
+    write("ds.json", {"train_batch_size": 64, "bf16": {"enabled": True}, "optimizer": optimizer})
+    write("launch.yaml", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}})
+    options = ["--model", "llama-3.2-1b", "--gpus-per-node", "8", "--accelerator", "h100-sxm"]
+    options += ["--sequence-length", "2048"]
+    specs = [json.loads(run("import", name, *options)[1]) for name in ("ds.json", "launch.yaml")]
+    orders = [list(spec["training"]["optimizer"]) for spec in specs]
+    assert orders[0] == orders[1]
+    assert {"type", *params} <= set(orders[0])
+
+
 class TestFix:
     """What --fix leaves is still reported, with its exit code."""
 

@@ -18,8 +18,8 @@ from closeness import assert_close
 from launched import run_forked
 from ranks import free_port
 
-from parcompile.backends.artefacts import to_text
-from parcompile.backends.writing import artefacts, write
+from parcompile.backends.registry import render
+from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.plan import Plan
 
@@ -32,7 +32,7 @@ LAUNCHER = Path(sys.executable).with_name("deepspeed")
 def compiled(spec: str | Path, folder: Path) -> Plan:
     plan, _ = compile_file(EXAMPLES / spec)
     assert plan is not None
-    write({name: to_text(tree) for name, tree in artefacts(plan).items()}, folder)
+    write(render(plan), folder)
     return plan
 
 

@@ -17,8 +17,8 @@ import torch
 from launched import Ranks, run_forked, run_script
 from transformers import AutoModelForCausalLM
 
-from parcompile.backends.artefacts import to_text
-from parcompile.backends.writing import artefacts, write
+from parcompile.backends.registry import render
+from parcompile.backends.writing import write
 from parcompile.pipeline import compile_file
 from parcompile.runtime.checkpoint import export
 
@@ -38,7 +38,7 @@ def compiled(folder: Path, spec: str = "byte_llama.json") -> Path:
     """The example's plan."""
     plan, _ = compile_file(EXAMPLES / spec)
     assert plan is not None
-    write({name: to_text(tree) for name, tree in artefacts(plan).items()}, folder)
+    write(render(plan), folder)
     return folder
 
 

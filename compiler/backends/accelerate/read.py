@@ -7,11 +7,11 @@ transformers 5.23 (`distributed/configuration_utils.py`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from parcompile.backends import reading
 from parcompile.backends.deepspeed.read import read_offload
 from parcompile.backends.kinds import ACCELERATE
-from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, carried
+from parcompile.backends.reading import Draft, Importer, RefusedError, Source, SpecPath, as_switch, carried
 from parcompile.backends.trainers import options
 from parcompile.backends.trainers.read import read_deepspeed, reduced_by_fsdp, sum_as_deepspeed, with_deepspeed
 from parcompile.text.typed import integer, number
@@ -25,13 +25,10 @@ _WITHOUT_EFFECT = {
     "enable_expert_parallel": "ep_size says it",
 }
 _REPLICATED = "the runtime shards over all of dp, not within groups of it"
-_DP: SpecPath = ("parallelism", "dp")
-_ZERO: SpecPath = ("zero", "stage")
-_PRECISION: SpecPath = ("training", "precision")
 _DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 _OF_THE_SCRIPT: dict[SpecPath, str] = {
     ("training", "micro_batch_size"): "the training script's data loader has it",
-    ("training", "optimizer"): "the training script brings its own",
+    reading.OPTIMIZER: "the training script brings its own",
 }
 """What accelerate's file never says."""
 
@@ -89,27 +86,27 @@ def _joined(source: Source, draft: Draft, inner: Draft) -> None:
     """
     name = "mixed_precision"
     value = str(source.given.get(name, "no"))
-    decided = inner.values.get(_PRECISION)
+    decided = inner.values.get(reading.PRECISION)
     said = source.given.get("deepspeed.bf16.enabled") == "auto" or source.given.get("deepspeed.fp16.enabled") == "auto"
     if source.has(name) and (said or decided is None):
-        inner.questions.pop(_PRECISION, None)
+        inner.questions.pop(reading.PRECISION, None)
         _precision(source, draft, said_elsewhere=False)
     elif source.has(name) and value in ("bf16", "fp16") and value != decided:
         raise RefusedError(f"mixed_precision {value} contradicts {decided} of its DeepSpeed configuration")
     elif source.has(name):
         source.ignore(name, "the DeepSpeed configuration decides the type of the weights")
     elif said:
-        draft.ask(_PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
-    draft.take(source, (), {path: inner.values[path] for path in inner.said})
+        draft.ask(reading.PRECISION, "the DeepSpeed configuration calls it auto, and the file has no mixed_precision")
+    draft.take(source, (), {path: value for path, value in inner.values.items() if path in inner.said})
     if not said and not source.has(name) and decided is not None:
-        draft.set(_PRECISION, decided, said=True)
+        draft.set(reading.PRECISION, decided, said=True)
     for path, question in inner.questions.items():
         draft.questions.setdefault(path, question)
-    source.used[_DEEPSPEED_FILE] = {_ZERO}
+    source.used[_DEEPSPEED_FILE] = {reading.STAGE}
 
 
 def _precision(source: Source, draft: Draft, *, said_elsewhere: bool) -> None:
-    name, path = "mixed_precision", _PRECISION
+    name, path = "mixed_precision", reading.PRECISION
     if not source.has(name):
         file = source.given.get(_DEEPSPEED_FILE)
         draft.ask(path, f"{file} says it: import that file too" if said_elsewhere else "the file does not say it")
@@ -126,15 +123,15 @@ def _precision(source: Source, draft: Draft, *, said_elsewhere: bool) -> None:
 
 def _deepspeed(source: Source, draft: Draft) -> None:
     prefix = "deepspeed_config."
-    draft.carry(source, prefix + "zero_stage", _ZERO, integer)
+    draft.carry(source, prefix + "zero_stage", reading.STAGE, integer)
     if not source.has(prefix + "zero_stage") and not source.has(prefix + "deepspeed_config_file"):
-        draft.set(_ZERO, 2, said=True)  # DeepSpeedPlugin's default
+        draft.set(reading.STAGE, 2, said=True)  # DeepSpeedPlugin's default
     draft.carry(source, prefix + "gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), integer)
     draft.carry(source, prefix + "gradient_clipping", ("training", "gradient_clipping"), number)
     file = _DEEPSPEED_FILE
     if source.has(file) and not source.under("deepspeed"):
         source.lose(file, "import that file by itself: it holds ZeRO's stage, the batch and the optimizer")
-        for path in (_ZERO, ("training", "optimizer")):
+        for path in (reading.STAGE, reading.OPTIMIZER):
             draft.ask(path, f"{source.given[file]} says it: import that file too")
     for part in ("optimizer", "param"):
         read_offload(source, draft, part, f"{prefix}offload_{part}_device")
@@ -151,13 +148,13 @@ def _fsdp(source: Source, draft: Draft) -> None:
     else:
         stage = _STAGES.get(str(reshard if reshard is not None else strategy or "FULL_SHARD"), 3)
     read = (prefix + key for key in ("fsdp_version", "fsdp_sharding_strategy", "fsdp_reshard_after_forward"))
-    draft.take(source, read, {_ZERO: stage})
+    draft.take(source, read, {reading.STAGE: stage})
     if str(strategy).startswith("HYBRID"):
         source.lose(prefix + "fsdp_sharding_strategy", "the runtime shards over all of dp, not within nodes")
     if (precision := source.given.get("mixed_precision")) in ("bf16", "fp16"):
         reduced_by_fsdp(source, draft, "mixed_precision", precision)
-        source.used["mixed_precision"] = {_PRECISION}
-    recompute, path = prefix + "fsdp_activation_checkpointing", ("training", "activation_checkpointing")
+        source.used["mixed_precision"] = {reading.PRECISION}
+    recompute, path = prefix + "fsdp_activation_checkpointing", reading.RECOMPUTE
     if source.given.get(recompute) is True:
         draft.take(source, [recompute], {path: "full"})
     else:
@@ -168,19 +165,14 @@ def _fsdp(source: Source, draft: Draft) -> None:
 def _megatron(source: Source, draft: Draft) -> None:
     prefix = "megatron_lm_config.megatron_lm_"
     for row in carried("accelerate.megatron"):
-        draft.carry(source, prefix + row.option, row.path, lambda value, _name: _literal(value))
-    if _literal(source.given.get(prefix + "recompute_activations")) is True:
-        path = ("training", "activation_checkpointing")
+        draft.carry(source, prefix + row.option, row.path, lambda value, _name: as_switch(value))
+    if as_switch(source.given.get(prefix + "recompute_activations")) is True:
+        path = reading.RECOMPUTE
         draft.carry(source, prefix + "recompute_activations", path, lambda _value, _name: "selective")
     else:
         source.ignore(prefix + "recompute_activations", "off")
     sharded = prefix + "use_distributed_optimizer"
-    draft.take(source, [sharded], {_ZERO: 1 if _literal(source.given.get(sharded)) is True else 0})
-
-
-def _literal(value: Any) -> Any:
-    """A value that accelerate writes as text."""
-    return {"true": True, "false": False}.get(str(value).lower(), value)
+    draft.take(source, [sharded], {reading.STAGE: 1 if as_switch(source.given.get(sharded)) is True else 0})
 
 
 def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
@@ -205,7 +197,7 @@ def _parallelism(source: Source, draft: Draft, prefix: str) -> None:
     shard, replicate = size("dp_shard_size"), size("dp_replicate_size")
     if shard is not None or replicate is not None:
         names = (prefix + "dp_shard_size", prefix + "dp_replicate_size")
-        draft.take(source, names, {_DP: (shard or 1) * (replicate or 1)})
+        draft.take(source, names, {reading.DP: (shard or 1) * (replicate or 1)})
     if (replicate or 1) > 1 and (shard or 1) > 1:
         source.lose(prefix + "dp_replicate_size", _REPLICATED)
     if source.given.get(prefix + "sp_seq_length_is_variable") is False:
@@ -223,9 +215,9 @@ def _read_distributed(source: Source, draft: Draft) -> None:
             draft.carry(source, key, ("parallelism", axis), integer)
     shards, replicas = (source.given.get(key) for key in ("fsdp_size", "dp_replicate_size"))
     if known := [one for one in (shards, replicas) if isinstance(one, int)]:
-        source.use(["dp_replicate_size"], _DP)
+        source.use(["dp_replicate_size"], reading.DP)
         stage = 3 if isinstance(shards, int) and shards > 1 else 0
-        draft.take(source, ["fsdp_size"], {_DP: math.prod(known), _ZERO: stage})
+        draft.take(source, ["fsdp_size"], {reading.DP: math.prod(known), reading.STAGE: stage})
         if isinstance(replicas, int) and replicas > 1:
             source.lose("dp_replicate_size", _REPLICATED)
     for name in list(source.unread()):

@@ -1,15 +1,6 @@
 """DeepSpeed: what its configuration means for a plan, how it is written, and how it is read.
 
 What its keys mean for a plan stands here, for `write`, `read` and the rules.
-
-At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
-
-`tests/compiler/test_zero_stages.py` reads the same from the code of the installed DeepSpeed.
-
-How DeepSpeed averages gradients, and when it refuses to or does not; rules of specs and of files ask here.
-
-Read in runtime/zero/stage_1_and_2.py and stage3.py, and run: with a factor f each rank divides by f before the
-reduction and by (ranks / f) after it. Stage 1 with reduce_scatter divides by the ranks at once, whatever f is.
 """
 
 from __future__ import annotations
@@ -76,6 +67,7 @@ SCHEDULE_TYPES: Mapping[str, str] = _STORED["schedule_types"]
 
 
 # At which ZeRO stages DeepSpeed reads a key of zero_optimization; rules of specs and of files ask here.
+# `tests/compiler/test_zero_stages.py` reads the same from the code of the installed DeepSpeed.
 
 _STAGES: Sequence[Mapping[str, Any]] = _STORED["stages"]
 """Keys with the first and last stage at which DeepSpeed 0.19.8 reads them (runtime/engine.py, runtime/zero)."""
@@ -122,6 +114,8 @@ def reach(key: str) -> str:
 
 
 # How DeepSpeed averages gradients, and when it refuses to or does not; rules of specs and of files ask here.
+# Read in runtime/zero/stage_1_and_2.py and stage3.py, and run: with a factor f each rank divides by f before the
+# reduction and by (ranks / f) after it. Stage 1 with reduce_scatter divides by the ranks at once, whatever f is.
 
 
 def refused_scaling(stage: int, *, reduce_scatter: bool, prescale: bool, predivide: float) -> str | None:

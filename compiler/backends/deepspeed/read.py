@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.backends import deepspeed
+from parcompile.backends import deepspeed, reading
 from parcompile.backends.reading import (
     Draft,
     Importer,
@@ -27,12 +27,8 @@ from parcompile.text.typed import Reader, integer, number
 from .table import find, newest
 from .write import ds_config
 
-_OPTIMIZER: SpecPath = ("training", "optimizer")
-_TYPE: SpecPath = (*_OPTIMIZER, "type")
+_TYPE: SpecPath = (*reading.OPTIMIZER, "type")
 _PARAMS = "optimizer.params."
-_SCHEDULE: SpecPath = ("training", "lr_scheduler")
-_PRECISION: SpecPath = ("training", "precision")
-SUMS: SpecPath = ("training", "gradient_accumulation_dtype")
 _TRAINER = "the Trainer of transformers"
 _BATCH = {
     "train_batch_size": ("training", "global_batch_size"),
@@ -48,7 +44,7 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 _TO_HOST = "activation_checkpointing.cpu_checkpointing"
 RECOMPUTED_ON_HOST: Mapping[SpecPath, Any] = {
-    ("training", "activation_checkpointing"): "full",
+    reading.RECOMPUTE: "full",
     ("training", "activation_offloading"): True,
 }
 """What layers keep that are computed again goes to the host."""
@@ -68,7 +64,7 @@ def read(source: Source, draft: Draft) -> None:
     lr = _optimizer(source, draft)
     _schedule(source, draft, lr)
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), number)
-    draft.carry(source, "zero_optimization.stage", ("zero", "stage"))
+    draft.carry(source, "zero_optimization.stage", reading.STAGE)
     for part in ("optimizer", "param"):
         read_offload(source, draft, part)
     for name in list(source.unread()):
@@ -89,14 +85,16 @@ def _batch(source: Source, draft: Draft) -> None:
 
 def _precision(source: Source, draft: Draft) -> None:
     try:
-        on = [name for name in ("fp16", "bf16", "bfloat16") if source.value(f"{name}.enabled", _PRECISION) is True]
+        on = [
+            name for name in ("fp16", "bf16", "bfloat16") if source.value(f"{name}.enabled", reading.PRECISION) is True
+        ]
     except UndecidedError as error:
-        draft.leave_open(source, error, _PRECISION)
-        source.note(("fp16.enabled", "bf16.enabled"), _PRECISION)
-        precision = draft.answers.get(_PRECISION)
+        draft.leave_open(source, error, reading.PRECISION)
+        source.note(("fp16.enabled", "bf16.enabled"), reading.PRECISION)
+        precision = draft.answers.get(reading.PRECISION)
     else:
         precision = "fp32" if not on else "fp16" if on[0] == "fp16" else "bf16"
-        draft.set(_PRECISION, precision, said=bool(on))
+        draft.set(reading.PRECISION, precision, said=bool(on))
     if precision in ("fp16", None):
         draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
     else:
@@ -113,28 +111,30 @@ def carry_sums(source: Source, draft: Draft, precision: Any) -> None:
     if source.given[name] == "fp32" and precision in ("fp16", "bf16") and said is None:
         why = f"DeepSpeed reduces in {precision}, as communication_data_type is left out: a plan reduces in fp32"
         source.remark(name, why)
-    draft.carry(source, name, SUMS)
+    draft.carry(source, name, reading.SUMS)
 
 
 def sum_as_weights(draft: Draft, precision: Any) -> None:
     """DeepSpeed sums gradients in the type of the weights where nobody says another; a spec's default is fp32."""
-    draft.set(SUMS, precision, said=precision != "fp32")
+    draft.set(reading.SUMS, precision, said=precision != "fp32")
 
 
 def _optimizer(source: Source, draft: Draft) -> float | None:
     """The optimizer; returns its learning rate, which a schedule needs."""
     if not any(name == "optimizer" or name.startswith("optimizer.") for name in source.given):
-        draft.ask(_OPTIMIZER, "the configuration has no optimizer: the training script brings its own")
+        draft.ask(reading.OPTIMIZER, "the configuration has no optimizer: the training script brings its own")
         return None
     try:
-        kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
+        kind = source.value("optimizer.type", (*reading.OPTIMIZER, "type"))
     except UndecidedError as error:
-        draft.leave_open(source, error, _OPTIMIZER)
+        draft.leave_open(source, error, reading.OPTIMIZER)
         return None
     # DeepSpeed takes its own in any case, and torch's classes by their names.
     own = "sgd" if kind == "SGD" else str(kind).lower()
     if kind == "sgd":
-        draft.ask(_OPTIMIZER, "optimizer.type is 'sgd': DeepSpeed takes torch's classes by their names, here SGD")
+        draft.ask(
+            reading.OPTIMIZER, "optimizer.type is 'sgd': DeepSpeed takes torch's classes by their names, here SGD"
+        )
         return None
     if not isinstance(kind, str) or own not in OPTIMIZER_KEYS:
         refuse_optimizer(source, draft, "optimizer.type", kind, source.under("optimizer"))
@@ -149,7 +149,7 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
     source.defaults = {**source.defaults, **{_PARAMS + name: value for name, value in defaults.items()}}
     for name in defaults:
         if name != "lr":
-            draft.carry(source, _PARAMS + name, (*_OPTIMIZER, name))
+            draft.carry(source, _PARAMS + name, (*reading.OPTIMIZER, name))
     rate = _muon(source, draft, coupled=coupled is False) if own == "muon" else _PARAMS + "lr"
     for name in source.under("optimizer.params"):
         key = name.removeprefix(_PARAMS)
@@ -157,13 +157,13 @@ def _optimizer(source: Source, draft: Draft) -> float | None:
             source.lose(name, "the optimizers of a spec have no such setting", changes=True)
         elif key in deepspeed.OFF or key in deepspeed.SAME_NUMBERS:
             source.ignore(name, "DeepSpeed computes the same without it")
-    found = draft.carry(source, rate, (*_OPTIMIZER, "lr"))
+    found = draft.carry(source, rate, (*reading.OPTIMIZER, "lr"))
     return None if found is None else number(found, rate)
 
 
 def _muon(source: Source, draft: Draft, *, coupled: bool) -> str:
     """What DeepSpeed's Muon has beside; returns the option with its rate for matrices."""
-    draft.set((*_OPTIMIZER, "adjust_lr"), "original", said=False)
+    draft.set((*reading.OPTIMIZER, "adjust_lr"), "original", said=False)
     why = (
         "DeepSpeed's Muon clips what it has orthogonalised, and takes routers as matrices; that of a plan does neither"
     )
@@ -182,7 +182,8 @@ def _muon(source: Source, draft: Draft, *, coupled: bool) -> str:
             source.ignore(name, f"the same as {first}")
     if value is None:
         draft.ask(
-            (*_OPTIMIZER, "lr"), "DeepSpeed's Muon takes 0.02 for matrices and 3e-4 for all else: a spec has one lr"
+            (*reading.OPTIMIZER, "lr"),
+            "DeepSpeed's Muon takes 0.02 for matrices and 3e-4 for all else: a spec has one lr",
         )
     return first
 
@@ -192,8 +193,8 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     names, kind = source.under("scheduler"), source.given.get("scheduler.type")
     open_names = [name for name in names if isinstance(source.given[name], Undecided)]
     if open_names:
-        draft.ask(_SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} sets them")
-        source.note(names, _SCHEDULE)
+        draft.ask(reading.SCHEDULE, f"{', '.join(open_names)}: {_TRAINER} sets them")
+        source.note(names, reading.SCHEDULE)
         return
     if not isinstance(kind, str) or kind not in deepspeed.SCHEDULERS:
         return
@@ -202,15 +203,15 @@ def _schedule(source: Source, draft: Draft, lr: float | None) -> None:
     if found is None:
         return
     rate, schedule = found
-    draft.fill(_SCHEDULE, schedule)
+    draft.fill(reading.SCHEDULE, schedule)
     if rate is not None:
         # The schedule sets the rate, whatever the optimizer was given.
-        draft.set((*_OPTIMIZER, "lr"), rate, said=True)
-        draft.questions.pop((*_OPTIMIZER, "lr"), None)
+        draft.set((*reading.OPTIMIZER, "lr"), rate, said=True)
+        draft.questions.pop((*reading.OPTIMIZER, "lr"), None)
     if "total_num_steps" in given:
         total = integer(given["total_num_steps"], "scheduler.params.total_num_steps")
-        draft.set(("training", "train_steps"), total, said=True)
-    source.note(names, _SCHEDULE)
+        draft.set(reading.STEPS, total, said=True)
+    source.note(names, reading.SCHEDULE)
 
 
 def _as_spec(kind: str, params: Mapping[str, Any], lr: float | None) -> tuple[float | None, dict[str, Any]] | None:
@@ -241,7 +242,7 @@ def read_offload(source: Source, draft: Draft, part: str, device: str = "") -> N
     """What of the "optimizer" or of weights ("param") is on the host: the option `device` names it, or DeepSpeed's."""
     host, old, path = f"zero_optimization.offload_{part}", _OLD[part], ("zero", f"offload_{part}")
     device = device or f"{host}.device"
-    where, stage = source.given.get(device, "none"), draft.values.get(("zero", "stage"))
+    where, stage = source.given.get(device, "none"), draft.values.get(reading.STAGE)
     reaches = not isinstance(stage, int) or stage >= _FIRST_STAGE[part]
     if source.given.get(old) is True and reaches:
         draft.take(source, [old], {(*path, "device"): "cpu"})

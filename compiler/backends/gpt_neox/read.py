@@ -19,7 +19,6 @@ from parcompile.backends.reading import (
     Importer,
     RefusedError,
     Source,
-    SpecPath,
     UndecidedError,
     leaves,
     leaving_open,
@@ -101,9 +100,6 @@ def _excerpt(document: Document, origins: Mapping[str, Path]) -> Excerpt:
 # A spec's values out of a gpt-neox configuration.
 
 _TUNING = "DeepSpeed's autotuning"
-_PRECISION: SpecPath = ("training", "precision")
-_OPTIMIZER: SpecPath = ("training", "optimizer")
-_SCHEDULE: SpecPath = ("training", "lr_scheduler")
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
 
@@ -146,7 +142,7 @@ def read(source: Source, draft: Draft) -> None:
     draft.carry(
         source,
         "checkpoint_activations",
-        ("training", "activation_checkpointing"),
+        table.RECOMPUTE,
         lambda on, _name: "full" if on else "none",
     )
     _precision(source, draft)
@@ -155,12 +151,12 @@ def read(source: Source, draft: Draft) -> None:
     _handed_on(source, draft)
 
 
-@leaving_open(_PRECISION)
+@leaving_open(table.PRECISION)
 def _precision(source: Source, draft: Draft) -> None:
-    on = [name for name in ("fp16", "bf16") if source.value(f"{name}.enabled", _PRECISION) is True]
-    said = source.value("precision", _PRECISION)
+    on = [name for name in ("fp16", "bf16") if source.value(f"{name}.enabled", table.PRECISION) is True]
+    said = source.value("precision", table.PRECISION)
     precision = _DTYPES.get(str(said), on[0] if on else "fp32")
-    draft.set(_PRECISION, precision, said=bool(on) or said is not None)
+    draft.set(table.PRECISION, precision, said=bool(on) or said is not None)
     if precision == "fp16":
         draft.carry(source, "fp16.loss_scale", ("training", "loss_scale"), number)
     for section in {"fp16", "bf16"} - {precision}:
@@ -171,34 +167,34 @@ def _precision(source: Source, draft: Draft) -> None:
         sum_as_weights(draft, precision)
 
 
-@leaving_open(_OPTIMIZER)
+@leaving_open(table.OPTIMIZER)
 def _optimizer(source: Source, draft: Draft) -> None:
     """Its Adam is apex's or DeepSpeed's FusedAdam, which decays weights directly, by the top-level `weight_decay`.
 
     On the host `cpu_adam` is DeepSpeedCPUAdam, which does so too; so is `cpu_torch_adam`, which its code looks for in
     the wrong place (megatron/training.py, `get_optimizer`).
     """
-    kind = source.value("optimizer.type", (*_OPTIMIZER, "type"))
+    kind = source.value("optimizer.type", (*table.OPTIMIZER, "type"))
     on_host = source.given.get("zero_optimization.offload_optimizer.device") == "cpu"
     if str(kind).lower() not in ("adam", *(ADAM_ON_HOST if on_host else ())):
         made = "MuSGD" if str(kind).lower() == "sgd" else kind
         refuse_optimizer(source, draft, "optimizer.type", made, source.under("optimizer"))
         return
-    draft.set((*_OPTIMIZER, "type"), "adamw", said=True)
+    draft.set((*table.OPTIMIZER, "type"), "adamw", said=True)
     for name in ("lr", "betas", "eps"):
-        draft.carry(source, f"optimizer.params.{name}", (*_OPTIMIZER, name))
+        draft.carry(source, f"optimizer.params.{name}", (*table.OPTIMIZER, name))
     inner = "optimizer.params.weight_decay"
     source.ignore(inner, "the top-level weight_decay replaces it")
     draft.carry_decay(source, "weight_decay", BIASES_AND_NORMS)
 
 
-@leaving_open(_SCHEDULE)
+@leaving_open(table.SCHEDULE)
 def _schedule(source: Source, draft: Draft) -> None:
     """That of gpt-neox rises from nearly nothing (megatron/learning_rates.py)."""
     names = ("lr_decay_style", "warmup", "min_lr", "lr_decay_iters")
-    style = source.value("lr_decay_style", _SCHEDULE)
-    warmup, least = (number(source.value(name, _SCHEDULE), name) for name in ("warmup", "min_lr"))
-    until, steps = source.integer("lr_decay_iters", _SCHEDULE), source.integer("train_iters")
+    style = source.value("lr_decay_style", table.SCHEDULE)
+    warmup, least = (number(source.value(name, table.SCHEDULE), name) for name in ("warmup", "min_lr"))
+    until, steps = source.integer("lr_decay_iters", table.SCHEDULE), source.integer("train_iters")
     why, rise = None, warmup * (steps or 0)
     if style not in ("constant", "linear", "cosine"):
         why = f"a spec has the schedules constant, linear and cosine, not {style}"
@@ -211,11 +207,11 @@ def _schedule(source: Source, draft: Draft) -> None:
     if why is not None:
         source.lose(names, why)
         return
-    draft.fill(_SCHEDULE, {"type": style, "warmup_steps": round(rise)})
+    draft.fill(table.SCHEDULE, {"type": style, "warmup_steps": round(rise)})
     floor = 0.0 if style == "constant" else least
-    draft.set((*_SCHEDULE, "min_lr"), floor, said=bool(floor))
+    draft.set((*table.SCHEDULE, "min_lr"), floor, said=bool(floor))
     if floor:
-        draft.set((*_SCHEDULE, "warmup_start_lr"), 0.0, said=True)
+        draft.set((*table.SCHEDULE, "warmup_start_lr"), 0.0, said=True)
 
 
 def _handed_on(source: Source, draft: Draft) -> None:

@@ -26,11 +26,11 @@ class Facts:
 
     since: int
     until: int
-    flags: tuple[str, ...]
+    flags: Sequence[str]
     dest: str
     kind: str
     type: str
-    choices: tuple[Any, ...] | None
+    choices: Sequence[Any] | None
     default: Any
     group: str
 
@@ -110,13 +110,12 @@ def line(name: str = NVIDIA) -> Line:
     """The parsers of a project.
 
     Raises:
-        KeyError: there are no facts of it.
+        ValueError: there are no facts of it.
     """
     table = shipped(__package__, "options.json")
-    numbers = {one["name"]: number for number, one in enumerate(table["lines"])}
-    number = numbers[name]
+    number = lines().index(name)
     options = {
-        key: Option(key, tuple(map(_facts, spans[str(number)])))
+        key: Option(key, tuple(Facts(*row) for row in spans[str(number)]))
         for key, spans in table["options"].items()
         if str(number) in spans
     }
@@ -133,13 +132,6 @@ def lines() -> tuple[str, ...]:
 def elsewhere() -> Mapping[str, str]:
     """Flags that scripts and forks add to the parser, as names are written here, with where."""
     return {spelling(flag): where for flag, where in shipped(__package__, "options.json")["elsewhere"].items()}
-
-
-def _facts(row: list[Any]) -> Facts:
-    since, until, flags, dest, kind, type_, choices, default, group = row
-    return Facts(
-        since, until, tuple(flags), dest, kind, type_, None if choices is None else tuple(choices), default, group
-    )
 
 
 _INTEGER = re.compile(r"\s*[+-]?\d+(_\d+)*\s*")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parcompile.backends.artefacts import effective_order, stored_losses
+from parcompile.backends import reading
+from parcompile.backends.artefacts import effective_order, losses_of
 from parcompile.backends.reading import (
     Arguments,
     Bundle,
@@ -11,7 +12,6 @@ from parcompile.backends.reading import (
     Row,
     Source,
     carried,
-    flag,
     leaving_open,
     stored_bundle,
 )
@@ -38,7 +38,6 @@ _VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
 _GROUP = ("parallelism", "microbatch_group_size_per_virtual_pipeline_stage")
 _ORDER = ("parallelism", "order")
 _EXPERT_TP = ("parallelism", "expert_tp")
-_STAGE = ("zero", "stage")
 
 
 def _read_experts(source: Source, draft: Draft) -> None:
@@ -121,20 +120,23 @@ def virtual_stages(source: Source, each: int) -> int | None:
     return layers // (pp * each) if layers % (pp * each) == 0 else None
 
 
-@leaving_open(_STAGE)
+@leaving_open(reading.STAGE)
 def _read_sharding(source: Source, draft: Draft) -> None:
     """The stage of ZeRO that shards as much: the distributed optimizer is stage 1, FSDP is 3 if not told less."""
     # Its former name for Muon with the distributed optimizer.
     distributed = source.given.get("optimizer") == "dist_muon"
-    distributed = source.value("use_distributed_optimizer", _STAGE) is True or distributed
-    fsdp = source.value("use_megatron_fsdp", _STAGE) is True or source.value("use_custom_fsdp", _STAGE) is True
-    strategy = source.value("data_parallel_sharding_strategy", _STAGE)
-    torch_fsdp = source.value("use_torch_fsdp2", _STAGE) is True
+    distributed = source.value("use_distributed_optimizer", reading.STAGE) is True or distributed
+    fsdp = (
+        source.value("use_megatron_fsdp", reading.STAGE) is True
+        or source.value("use_custom_fsdp", reading.STAGE) is True
+    )
+    strategy = source.value("data_parallel_sharding_strategy", reading.STAGE)
+    torch_fsdp = source.value("use_torch_fsdp2", reading.STAGE) is True
     stages = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
     stage = 3 if torch_fsdp else stages.get(strategy, 3) if fsdp else 1 if distributed else 0
     if not fsdp:
         source.ignore("data_parallel_sharding_strategy", "only --use-megatron-fsdp reads it")
-    draft.set(_STAGE, stage, said=True)
+    draft.set(reading.STAGE, stage, said=True)
 
 
 _FACTS: Facts = {
@@ -149,9 +151,9 @@ ROWS: tuple[Row, ...] = (
         _read_experts,
         lambda spec: {"expert_tensor_parallel_size": spec.parallelism.expert_tp or spec.parallelism.tp},
     ),
-    Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=flag),
+    Entry("sequence_parallel", ("parallelism", "sequence_parallel"), write=lambda is_on: is_on or None),
     stored_bundle("megatron.context", _read_context, facts=_FACTS),
-    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, stored_losses("megatron.order")),
+    Bundle(("use_tp_pp_dp_mapping",), _read_order, _write_order, lambda spec: losses_of("megatron.order", spec)),
     # Megatron-LM takes a number of virtual stages also where the first or last stage has a number of its own.
     stored_bundle(
         "megatron.stages", _read_stages, "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"

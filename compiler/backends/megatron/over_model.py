@@ -82,7 +82,6 @@ _KNOWN = tuple(
     )
 )
 """Of these a function that is not followed may set any: what a model's own has by default is one rank of each axis."""
-_SUMS = ("training", "gradient_accumulation_dtype")
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "16": "fp16"}
 
 
@@ -118,21 +117,21 @@ def _precision(source: Source, draft: Draft) -> None:
     name = source.given.get("mixed_precision")
     if name is None or isinstance(name, Undecided):
         if name is not None:
-            draft.ask(("training", "precision"), f"mixed_precision: {name.decided_by} sets it")
-            source.used["mixed_precision"] = {("training", "precision")}
+            draft.ask(table.PRECISION, f"mixed_precision: {name.decided_by} sets it")
+            source.used["mixed_precision"] = {table.PRECISION}
         return
     words = str(name).rpartition(".")[2].removesuffix("()").replace("-", "_").split("_")
     kind = next((_PRECISIONS[word] for word in words if word in _PRECISIONS), None)
     if kind is None:
-        draft.ask(("training", "precision"), f"mixed_precision is {name}")
+        draft.ask(table.PRECISION, f"mixed_precision is {name}")
         return
-    draft.set(("training", "precision"), kind, said=True)
-    draft.set(_SUMS, "fp32" if kind == "bf16" else kind, said=True)
-    source.used["mixed_precision"] = {("training", "precision")}
+    draft.set(table.PRECISION, kind, said=True)
+    draft.set(table.SUMS, "fp32" if kind == "bf16" else kind, said=True)
+    source.used["mixed_precision"] = {table.PRECISION}
     types = ("bf16", "fp16", "accumulate_allreduce_grads_in_fp32", "optimizer.bf16", "optimizer.fp16")
     source.ignore(types, "set by mixed_precision")
     if isinstance(source.given.get(sums := "mixed_precision.grad_reduce_in_fp32"), bool):
-        draft.carry(source, sums, _SUMS, lambda value, _name: "fp32" if value else kind)
+        draft.carry(source, sums, table.SUMS, lambda value, _name: "fp32" if value else kind)
     if any(word.startswith(("fp8", "mxfp8", "nvfp4")) for word in words):
         source.reasons["mixed_precision"] = Account(
             "mixed_precision", Outcome.LOST, "the runtime has no FP8 and no FP4: it works in bf16", changes=True

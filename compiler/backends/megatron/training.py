@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from parcompile.backends import reading
 from parcompile.backends.artefacts import Loss, losses_of, option_names
 from parcompile.backends.reading import (
     Arguments,
@@ -27,15 +28,8 @@ from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, PARTS, parts_of
 from parcompile.spec import RampupBatchSize, Spec
 from parcompile.text.typed import WrongValueError, integer, number
 
-_OPTIMIZER: SpecPath = ("training", "optimizer")
-_DECAY: SpecPath = ("training", "optimizer", "weight_decay")
-_SCHEDULE: SpecPath = ("training", "lr_scheduler")
-_STEPS: SpecPath = ("training", "train_steps")
-_PRECISION: SpecPath = ("training", "precision")
-_GRADIENTS: SpecPath = ("training", "gradient_accumulation_dtype")
 _RAMP: SpecPath = ("training", "rampup_batch_size")
 _PARTS_OF_RAMP = ("start", "increment", "samples")
-_RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
 _DYNAMIC = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
@@ -63,11 +57,11 @@ def _ramp(source: Source) -> RampupBatchSize | None:
     return found if isinstance(full, int) and found.fits(full) else None
 
 
-@leaving_open(_STEPS)
+@leaving_open(reading.STEPS)
 def _read_length(source: Source, draft: Draft) -> None:
     """The steps of the run, or the samples in steps."""
-    draft.carry(source, "train_iters", _STEPS)
-    samples, batch = source.value("train_samples", _STEPS), source.value("global_batch_size")
+    draft.carry(source, "train_iters", reading.STEPS)
+    samples, batch = source.value("train_samples", reading.STEPS), source.value("global_batch_size")
     if samples is None:
         return
     if batch is not None:
@@ -84,14 +78,14 @@ def _read_length(source: Source, draft: Draft) -> None:
             source.remark(
                 "train_samples", f"train_steps {steps}: Megatron-LM leaves out the last {samples - taken} samples"
             )
-            source.used["train_samples"] = {_STEPS}
-        draft.set(_STEPS, steps, said=True)
+            source.used["train_samples"] = {reading.STEPS}
+        draft.set(reading.STEPS, steps, said=True)
     elif source.has("rampup_batch_size") or source.has("step_batch_size_schedule"):
         source.lose("train_samples", "a spec counts steps, and the batch grows")
     elif not isinstance(batch, int) or samples % batch:
         source.lose("train_samples", f"a spec counts steps: {samples} / global batch {batch} is not whole")
     else:
-        draft.set(_STEPS, samples // batch, said=True)
+        draft.set(reading.STEPS, samples // batch, said=True)
 
 
 _DECAYS = ("start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
@@ -105,21 +99,21 @@ _FUSED = "Megatron-LM's Muon takes gate and up of an MLP as one matrix, and rout
 def _read_optimizer(source: Source, draft: Draft) -> None:
     """The "adam" of Megatron-LM decays weights as AdamW does (core/optimizer/__init__.py)."""
     try:
-        kind = source.value("optimizer", (*_OPTIMIZER, "type"))
-        betas = [source.value(f"adam_beta{number}", (*_OPTIMIZER, "betas")) for number in (1, 2)]
+        kind = source.value("optimizer", (*reading.OPTIMIZER, "type"))
+        betas = [source.value(f"adam_beta{number}", (*reading.OPTIMIZER, "betas")) for number in (1, 2)]
     except UndecidedError as error:
-        draft.leave_open(source, error, _OPTIMIZER)
+        draft.leave_open(source, error, reading.OPTIMIZER)
         return
     own = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}.get(str(kind))
     if own is None:
         refuse_optimizer(source, draft, "optimizer", kind)
         return
-    draft.set((*_OPTIMIZER, "type"), own, said=source.has("optimizer"))
+    draft.set((*reading.OPTIMIZER, "type"), own, said=source.has("optimizer"))
     keys = {"lr": "lr"}
     if own == "sgd":
         keys["sgd_momentum"] = "momentum"
     else:
-        draft.set((*_OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
+        draft.set((*reading.OPTIMIZER, "betas"), betas, said=source.has("adam_beta1") or source.has("adam_beta2"))
         keys["adam_eps"] = "eps"
     if own == "muon":
         keys["muon_momentum"] = "momentum"
@@ -127,18 +121,18 @@ def _read_optimizer(source: Source, draft: Draft) -> None:
     draft.carry_decay(source, "weight_decay", VECTORS)
     _read_decays(source, draft)
     for name, key in keys.items():
-        found = draft.carry(source, name, (*_OPTIMIZER, key), number)
+        found = draft.carry(source, name, (*reading.OPTIMIZER, key), number)
         if name == "lr" and found is None:
-            draft.ask((*_OPTIMIZER, "lr"), "the file does not say --lr")
+            draft.ask((*reading.OPTIMIZER, "lr"), "the file does not say --lr")
 
 
-@leaving_open(_DECAY)
+@leaving_open(reading.DECAY)
 def _read_decays(source: Source, draft: Draft) -> None:
     """A weight decay that goes from one value to another until the end of the run (core/optimizer_param_scheduler.py).
 
     The scheduler sets it, whatever the optimizer says; that of Megatron-Bridge's recipes stays.
     """
-    start, end, style = (source.value(name, _DECAY) for name in _DECAYS)
+    start, end, style = (source.value(name, reading.DECAY) for name in _DECAYS)
     if start is None and end is None and style in (None, "constant"):
         return
     why = None
@@ -153,29 +147,29 @@ def _read_decays(source: Source, draft: Draft) -> None:
     if why is not None:
         source.lose(_DECAYS, why, changes=True)
         return
-    draft.set(_DECAY, number(end, _DECAYS[1]), said=True)
+    draft.set(reading.DECAY, number(end, _DECAYS[1]), said=True)
     draft.leave_out_of_decay(VECTORS, said=True)
     source.ignore("weight_decay", "end_weight_decay takes its place")
     if start != end:
-        draft.set((*_OPTIMIZER, "start_weight_decay"), number(start, _DECAYS[0]), said=True)
-        draft.set((*_OPTIMIZER, "weight_decay_style"), style, said=True)
+        draft.set((*reading.OPTIMIZER, "start_weight_decay"), number(start, _DECAYS[0]), said=True)
+        draft.set((*reading.OPTIMIZER, "weight_decay_style"), style, said=True)
 
 
 def _read_muon(source: Source, draft: Draft) -> None:
     """What is written otherwise, defaults included, the comparison with what a plan writes says."""
     source.lose("optimizer", _FUSED, changes=True)
-    draft.carry(source, "muon_num_ns_steps", (*_OPTIMIZER, "ns_steps"))
+    draft.carry(source, "muon_num_ns_steps", (*reading.OPTIMIZER, "ns_steps"))
     nesterov = any(
-        source.value(name, (*_OPTIMIZER, "nesterov")) is True for name in ("muon_nesterov", "muon_use_nesterov")
+        source.value(name, (*reading.OPTIMIZER, "nesterov")) is True for name in ("muon_nesterov", "muon_use_nesterov")
     )
-    draft.set((*_OPTIMIZER, "nesterov"), nesterov, said=True)
-    scale = source.value("muon_scale_mode", (*_OPTIMIZER, "adjust_lr"))
-    source.value("muon_extra_scale_factor", (*_OPTIMIZER, "adjust_lr"))
+    draft.set((*reading.OPTIMIZER, "nesterov"), nesterov, said=True)
+    scale = source.value("muon_scale_mode", (*reading.OPTIMIZER, "adjust_lr"))
+    source.value("muon_extra_scale_factor", (*reading.OPTIMIZER, "adjust_lr"))
     modes = {mode: name for name, (mode, _) in _SCALES_OF_MUON.items()}
-    draft.set((*_OPTIMIZER, "adjust_lr"), modes.get(str(scale), "match_rms_adamw"), said=True)
+    draft.set((*reading.OPTIMIZER, "adjust_lr"), modes.get(str(scale), "match_rms_adamw"), said=True)
     types = {word: name for name, word in _PRECISIONS_OF_MUON.items()}
-    precision = source.value("muon_fp32_matmul_prec", (*_OPTIMIZER, "ns_dtype"))
-    draft.set((*_OPTIMIZER, "ns_dtype"), types.get(str(precision), "bf16"), said=True)
+    precision = source.value("muon_fp32_matmul_prec", (*reading.OPTIMIZER, "ns_dtype"))
+    draft.set((*reading.OPTIMIZER, "ns_dtype"), types.get(str(precision), "bf16"), said=True)
 
 
 _STYLES, _FALLS = {"inverse_sqrt": "inverse-square-root", "wsd": "WSD"}, {"sqrt": "minus_sqrt"}
@@ -187,13 +181,13 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     try:
         found = _schedule(source)
     except UndecidedError as error:
-        draft.leave_open(source, error, _SCHEDULE)
-        source.note(SCHEDULE_OPTIONS, _SCHEDULE)
+        draft.leave_open(source, error, reading.SCHEDULE)
+        source.note(SCHEDULE_OPTIONS, reading.SCHEDULE)
         return
     if isinstance(found, str):
         source.lose(SCHEDULE_OPTIONS, found, changes=True)
         return
-    draft.fill(_SCHEDULE, found)
+    draft.fill(reading.SCHEDULE, found)
 
 
 SCHEDULE_OPTIONS = (*option_names("megatron.schedule"), "lr_warmup_fraction")
@@ -210,7 +204,7 @@ def _schedule(source: Source) -> dict[str, Any] | str:
     """The schedule in a spec's terms, empty without one; or why a spec cannot say it."""
 
     def value(name: str) -> Any:
-        return source.value(name, _SCHEDULE)
+        return source.value(name, reading.SCHEDULE)
 
     style, least, start = value("lr_decay_style"), value("min_lr"), value("lr_warmup_init")
     total, lr = steps(source, "train"), source.value("lr")
@@ -266,10 +260,12 @@ def steps(source: Source, what: str) -> float | None:
         UndecidedError: the file does not say the value.
     """
     names = {"train": "train", "decay": "lr_decay", "warmup": "lr_warmup", "wsd": "lr_wsd_decay"}
-    iters = source.value(f"{names[what]}_iters", _SCHEDULE) if what != "train" else source.value("train_iters")
+    iters = source.value(f"{names[what]}_iters", reading.SCHEDULE) if what != "train" else source.value("train_iters")
     if iters:
         return int(iters)
-    samples = source.value(f"{names[what]}_samples", _SCHEDULE) if what != "train" else source.value("train_samples")
+    samples = (
+        source.value(f"{names[what]}_samples", reading.SCHEDULE) if what != "train" else source.value("train_samples")
+    )
     batch = source.value("global_batch_size")
     if samples and isinstance(batch, int) and batch > 0:
         if samples % batch == 0:
@@ -281,17 +277,17 @@ def steps(source: Source, what: str) -> float | None:
 
 def _read_precision(source: Source, draft: Draft) -> None:
     try:
-        on = [name for name in ("fp16", "bf16") if source.value(name, _PRECISION) is True]
-        summed = source.value("accumulate_allreduce_grads_in_fp32", _GRADIENTS) is True
-        reduced = source.value("grad_reduce_in_bf16", _GRADIENTS) is True
+        on = [name for name in ("fp16", "bf16") if source.value(name, reading.PRECISION) is True]
+        summed = source.value("accumulate_allreduce_grads_in_fp32", reading.SUMS) is True
+        reduced = source.value("grad_reduce_in_bf16", reading.SUMS) is True
     except UndecidedError as error:
-        draft.leave_open(source, error, _PRECISION)
+        draft.leave_open(source, error, reading.PRECISION)
         return
     precision = on[0] if on else "fp32"
-    draft.set(_PRECISION, precision, said=bool(on))
+    draft.set(reading.PRECISION, precision, said=bool(on))
     # Gradients of bf16 weights are summed in fp32 unless --grad-reduce-in-bf16 is given (validate_args).
     sums = "fp32" if precision == "fp32" or summed or (precision == "bf16" and not reduced) else precision
-    draft.set(_GRADIENTS, sums, said=True)
+    draft.set(reading.SUMS, sums, said=True)
     if precision == "fp16":
         draft.carry(source, "loss_scale", ("training", "loss_scale"), number)
         for name in _DYNAMIC:
@@ -338,22 +334,22 @@ def _read_modules(source: Source, modules: Sequence[str]) -> str:
     return "+".join(part for part in PARTS if part in parts) or "selective"
 
 
-@leaving_open(_RECOMPUTE)
+@leaving_open(reading.RECOMPUTE)
 def _read_recomputation(source: Source, draft: Draft) -> None:
     """How much is recomputed changes memory and time, no numbers."""
-    kind = source.value("recompute_granularity", _RECOMPUTE)
-    if source.value("recompute_activations", _RECOMPUTE) is True:
+    kind = source.value("recompute_granularity", reading.RECOMPUTE)
+    if source.value("recompute_activations", reading.RECOMPUTE) is True:
         kind = "selective"
     how = ("recompute_method", "recompute_num_layers")
-    values = [source.value(name, _RECOMPUTE) for name in how]
-    modules = source.value("recompute_modules", _RECOMPUTE)
+    values = [source.value(name, reading.RECOMPUTE) for name in how]
+    modules = source.value("recompute_modules", reading.RECOMPUTE)
     if kind != "selective":
         source.ignore("recompute_modules", "only --recompute-granularity selective reads it")
     elif modules == ["core_attn"]:
         source.ignore("recompute_modules", "it is what --recompute-granularity selective recomputes by itself")
     elif modules:
         kind = _read_modules(source, modules)
-    draft.set(_RECOMPUTE, kind or "none", said=kind is not None)
+    draft.set(reading.RECOMPUTE, kind or "none", said=kind is not None)
     if kind != "full":
         source.ignore(how, "only --recompute-granularity full reads it")
     elif values != ["uniform", 1]:

@@ -14,7 +14,6 @@ from parcompile.backends.reading import (
     Importer,
     Row,
     Source,
-    SpecPath,
     fate_of,
     refuse_optimizer,
 )
@@ -32,8 +31,6 @@ _STRATEGY, _DP, _RECOMPUTE = "distributed.strategy", "distributed.dp_size", "dis
 _OLD_RECOMPUTE = "parallelizer.activation_checkpointing"
 """Where files of 2025 say it."""
 _DTYPES = ("model.torch_dtype", "model.config.torch_dtype")
-_OPTIMIZER: SpecPath = ("training", "optimizer")
-_RATES: SpecPath = ("training", "lr_scheduler")
 _SCHEDULE = tuple(
     f"lr_scheduler.{name}"
     for name in ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "init_lr", "min_lr", "max_lr")
@@ -50,12 +47,12 @@ def _read_model(source: Source, draft: Draft) -> None:
 
 def _read_sharding(source: Source, draft: Draft) -> None:
     """fsdp2 shards weights as ZeRO stage 3; a pipeline keeps them gathered, as stage 2, unless it is told not to."""
-    strategy = word(source.value(_STRATEGY, ("zero", "stage")), _STRATEGY)
-    reshard, pp = source.value(_RESHARD, ("zero", "stage")), draft.values.get(("parallelism", "pp"), 1)
+    strategy = word(source.value(_STRATEGY, table.STAGE), _STRATEGY)
+    reshard, pp = source.value(_RESHARD, table.STAGE), draft.values.get(("parallelism", "pp"), 1)
     keeps = reshard is False or (reshard is None and pp != 1)
-    stage = {"ddp": 0, "megatron_fsdp": source.integer(_ZERO3, ("zero", "stage"))}.get(strategy, 2 if keeps else 3)
-    draft.set(("zero", "stage"), stage, said=True)
-    draft.carry(source, _DP, ("parallelism", "dp"), integer)
+    stage = {"ddp": 0, "megatron_fsdp": source.integer(_ZERO3, table.STAGE)}.get(strategy, 2 if keeps else 3)
+    draft.set(table.STAGE, stage, said=True)
+    draft.carry(source, _DP, table.DP, integer)
 
 
 def _read_length(source: Source, draft: Draft) -> None:
@@ -76,31 +73,31 @@ def _read_seed(source: Source, draft: Draft) -> None:
 
 
 def _read_precision(source: Source, draft: Draft) -> None:
-    draft.set(("training", "precision"), "bf16", said=True)
+    draft.set(table.PRECISION, "bf16", said=True)
     for name in _DTYPES:
         kind = str(source.given.get(name, "")).rpartition(".")[2]
         if kind in ("bfloat16", "bf16", "auto"):
             why = "weights and optimizer states are of this type there, and fp32 in a plan"
             source.lose(name, why, changes=True)
         elif kind in ("float32", "fp32"):
-            source.used[name] = {("training", "precision")}
+            source.used[name] = {table.PRECISION}
 
 
 def _read_optimizer(source: Source, draft: Draft) -> None:
-    kind = str(source.value(_TARGET, (*_OPTIMIZER, "type"))).rpartition(".")[2]
+    kind = str(source.value(_TARGET, (*table.OPTIMIZER, "type"))).rpartition(".")[2]
     own = {"Adam": "adam", "AdamW": "adamw", "FusedAdam": "adamw", "SGD": "sgd", "Adagrad": "adagrad"}.get(kind)
     if own is not None:
-        draft.set((*_OPTIMIZER, "type"), own, said=True)
-    elif (*_OPTIMIZER, "type") not in draft.answers:
+        draft.set((*table.OPTIMIZER, "type"), own, said=True)
+    elif (*table.OPTIMIZER, "type") not in draft.answers:
         refuse_optimizer(source, draft, _TARGET, kind, whole=False)
     if own is not None and own in deepspeed.OPTIMIZERS:
         for name, default in deepspeed.OPTIMIZERS[own].items():
             draft.set(
-                (*_OPTIMIZER, name),
+                (*table.OPTIMIZER, name),
                 source.given.get(f"optimizer.{name}", default),
                 said=source.has(f"optimizer.{name}"),
             )
-            source.used[f"optimizer.{name}"] = {(*_OPTIMIZER, name)}
+            source.used[f"optimizer.{name}"] = {(*table.OPTIMIZER, name)}
         return
     table.read(table.carried("optimizer"), source, draft)
 
@@ -109,13 +106,13 @@ def _read_schedule(source: Source, draft: Draft) -> None:
     """Without the section the rate stays; with it, from a tenth of the rate up, and down to a hundredth."""
     if not source.under("lr_scheduler"):
         return
-    style, warmup, end, start, least, most = (source.value(name, _RATES) for name in _SCHEDULE)
-    lr, steps = source.number("optimizer.lr"), draft.values.get(("training", "train_steps"))
+    style, warmup, end, start, least, most = (source.value(name, table.SCHEDULE) for name in _SCHEDULE)
+    lr, steps = source.number("optimizer.lr"), draft.values.get(table.STEPS)
     if style not in ("constant", "linear", "cosine", "inverse-square-root"):
         source.lose(_SCHEDULE[0], "of these schedules constant, linear, cosine and inverse_sqrt are read", changes=True)
-        draft.ask(_RATES, f"{_SCHEDULE[0]} is {style!r}")
+        draft.ask(table.SCHEDULE, f"{_SCHEDULE[0]} is {style!r}")
     elif steps is None and (warmup is None or (end is None and style in ("linear", "cosine"))):
-        draft.ask(("training", "train_steps"), "the schedule is a share of all steps")
+        draft.ask(table.STEPS, "the schedule is a share of all steps")
     elif lr is not None:
         if most is not None and number(most, _SCHEDULE[5]) != lr:
             source.lose(_SCHEDULE[5], f"a spec's schedule rises to the rate of the optimizer, {lr:g}", changes=True)
@@ -134,7 +131,7 @@ def _read_schedule(source: Source, draft: Draft) -> None:
             elif style != "constant" and (steps is None or end < steps):
                 said = f"a spec's {found['type']} does not drop to the lowest rate after {end} steps"
                 source.lose(_SCHEDULE[2], said, changes=True)
-        draft.fill(_RATES, found)
+        draft.fill(table.SCHEDULE, found)
 
 
 def _recompute(value: Any, _name: str) -> str:
@@ -152,7 +149,7 @@ ROWS: tuple[Row, ...] = (
     Bundle(_DTYPES, _read_precision),
     Bundle((_TARGET,), _read_optimizer),
     Bundle(_SCHEDULE, _read_schedule),
-    Entry(_RECOMPUTE, ("training", "activation_checkpointing"), read=_recompute),
+    Entry(_RECOMPUTE, table.RECOMPUTE, read=_recompute),
 )
 DEFAULTS: Mapping[str, Any] = AUTOMODEL["defaults"]
 _CHANGING = {section: REASONS[why] for section, why in AUTOMODEL["changing"].items()}

@@ -11,19 +11,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from parcompile.backends import reading
 from parcompile.backends.kinds import AXOLOTL, LLAMA_FACTORY, SWIFT, TRAINER
 from parcompile.backends.megatron.over_model import read_megatron, settle, typed
-from parcompile.backends.reading import Draft, Importer, Source, SpecPath, Undecided
+from parcompile.backends.reading import Draft, Importer, Source, Undecided
 from parcompile.backends.recipes import flattened
 from parcompile.text import Document
 from parcompile.text.typed import integer, word
 
 from . import ADAPTER, CHANGING, MEGATRON_SWIFT, METHOD, options, stored_tool
 from .read import read_model, reader, reduced_by_fsdp, with_deepspeed
-
-_STAGE: SpecPath = ("zero", "stage")
-_DP: SpecPath = ("parallelism", "dp")
-_RECOMPUTE: SpecPath = ("training", "activation_checkpointing")
 
 # axolotl.
 
@@ -57,7 +54,7 @@ def _sharding(source: Source, draft: Draft) -> None:
     fsdp = [name for name in source.given if name == "fsdp" or name.startswith(("fsdp_config", "fsdp_version"))]
     if any(source.given[name] for name in fsdp):
         stays = source.given.get("fsdp_config.reshard_after_forward") is False
-        draft.take(source, _OF_STAGE, {_STAGE: 2 if stays else 3})
+        draft.take(source, _OF_STAGE, {reading.STAGE: 2 if stays else 3})
         for name in ("bf16", "fp16"):
             if source.given.get(name) is True:
                 reduced_by_fsdp(source, draft, name, name)
@@ -65,11 +62,11 @@ def _sharding(source: Source, draft: Draft) -> None:
     shards, replicas = (source.given.get(name) for name in ("dp_shard_size", "dp_replicate_size"))
     if isinstance(shards, int):
         sizes = [one for one in (shards, replicas) if isinstance(one, int)]
-        draft.take(source, ["dp_shard_size"], {_DP: math.prod(sizes)})
+        draft.take(source, ["dp_shard_size"], {reading.DP: math.prod(sizes)})
     if isinstance(replicas, int) and replicas > 1:
         source.lose("dp_replicate_size", "the runtime shards over all of dp, not within groups of it")
     elif isinstance(replicas, int):
-        source.use(["dp_replicate_size"], _DP)
+        source.use(["dp_replicate_size"], reading.DP)
 
 
 AXOLOTL_IMPORTER = Importer(
@@ -94,7 +91,7 @@ def _read_llama_factory(source: Source, draft: Draft) -> None:
         source.ignore("finetuning_type", "all weights are trained")
     # Its patches switch recomputation on unless they are told not to.
     off = source.given.get("disable_gradient_checkpointing") is True
-    draft.take(source, ["disable_gradient_checkpointing"], {_RECOMPUTE: "none" if off else "full"})
+    draft.take(source, ["disable_gradient_checkpointing"], {reading.RECOMPUTE: "none" if off else "full"})
     reader(_LLAMA_FACTORY)(source, draft)
 
 
@@ -122,7 +119,6 @@ _ZERO: Mapping[str, Any] = {f"zero{stage}": {"zero_optimization": {"stage": stag
 }
 """DeepSpeed configurations that ms-swift has by name, but for values that the Trainer fills in and sizes of buffers."""
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_PRECISION: SpecPath = ("training", "precision")
 _RANKS = {"nnodes": ("cluster", "nodes"), "nproc_per_node": ("cluster", "gpus_per_node")}
 _FSDP = {"fsdp2": 3}
 
@@ -159,12 +155,12 @@ def _read_common(source: Source, draft: Draft) -> None:
         source.lose("tuner_type", ADAPTER, changes=True)
     switched = [name for name in ("bf16", "fp16") if source.given.get(name) is True]
     kind = _PRECISIONS.get(str(source.given.get("torch_dtype")))
-    draft.values.pop(_PRECISION, None)
+    draft.values.pop(reading.PRECISION, None)
     if switched or kind:
-        draft.set(_PRECISION, switched[0] if switched else kind, said=True)
+        draft.set(reading.PRECISION, switched[0] if switched else kind, said=True)
     else:
-        draft.ask(_PRECISION, "ms-swift takes it from the model's config.json")
-    source.use((*switched, *(["torch_dtype"] if kind else [])), _PRECISION)
+        draft.ask(reading.PRECISION, "ms-swift takes it from the model's config.json")
+    source.use((*switched, *(["torch_dtype"] if kind else [])), reading.PRECISION)
 
 
 def _rate(source: Source, draft: Draft, name: str) -> None:
@@ -179,7 +175,7 @@ def _read(source: Source, draft: Draft) -> None:
         why = "ms-swift takes 16 sequences / per_device_train_batch_size / ranks"
         draft.ask(("training", "gradient_accumulation_steps"), why)
     if source.has("fsdp") and word(source.given["fsdp"], "fsdp") in _FSDP:
-        draft.carry(source, "fsdp", ("zero", "stage"), lambda value, _name: _FSDP[value])
+        draft.carry(source, "fsdp", reading.STAGE, lambda value, _name: _FSDP[value])
     _rate(source, draft, "learning_rate")
     _read_common(source, draft)
 
@@ -205,13 +201,13 @@ def _megatron_options(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _read_megatron(source: Source, draft: Draft) -> None:
     read_model("model", source, draft)
     if not source.has("train_iters"):
-        answered = draft.answers.get(("training", "train_steps"))
+        answered = draft.answers.get(reading.STEPS)
         source.given["train_iters"] = answered or Undecided("", "the number of samples")
     read_megatron(source, draft)
     _rate(source, draft, "lr")
     _read_common(source, draft)
     # Gradients of bf16 weights are summed in fp32 (`_init_mixed_precision`).
-    draft.set(("training", "gradient_accumulation_dtype"), "fp32", said=True)
+    draft.set(reading.SUMS, "fp32", said=True)
     for name in list(source.unread()):
         if (why := _SWIFT.reason(name)) is not None:
             source.lose(name, why, changes=why in CHANGING and bool(source.given[name]))

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parcompile.backends import deepspeed
-from parcompile.backends.deepspeed.read import RECOMPUTED_ON_HOST, SUMS, sum_as_weights
+from parcompile.backends import deepspeed, reading
+from parcompile.backends.deepspeed.read import RECOMPUTED_ON_HOST, sum_as_weights
 from parcompile.backends.deepspeed.read import read as read_keys
 from parcompile.backends.kinds import ACCELERATE, named_files
 from parcompile.backends.reading import (
@@ -99,14 +99,14 @@ def read_deepspeed(source: Source, draft: Draft) -> Draft | None:
     for name, account in inner.reasons.items():
         source.reasons[PREFIX + name] = replace(account, option=PREFIX + name)
     # What the file leaves to the trainer is no default of DeepSpeed's.
-    found.questions.pop(("training", "optimizer"), None)
+    found.questions.pop(reading.OPTIMIZER, None)
     return found
 
 
 def sum_as_deepspeed(draft: Draft, inner: Draft | None) -> None:
     """Gradients are summed in the type of the weights where a DeepSpeed configuration `inner` does not say it."""
-    precision = draft.values.get(("training", "precision"), draft.answers.get(("training", "precision")))
-    if (inner is None or SUMS not in inner.said) and precision is not None:
+    precision = draft.values.get(reading.PRECISION, draft.answers.get(reading.PRECISION))
+    if (inner is None or reading.SUMS not in inner.said) and precision is not None:
         sum_as_weights(draft, precision)
 
 
@@ -116,13 +116,13 @@ def reduced_by_fsdp(source: Source, draft: Draft, name: str, precision: str) -> 
     Micro-batches are summed where they lie, in the type of the weights in use; one that is reduced at once, as with
     `sync_each_batch`, is added to a sum in fp32.
     """
-    if SUMS not in draft.answers:
+    if reading.SUMS not in draft.answers:
         said = f"accelerate's FSDP sums gradients of micro-batches and over ranks in {precision}, as the plan does"
         if any(name.endswith("sync_each_batch") and on is True for name, on in source.given.items()):
             said = f"accelerate's FSDP reduces gradients over ranks in {precision}, as the plan does"
             said += f", and adds micro-batches in fp32 (sync_each_batch), the plan in {precision}"
-        source.remark(name, f"{said}; in fp32 with --set {'.'.join(SUMS)}=fp32")
-        draft.set(SUMS, precision, said=True)
+        source.remark(name, f"{said}; in fp32 with --set {'.'.join(reading.SUMS)}=fp32")
+        draft.set(reading.SUMS, precision, said=True)
 
 
 # The arguments of transformers' `Trainer`, under the names of any tool, as values of a spec.
@@ -135,8 +135,6 @@ _ARGUMENTS = {"sgd": ("momentum", "nesterov", "dampening"), "adagrad": ("eps", "
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine", "inverse_sqrt")} | {
     "constant_with_warmup": "constant"
 }
-_OPTIMIZER: SpecPath = ("training", "optimizer")
-_SCHEDULE: SpecPath = ("training", "lr_scheduler")
 
 
 LINEAR_LOSS = ("use_liger_kernel", "enable_liger_kernel", "cut_cross_entropy", "liger_fused_linear_cross_entropy")
@@ -205,7 +203,7 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     draft.carry(source, tool.length, ("training", "sequence_length"), integer)
     steps = _number(source, tool.own("max_steps"))
     if steps is not None and steps > 0:
-        draft.carry(source, tool.own("max_steps"), _STEPS, integer)
+        draft.carry(source, tool.own("max_steps"), reading.STEPS, integer)
     elif source.has(tool.own("max_steps")):
         source.ignore(tool.own("max_steps"), "no limit of steps")
     fuses = source.given.get(tool.own("liger_kernel_config") + ".fused_linear_cross_entropy") is not False
@@ -218,21 +216,21 @@ def _training(tool: Tool, source: Source, draft: Draft) -> None:
     value = source.given.get(recompute)
     if isinstance(value, (bool, str)) and value in (True, False, "true", "false"):
         kind = "full" if value in (True, "true") else "none"
-        draft.carry(source, recompute, ("training", "activation_checkpointing"), lambda _value, _name: kind)
+        draft.carry(source, recompute, reading.RECOMPUTE, lambda _value, _name: kind)
     elif value == "offload" and recompute not in source.reasons:
         draft.take(source, [recompute], RECOMPUTED_ON_HOST)
     elif value is not None and recompute not in source.reasons:
-        draft.set(("training", "activation_checkpointing"), "full", said=True)
+        draft.set(reading.RECOMPUTE, "full", said=True)
         source.lose(recompute, f"{value!r} moves activations to the host; the spec recomputes them instead")
     if source.given.get(OFFLOADING) is True:
-        if draft.values.get(("training", "activation_checkpointing")) == "none":
+        if draft.values.get(reading.RECOMPUTE) == "none":
             source.lose(OFFLOADING, "the runtime moves what recomputed layers keep, and these are not recomputed")
             return
         draft.take(source, [OFFLOADING], RECOMPUTED_ON_HOST)
 
 
 def _precision(tool: Tool, source: Source, draft: Draft) -> None:
-    path: SpecPath = ("training", "precision")
+    path: SpecPath = reading.PRECISION
     names = tool.own("bf16"), tool.own("fp16")
     source.note(names, path)
     try:
@@ -246,46 +244,46 @@ def _precision(tool: Tool, source: Source, draft: Draft) -> None:
 
 def _optimizer(tool: Tool, source: Source, draft: Draft) -> None:
     name, own = tool.own("optim"), source.given.get(f"{PREFIX}optimizer.type")
-    kind = source.value(name, (*_OPTIMIZER, "type"))
+    kind = source.value(name, (*reading.OPTIMIZER, "type"))
     found = None if own is not None else OPTIMIZERS.get(str(kind))
     if own is not None:
         source.ignore(name, f"the optimizer of the DeepSpeed configuration, {own}, takes its place")
     elif found is not None:
-        draft.set((*_OPTIMIZER, "type"), found, said=source.has(name))
-    elif (*_OPTIMIZER, "type") not in draft.answers:
+        draft.set((*reading.OPTIMIZER, "type"), found, said=source.has(name))
+    elif (*reading.OPTIMIZER, "type") not in draft.answers:
         refuse_optimizer(source, draft, name, kind, whole=False)
-    draft.carry(source, tool.own("learning_rate"), (*_OPTIMIZER, "lr"), number)
+    draft.carry(source, tool.own("learning_rate"), (*reading.OPTIMIZER, "lr"), number)
     if own is None:
         draft.carry_decay(source, tool.own("weight_decay"), BIASES_AND_NORMS)
     else:  # DeepSpeed's takes all parameters in one group (`deepspeed_optim_sched`)
-        draft.carry(source, tool.own("weight_decay"), (*_OPTIMIZER, "weight_decay"), number)
+        draft.carry(source, tool.own("weight_decay"), (*reading.OPTIMIZER, "weight_decay"), number)
     if found in _ARGUMENTS:
         if found == "adagrad":
-            draft.set((*_OPTIMIZER, "eps"), deepspeed.OPTIMIZERS[found]["eps"], said=False)
+            draft.set((*reading.OPTIMIZER, "eps"), deepspeed.OPTIMIZERS[found]["eps"], said=False)
         _arguments(source, draft, tool.own("optim_args"), _ARGUMENTS[found])
         source.ignore(map(tool.own, ("adam_beta1", "adam_beta2", "adam_epsilon")), f"{found} does not read it")
         return
-    draft.carry(source, tool.own("adam_epsilon"), (*_OPTIMIZER, "eps"), number)
+    draft.carry(source, tool.own("adam_epsilon"), (*reading.OPTIMIZER, "eps"), number)
     betas = [tool.own(name) for name in ("adam_beta1", "adam_beta2")]
     try:
-        values = [source.number(name, (*_OPTIMIZER, "betas")) for name in betas]
+        values = [source.number(name, (*reading.OPTIMIZER, "betas")) for name in betas]
     except UndecidedError as error:
-        draft.leave_open(source, error, (*_OPTIMIZER, "betas"))
+        draft.leave_open(source, error, (*reading.OPTIMIZER, "betas"))
         return
-    draft.set((*_OPTIMIZER, "betas"), values, said=any(source.has(name) for name in betas))
+    draft.set((*reading.OPTIMIZER, "betas"), values, said=any(source.has(name) for name in betas))
 
 
 def _arguments(source: Source, draft: Draft, option: str, keys: Sequence[str]) -> None:
     """What `optim_args`, such as "momentum=0.9,nesterov=true", says of an optimizer."""
     lost = []
-    for part in filter(None, str(source.value(option, _OPTIMIZER) or "").replace(" ", "").split(",")):
+    for part in filter(None, str(source.value(option, reading.OPTIMIZER) or "").replace(" ", "").split(",")):
         name, _, text = part.partition("=")
         if name in ("dampening", "lr_decay") and name in keys and as_number(text):
             lost.append(part)
         elif name == "nesterov" and name in keys:
-            draft.set((*_OPTIMIZER, name), text.lower() in ("true", "1", "yes"), said=True)
+            draft.set((*reading.OPTIMIZER, name), text.lower() in ("true", "1", "yes"), said=True)
         elif name in ("momentum", "eps") and name in keys:
-            draft.set((*_OPTIMIZER, name), number(as_number(text), f"{option}: {name}"), said=True)
+            draft.set((*reading.OPTIMIZER, name), number(as_number(text), f"{option}: {name}"), said=True)
     if lost:
         source.lose(option, f"the optimizers of a spec have no such setting: {', '.join(lost)}", changes=True)
 
@@ -296,9 +294,9 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
     if any(one == _OWN_SCHEDULE or one.startswith(f"{_OWN_SCHEDULE}.") for one in source.given):
         _own_schedule(tool, source, draft)
         return
-    kind = str(source.value(name, _SCHEDULE))
+    kind = str(source.value(name, reading.SCHEDULE))
     if kind not in _SCHEDULES:
-        draft.ask(_SCHEDULE, f"{name} is {kind!r}: a spec has constant, linear, cosine, inverse_sqrt and wsd")
+        draft.ask(reading.SCHEDULE, f"{name} is {kind!r}: a spec has constant, linear, cosine, inverse_sqrt and wsd")
         source.lose(name, "of these schedules constant, linear, cosine and inverse_sqrt are read")
         return
     if kind == "constant":
@@ -308,22 +306,21 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
     steps = _train_steps(source, draft, tool)
     warmup = _warmup(source, draft, tool, steps)
     if kind in ("cosine", "linear") and steps is None:
-        draft.ask(_STEPS, f"the {kind} schedule ends with the last step, which depends on the data")
+        draft.ask(reading.STEPS, f"the {kind} schedule ends with the last step, which depends on the data")
     if kind == "inverse_sqrt" and warmup == 0:
         why = (
             "inverse_sqrt without a warm-up falls over 10,000 steps in transformers, and from the first step in a spec"
         )
-        draft.ask(_SCHEDULE, why)
+        draft.ask(reading.SCHEDULE, why)
         source.lose(name, why, changes=True)
         return
-    draft.set((*_SCHEDULE, "type"), _SCHEDULES[kind], said=True)
+    draft.set((*reading.SCHEDULE, "type"), _SCHEDULES[kind], said=True)
     if warmup is not None:
-        draft.set((*_SCHEDULE, "warmup_steps"), warmup, said=True)
+        draft.set((*reading.SCHEDULE, "warmup_steps"), warmup, said=True)
 
 
 _OWN_SCHEDULE = f"{PREFIX}scheduler"
 _OWN_PARAMS: SpecPath = ("deepspeed", "scheduler", "params")
-_STEPS: SpecPath = ("training", "train_steps")
 """Asked for where a schedule or a warm-up is a share of them: one answer decides both."""
 
 
@@ -342,7 +339,7 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
     steps = _train_steps(source, draft, tool)
     filled: dict[str, Callable[[], Any]] = {
         "warmup_min_lr": lambda: 0.0,
-        "warmup_max_lr": lambda: source.number(tool.own("learning_rate"), (*_OPTIMIZER, "lr")),
+        "warmup_max_lr": lambda: source.number(tool.own("learning_rate"), (*reading.OPTIMIZER, "lr")),
         "total_num_steps": lambda: steps,
         "warmup_num_steps": lambda: _warmup(source, draft, tool, steps, (*_OWN_PARAMS, "warmup_num_steps")),
     }
@@ -353,9 +350,9 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
             if found is not None:
                 draft.set(path, max(1, found) if key == "warmup_num_steps" else found, said=True)
             elif key == "total_num_steps":
-                draft.ask(_STEPS, "the schedule ends with the last step, which depends on the data")
+                draft.ask(reading.STEPS, "the schedule ends with the last step, which depends on the data")
             source.reasons.pop(option, None)
-            source.used[option] = {_STEPS if found is None else path}
+            source.used[option] = {reading.STEPS if found is None else path}
     source.ignore({tool.own("warmup_steps"), "warmup_ratio"} - source.used.keys(), why)
 
 
@@ -368,14 +365,14 @@ _SAME_SCHEDULE = {
 
 
 def _train_steps(source: Source, draft: Draft, tool: Tool) -> int | None:
-    answered = draft.answers.get(_STEPS)
+    answered = draft.answers.get(reading.STEPS)
     given = _number(source, tool.own("max_steps"))
     found = answered if isinstance(answered, int) else given
     return math.floor(found) if found is not None and found > 0 else None
 
 
 def _warmup(
-    source: Source, draft: Draft, tool: Tool, steps: int | None, path: SpecPath = (*_SCHEDULE, "warmup_steps")
+    source: Source, draft: Draft, tool: Tool, steps: int | None, path: SpecPath = (*reading.SCHEDULE, "warmup_steps")
 ) -> int | None:
     """Steps of the warm-up; None when they are asked for, or when the user says them."""
     count, ratio = _number(source, tool.own("warmup_steps")), _number(source, "warmup_ratio")
@@ -394,10 +391,10 @@ def _warmup(
     if not ratio:
         return 0
     if steps is None:
-        draft.ask(_STEPS, f"the warm-up is {ratio:g} of all steps, whose number depends on the data")
+        draft.ask(reading.STEPS, f"the warm-up is {ratio:g} of all steps, whose number depends on the data")
         for name in (tool.own("warmup_steps"), "warmup_ratio"):
             if source.given.get(name):
-                source.used[name] = {_STEPS}
+                source.used[name] = {reading.STEPS}
         return None
     return math.ceil(ratio * steps)
 

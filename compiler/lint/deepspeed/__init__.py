@@ -9,11 +9,6 @@ the code of transformers and accelerate.
 
 Both can be given. What is not given is looked for near the file: requirements and lock files name versions, and a
 script or a configuration that names the file shows by which flag it is handed on.
-
-Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
-
-In Hjson there may be comments, a comma before a closing bracket, single quotes, keys without quotes, and line breaks
-where commas are missing. The Trainer of transformers, accelerate and Lightning read the file before DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -235,6 +230,8 @@ def _neighbours(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 # Who can read the text of a configuration: DeepSpeed reads Hjson, all others plain JSON.
+# In Hjson there may be comments, a comma before a closing bracket, single quotes, keys without quotes, and line breaks
+# where commas are missing. The Trainer of transformers, accelerate and Lightning read the file before DeepSpeed does.
 
 _TAKEN = ("J013", "J014", "J015")
 _ALSO_TAKEN = {"J016": ("the key ", "text without quotes"), "J004": ("a comma is missing here",)}

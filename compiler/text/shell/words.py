@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,12 +42,7 @@ Array = tuple[Value, ...]
 
 def known(value: Value) -> str | None:
     """The text, when all of it is known."""
-    return "".join(part.text for part in value if isinstance(part, Piece)) if is_known(value) else None
-
-
-def is_known(value: Value) -> bool:
-    """Whether there is no hole in it."""
-    return not any(isinstance(part, Hole) for part in value)
+    return None if any(isinstance(part, Hole) for part in value) else shown(value)
 
 
 def shown(value: Value) -> str:
@@ -93,19 +89,12 @@ def fields(parts: Iterable[Part | None]) -> Iterator[Value]:
 
 def _split(part: Piece, current: list[Part]) -> Iterator[Value]:
     """The words that end in a part that white space splits; what is left stays in `current`."""
-    at, text = 0, part.text
-    while at < len(text):
-        if text[at].isspace():
-            if current:
-                yield tuple(current)
-                current.clear()
-            at += 1
-            continue
-        stop = at
-        while stop < len(text) and not text[stop].isspace():
-            stop += 1
-        current.append(Piece(text[at:stop], None if part.start is None else part.start + at))
-        at = stop
+    for run in re.finditer(r"\s+|\S+", part.text):
+        if not run[0].isspace():
+            current.append(_cut(part, *run.span(), splits=False))
+        elif current:
+            yield tuple(current)
+            current.clear()
 
 
 def unquoted(value: Value) -> Value:
