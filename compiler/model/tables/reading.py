@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parcompile.user_files import shipped
+from parcompile.user_files import shipped, shipped_text
 
 VERSION = "5.23.0"
 """The version of transformers that the tables come from."""
+_FILE = f"transformers-{VERSION}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,10 @@ def table_like(model_type: str) -> dict[str, Any]:
 
 @functools.cache
 def _built_in(model_type: str) -> Table | None:
-    entry = _stored()["types"].get(model_type)
-    return None if entry is None else table_from(model_type, entry)
+    # Of the lines of all types only those of the one that is asked for are decoded: all of them take milliseconds.
+    text, key = shipped_text(__package__, _FILE), f"\n  {json.dumps(model_type)}: "
+    start = text.find(key + "{")
+    return None if start < 0 else table_from(model_type, json.JSONDecoder().raw_decode(text, start + len(key))[0])
 
 
 def class_default(model_type: str, key: str) -> Any:
@@ -118,5 +122,5 @@ def table_from(model_type: str, stored: Mapping[str, Any]) -> Table:
 
 @functools.cache
 def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped("parcompile.model.tables", f"transformers-{VERSION}.json")
+    found: Mapping[str, Any] = shipped(__package__, _FILE)
     return found
