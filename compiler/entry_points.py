@@ -18,9 +18,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint, SelectableGroups
@@ -56,8 +55,7 @@ class PluginError(ValueError):
     """A plug-in that cannot be used. The message is meant for users."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """An entry point of a distribution; `rivals` are other distributions that offer the same name."""
 
     group: str
@@ -211,8 +209,7 @@ def said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {text}".split())
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why work of a plug-in gave nothing."""
 
     why: str

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
@@ -122,8 +122,7 @@ class Fit:
         return max(0.0, math.log(parameters / largest), math.log(smallest / parameters)) / math.log(STEP_OF_SIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class CoefficientSet:
+class CoefficientSet(NamedTuple):
     """What was fitted to one collection of measurements; a part that it does not measure is None."""
 
     name: str

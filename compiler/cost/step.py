@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import MASTER_BYTES
@@ -149,8 +150,7 @@ class StepTime:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """A predicted step with its interval and what follows from it. `utilisation` is by `flops.CONVENTION`."""
 
     step: StepTime

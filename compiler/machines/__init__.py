@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile import schema
 from parcompile.text import SourceError, read_file
@@ -15,8 +15,7 @@ from parcompile.units import GIB, MIB, format_bytes
 from parcompile.user_files import shipped
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """A connection of one rank; `bytes_per_s` in one direction."""
 
     name: str

@@ -14,8 +14,7 @@ import copy
 import functools
 import importlib.resources
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
@@ -32,8 +31,7 @@ class UnknownSchemaError(ValueError):
     """There is no schema of that name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Validation:
+class Validation(NamedTuple):
     """What a schema finds wrong. A rule that reads a value at or under one of `invalid_paths` stays quiet.
 
     `invalid_paths` also names what was written more than once, what could not be read as written, keys that are

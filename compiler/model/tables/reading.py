@@ -6,8 +6,7 @@ import copy
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped, shipped_text
 
@@ -16,8 +15,7 @@ VERSION = "5.23.0"
 _FILE = f"transformers-{VERSION}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One parameter, or one of each entry of a stack (`{layer}` in its name)."""
 
     name: str
@@ -29,8 +27,7 @@ class Row:
     """How transformers' own plan cuts it, in transformers' words; None where its plan does not name it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """The parameters of a model type, and how its configuration is completed."""
 
     model_type: str
