@@ -75,7 +75,8 @@ from .recurrent import (
 from .workload import FRAMEWORKS, RankPlace, Workload
 
 
-class StageTerms(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StageTerms:
     """What the coefficients multiply, for one stage, in bytes (parameters in elements)."""
 
     stage: int

@@ -20,6 +20,7 @@ from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
 
+from .accepting import accepted
 from .values import Findings, SchemaView, resolved
 
 if TYPE_CHECKING:
@@ -112,9 +113,8 @@ def validate(document: Document | object, name: str) -> Validation:
     """Everything in a document, or a plain tree, that the schema `name` does not allow: one diagnostic per mistake."""
     placed = document if isinstance(document, Document) else None
     tree: Any = placed.tree if placed else document
-    errors = list(_validator(name).iter_errors(tree))
     read_wrong = placed.invalid | placed.duplicates if placed else frozenset()
-    if not errors:
+    if accepted(tree, load(name)) or not (errors := list(_validator(name).iter_errors(tree))):
         return Validation((), read_wrong)
     # Most specs violate nothing: what explains violations is imported for those that do.
     from .alternatives import explain
