@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.resources
 import json
 import os
+import pkgutil
 import stat
 from typing import Any
 
@@ -108,4 +108,6 @@ def shipped(package: str, name: str) -> Any:
 @functools.cache
 def shipped_text(package: str, name: str) -> str:
     """The text of such a file."""
-    return (importlib.resources.files(package) / name).read_text(encoding="utf-8")
+    content = pkgutil.get_data(package, name)  # importlib.resources would import what unpacks archives
+    assert content is not None
+    return content.decode("utf-8")

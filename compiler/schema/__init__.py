@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.resources
 import json
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
+from parcompile.user_files import shipped_text
 
 from .accepting import accepted
 from .values import Findings, SchemaView, resolved
@@ -48,11 +49,12 @@ class Validation(NamedTuple):
         return not self.diagnostics
 
 
+_FOLDER, _SUFFIX = FilePath(__file__).parents[1] / "schemas", ".schema.json"
+
+
 def names() -> tuple[str, ...]:
     """The names of all schemas, such as "spec" and "plan"."""
-    folder = importlib.resources.files("parcompile.schemas")
-    suffix = ".schema.json"
-    return tuple(sorted(entry.name[: -len(suffix)] for entry in folder.iterdir() if entry.name.endswith(suffix)))
+    return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
 BASE = "https://parcompile.readthedocs.io/en/stable/schemas/v1/"
@@ -72,12 +74,10 @@ def text(name: str) -> str:
     Raises:
         UnknownSchemaError: there is none of that name.
     """
-    folder = importlib.resources.files("parcompile.schemas")
-    name = name.removeprefix(BASE).removesuffix(".schema.json")
+    name = name.removeprefix(BASE).removesuffix(_SUFFIX)
     for candidate in (name, name.replace("-", "_"), name.replace("_", "-")):
-        file = folder / f"{candidate}.schema.json"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        if (_FOLDER / f"{candidate}{_SUFFIX}").is_file():
+            return shipped_text("parcompile.schemas", f"{candidate}{_SUFFIX}")
     raise UnknownSchemaError(f"there is no schema {name!r}; there are: {', '.join(names())}")
 
 
