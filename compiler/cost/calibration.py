@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parcompile.model.derived_rows import parameter_table
 from parcompile.units import GIB
@@ -95,7 +95,7 @@ def fit_memory(rows: Sequence[Measurement]) -> Fit:
     for name in ("tp<=4", "tp>4"):
         spread.setdefault(name, quantiles([ratio for members in ratios.values() for ratio in members]))
     found = Fit(values, spread, len(measured), sum(error) / len(error))
-    return replace(found, limit_gib=_limit(rows, found))
+    return found._replace(limit_gib=_limit(rows, found))
 
 
 def _ratio_of_kind(one: Measurement, parts: Sequence[StageTerms], values: Mapping[str, float]) -> tuple[bool, float]:

@@ -350,7 +350,7 @@ def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[i
 def _padded(shape: tuple[int, ...], split: Split, tp: int, divisible_by: int) -> tuple[tuple[int, ...], Split]:
     size = padded_vocab_size(shape[split.dim], tp, divisible_by)
     padded = (*shape[: split.dim], size, *shape[split.dim + 1 :])
-    return padded, replace(split, parts=(Part(size, size),))
+    return padded, split._replace(parts=(Part(size, size),))
 
 
 # Which parameters weight decay leaves out.

@@ -28,8 +28,7 @@ class Part(NamedTuple):
     units: int
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """How tensor parallelism cuts a parameter: along `dim`, each of `parts` on its own.
 
     `pads_vocabulary` marks the embedding and the head, whose rows are padded before they are cut.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .completing import OLDER_KINDS, TableError, alias_of, complete, follow, frozen, reads, stated, thawed
@@ -115,8 +114,7 @@ def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable
     return ((_OF_LAYERS, tuple((values, tuple(layers)) for values, layers in by_values.items())),) if own else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(NamedTuple):
     """One parameter, or one of every layer in `layers` (`{layer}` in its name)."""
 
     name: str
