@@ -293,14 +293,13 @@ def _verdict(checked: Checked) -> str | None:
     wrong = any(one.is_error and one.code not in MEMORY_RULES for one in checked.diagnostics)
     if wrong or checked.resolution is None:
         return None
-    from parcompile.cost.footprint import footprint
     from parcompile.cost.step import timing
     from parcompile.cost.table import verdict
-    from parcompile.spec.values import workload_of
+    from parcompile.rules.h_memory import estimated
 
     with contextlib.suppress(ValueError, Unavailable):
-        work = workload_of(checked.resolution.spec())
-        return verdict(work, footprint(work), timing(work))
+        work = checked.resolution.work
+        return verdict(work, estimated(work), timing(work))
     return None
 
 
