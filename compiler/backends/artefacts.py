@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -214,8 +214,7 @@ def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] =
     return f"{header(plan, about)}\n{yaml.dump(tree, Dumper=dumper, sort_keys=False)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """An environment variable and the reason for it."""
 
     name: str

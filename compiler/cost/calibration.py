@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.model.derived_rows import parameter_table
 from parcompile.units import GIB
@@ -215,8 +215,7 @@ def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
     return max(candidates, key=lambda share: (right(share), -abs(share - usual))) * device / GIB
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """How predictions compare with runs that were not fitted. Shares are between 0 and 1."""
 
     memory_rows: int

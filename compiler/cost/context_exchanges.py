@@ -192,8 +192,8 @@ def context_exchanges(work: Workload, *, trained: bool = True) -> tuple[ContextE
         return sum(count * value for count, value in zip(counts, values, strict=True)) / sum(counts)
 
     return tuple(
-        replace(
-            same[0], messages=round(mean(one.messages for one in same)), wire_bytes=mean(one.wire_bytes for one in same)
+        same[0]._replace(
+            messages=round(mean(one.messages for one in same)), wire_bytes=mean(one.wire_bytes for one in same)
         )
         for same in zip(*(found for _, found in kinds), strict=True)
     )

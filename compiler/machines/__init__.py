@@ -15,7 +15,8 @@ from parcompile.units import GIB, MIB, format_bytes
 from parcompile.user_files import shipped
 
 
-class Link(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Link:
     """A connection of one rank; `bytes_per_s` in one direction."""
 
     name: str

@@ -11,18 +11,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .values import resolved
+from .values import is_type, resolved, type_of
 
 Schema = Mapping[str, Any]
-_TYPES: Mapping[type, str] = {
-    dict: "object",
-    list: "array",
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    type(None): "null",
-}
+_OF_JSON = frozenset((dict, list, str, bool, int, float, type(None)))
 
 
 def accepted(tree: Any, schema: Schema) -> bool:
@@ -36,19 +28,14 @@ def accepted(tree: Any, schema: Schema) -> bool:
 def _fits(value: Any, schema: Any, root: Schema) -> bool:
     if isinstance(schema, bool):
         return schema
-    kind = _TYPES[type(value)]
+    if type(value) not in _OF_JSON:
+        raise LookupError(value)
+    kind = type_of(value)
     for keyword, said in schema.items():
         kinds, holds = _KEYWORDS[keyword]
         if (not kinds or kind in kinds) and not holds(value, said, schema, root):
             return False
     return True
-
-
-def _has_type(value: Any, said: Any, *_: Schema) -> bool:
-    kinds = {_TYPES[type(value)]}
-    if kinds == {"integer"} or (kinds == {"number"} and value.is_integer()):
-        kinds = {"integer", "number"}
-    return not kinds.isdisjoint([said] if isinstance(said, str) else said)
 
 
 def _is(value: Any, other: Any) -> bool:
@@ -67,7 +54,7 @@ _NUMBERS, _TEXT, _LIST, _OBJECT, _ANY = {"integer", "number"}, {"string"}, {"arr
 _SAYS_NOTHING = ("title", "description", "examples", "default", "$schema", "$id", "$defs", "$comment", "then", "else")
 _KEYWORDS: Mapping[str, tuple[Collection[str], Callable[[Any, Any, Schema, Schema], bool]]] = {
     **dict.fromkeys(_SAYS_NOTHING, (_ANY, lambda *_: True)),
-    "type": (_ANY, _has_type),
+    "type": (_ANY, lambda value, _, schema, __: is_type(value, schema)),
     "enum": (_ANY, lambda value, said, *_: any(_is(value, one) for one in said)),
     "const": (_ANY, lambda value, said, *_: _is(value, said)),
     "minimum": (_NUMBERS, lambda value, said, *_: not value < said),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
@@ -63,8 +63,7 @@ class Router:
     """The first layers have no experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(NamedTuple):
     """The switches of a decoder. Sizes stand in `ModelShape`."""
 
     rms_norm: bool
