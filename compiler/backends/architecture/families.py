@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from parcompile.user_files import shipped
 
@@ -63,7 +63,8 @@ class Router:
     """The first layers have no experts."""
 
 
-class Architecture(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Architecture:
     """The switches of a decoder. Sizes stand in `ModelShape`."""
 
     rms_norm: bool
