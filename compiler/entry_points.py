@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import pickle
 import select
@@ -17,12 +18,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import EntryPoint, SelectableGroups
 
 RULES, TARGETS, IMPORTERS, FAMILIES = (
     "parcompile.rules",
@@ -55,8 +55,7 @@ class PluginError(ValueError):
     """A plug-in that cannot be used. The message is meant for users."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """An entry point of a distribution; `rivals` are other distributions that offer the same name."""
 
     group: str
@@ -72,14 +71,20 @@ class Offer:
 
 
 @functools.cache
+def _installed() -> SelectableGroups:
+    """Every entry point: files of all distributions are read for them."""
+    from importlib.metadata import entry_points  # what has no plug-ins to look for does without it
+
+    return entry_points()
+
+
+@functools.cache
 def offers(group: str) -> Mapping[str, Offer]:
     """What is installed for a group, by name."""
     if os.environ.get(VARIABLE) == "0":
         return MappingProxyType({})
-    from importlib.metadata import entry_points  # what has no plug-ins to look for does without it
-
     found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=group):
+    for point in _installed().select(group=group):
         found.setdefault(point.name, []).append(point)
     return MappingProxyType({name: _offer(group, name, points) for name, points in sorted(found.items())})
 
@@ -162,6 +167,7 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
+    gc.freeze()  # the interpreter would go through every object to find garbage in a memory that ends with it
     sys.exit(code)
 
 
@@ -203,8 +209,7 @@ def said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {text}".split())
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why work of a plug-in gave nothing."""
 
     why: str

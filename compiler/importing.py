@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import schema
 from .backends.architecture import InexpressibleError
@@ -280,8 +280,7 @@ def _written(importer: Importer, plan: Plan | None) -> Mapping[str, Any]:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Comparison:
+class _Comparison(NamedTuple):
     """What a file means, beside what the same tool's exporter writes for its plan."""
 
     importer: Importer

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.resources
 import json
 import os
+import pkgutil
 import stat
 from typing import Any
 
@@ -101,6 +101,13 @@ def check_regular(status: os.stat_result, name: str) -> None:
 
 @functools.cache
 def shipped(package: str, name: str) -> Any:
-    """The JSON tree, or the text, of a data file beside the modules of `package`, read once: nobody changes it."""
-    text = (importlib.resources.files(package) / name).read_text(encoding="utf-8")
-    return json.loads(text) if name.endswith(".json") else text
+    """The JSON tree of a data file beside the modules of `package`, decoded once: nobody changes it."""
+    return json.loads(shipped_text(package, name))
+
+
+@functools.cache
+def shipped_text(package: str, name: str) -> str:
+    """The text of such a file."""
+    content = pkgutil.get_data(package, name)  # in half the time of importlib.resources
+    assert content is not None
+    return content.decode("utf-8")

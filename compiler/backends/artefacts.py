@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,7 +19,7 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.plan import Plan
 from parcompile.spec import Parallelism, Spec
 from parcompile.units import first_of
-from parcompile.user_files import shipped
+from parcompile.user_files import shipped, shipped_text
 
 from .statements import Facts, Row, Values, filled, holds, made, rows_of
 
@@ -82,7 +82,7 @@ def from_template(name: str, plan: Plan, about: str = "", **more: object) -> str
     sizes = {"NODES": plan.spec.cluster.nodes, "RANKS": plan.spec.cluster.gpus_per_node, "WORLD": plan.world_size}
     exports = "\n".join(f"# {one.why}\nexport {one.name}={shlex.quote(one.value)}" for one in variables(plan))
     values = {**sizes, "HEADER": header(plan, about), "EXPORTS": exports, **more}
-    text = shipped("parcompile.backends", f"templates/{name}.txt")
+    text = shipped_text("parcompile.backends", f"templates/{name}.txt")
     return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), text)
 
 
@@ -204,8 +204,7 @@ def yaml_file(plan: Plan, about: str, tree: Any, dumper: type[yaml.SafeDumper] =
     return f"{header(plan, about)}\n{yaml.dump(tree, Dumper=dumper, sort_keys=False)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """An environment variable and the reason for it."""
 
     name: str

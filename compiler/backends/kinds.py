@@ -11,9 +11,8 @@ import enum
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile import entry_points
 from parcompile.user_files import shipped
@@ -41,8 +40,7 @@ class Certainty(enum.IntEnum):
     CERTAIN = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Recognition:
+class Recognition(NamedTuple):
     """What a file is, and how sure that is."""
 
     kind: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -156,8 +157,13 @@ def cli() -> None:
     """
 
 
+_ALLOCATIONS = 100_000
+"""After so many more objects garbage is looked for: modules and tables, which stay, load without a look at them."""
+
+
 def main() -> NoReturn:
     """The console script."""
+    gc.set_threshold(_ALLOCATIONS)
     end(run())
 
 

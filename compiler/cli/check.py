@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -70,8 +70,7 @@ class Run:
         return [one.text for one in self.checked]
 
 
-@dataclass(frozen=True, slots=True)
-class Mending:
+class Mending(NamedTuple):
     """Which findings are mended: those that are selected, by safe fixes or by any."""
 
     chosen: Selection
@@ -294,14 +293,13 @@ def _verdict(checked: Checked) -> str | None:
     wrong = any(one.is_error and one.code not in MEMORY_RULES for one in checked.diagnostics)
     if wrong or checked.resolution is None:
         return None
-    from parcompile.cost.footprint import footprint
     from parcompile.cost.step import timing
     from parcompile.cost.table import verdict
-    from parcompile.spec.values import workload_of
+    from parcompile.rules.h_memory import estimated
 
     with contextlib.suppress(ValueError, Unavailable):
-        work = workload_of(checked.resolution.spec())
-        return verdict(work, footprint(work), timing(work))
+        work = checked.resolution.work
+        return verdict(work, estimated(work), timing(work))
     return None
 
 

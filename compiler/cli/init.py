@@ -7,9 +7,8 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -37,8 +36,7 @@ from parcompile.spec.resolve.model import config_file, read_config
 from parcompile.user_files import read_text
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A model as a spec names it, its configuration, and the name that a run of it gets."""
 
     section: dict[str, Any]

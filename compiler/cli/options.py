@@ -8,9 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -185,8 +185,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
 # Which findings count: those of chosen codes, and how much.
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """Which findings count, and how much."""
 
     select: tuple[str, ...]

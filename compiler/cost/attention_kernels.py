@@ -8,7 +8,7 @@ operations at its share of the peak alone. An estimate: no GPU has measured it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.machines.attention_kernels import PLAIN, Attention, Choice, choose_kernel
 from parcompile.model.shape import ModelShape
@@ -23,8 +23,7 @@ PASSES = 11
 _NAMES = {4: "fp32", 2: "bf16"}
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKernel:
+class AttentionKernel(NamedTuple):
     """The kernel of some layers, and its time as a multiple of a fused kernel's."""
 
     layers: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parcompile.model.derived_rows import parameter_table
 from parcompile.units import GIB
@@ -95,7 +95,7 @@ def fit_memory(rows: Sequence[Measurement]) -> Fit:
     for name in ("tp<=4", "tp>4"):
         spread.setdefault(name, quantiles([ratio for members in ratios.values() for ratio in members]))
     found = Fit(values, spread, len(measured), sum(error) / len(error))
-    return replace(found, limit_gib=_limit(rows, found))
+    return found._replace(limit_gib=_limit(rows, found))
 
 
 def _ratio_of_kind(one: Measurement, parts: Sequence[StageTerms], values: Mapping[str, float]) -> tuple[bool, float]:
@@ -215,8 +215,7 @@ def _limit(rows: Sequence[Measurement], found: Fit) -> float | None:
     return max(candidates, key=lambda share: (right(share), -abs(share - usual))) * device / GIB
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """How predictions compare with runs that were not fitted. Shares are between 0 and 1."""
 
     memory_rows: int

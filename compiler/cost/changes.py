@@ -13,8 +13,8 @@ import contextlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from parcompile.layout.groups import divisors
 from parcompile.model.derived_rows import dense_mlps, shared_inputs
@@ -99,8 +99,7 @@ _LAST_RESORTS = {"nodes": 1}
 """What has to be bought."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """Values to set, the layout that follows, its memory, and its step beside that of the layout as it is."""
 
     settings: Mapping[str, Value]

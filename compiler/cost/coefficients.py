@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
@@ -18,8 +17,7 @@ from .workload import Workload
 # Fitted coefficients: where they come from, how far they err, and the physical bounds within which they were fitted.
 
 
-@dataclass(frozen=True, slots=True)
-class Coefficient:
+class Coefficient(NamedTuple):
     """One coefficient: its physical bounds, where a fit starts, and what it means."""
 
     start: float
@@ -80,8 +78,7 @@ STEP_OF_SIZE = 3.0
 are the models of each split that is judged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Coefficients with the error that they left on the rows that they were fitted to.
 
     `spread` holds the 5 %, 50 % and 95 % quantiles of measured / predicted, by class of layout.
@@ -122,8 +119,7 @@ class Fit:
         return max(0.0, math.log(parameters / largest), math.log(smallest / parameters)) / math.log(STEP_OF_SIZE)
 
 
-@dataclass(frozen=True, slots=True)
-class CoefficientSet:
+class CoefficientSet(NamedTuple):
     """What was fitted to one collection of measurements; a part that it does not measure is None."""
 
     name: str
@@ -219,9 +215,9 @@ def time_bounds(work: Workload) -> Mapping[str, Coefficient]:
     if work.machine.measured is None:
         return TIME
     values = reached(work, default_time(work.accelerator).values)
-    found = {name: replace(one, start=values[name]) for name, one in TIME.items()}
+    found = {name: one._replace(start=values[name]) for name, one in TIME.items()}
     for name in ("matmul", "attention", "node_link", "network_link"):
-        found[name] = replace(found[name], low=SLOWER * values[name], high=FASTER * values[name])
+        found[name] = found[name]._replace(low=SLOWER * values[name], high=FASTER * values[name])
     longest = max(TIME["launch_seconds"].high, values["launch_seconds"] / SLOWER)
-    found["launch_seconds"] = replace(found["launch_seconds"], high=longest)
+    found["launch_seconds"] = found["launch_seconds"]._replace(high=longest)
     return found

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.layout.groups import EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
 from parcompile.layout.pipeline import RECEIVES_AHEAD, Stage
@@ -95,8 +95,7 @@ CONTROL_BYTES = 16
 """Messages up to this size steer a run (overflow, norms, counts of tokens); estimates leave them out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """Messages of one kind in a step, and the bytes that one rank puts on the wire with them."""
 
     messages: int
@@ -410,8 +409,7 @@ def _shards_of_weights(work: Workload, stage: Stage, send: _Send) -> None:
 # What Muon sends and takes at the end of a step: matrices on their way to their owners, and back.
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """A matrix, or a stack of them, as a rank of tp has it, and as it is orthogonalised."""
 
     shape: tuple[int, ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from parcompile.layout.groups import CP_LEVELS, Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, chunk_ids, heads_per_pass
@@ -22,8 +23,7 @@ Heads = tuple[tuple[int, int], ...]
 """Query and key/value heads of a tensor-parallel rank, for each kind of layer that attends."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
+class AttentionSizes(NamedTuple):
     """Attention of one layer and micro-batch on a rank, before ranks exchange anything."""
 
     tokens: int
@@ -63,8 +63,7 @@ def heads_of_rank(shape: ModelShape, tp: int) -> Heads:
     return tuple(dict.fromkeys((one.heads, one.kv_heads) for one in found))
 
 
-@dataclass(frozen=True, slots=True)
-class ContextExchange:
+class ContextExchange(NamedTuple):
     """What a rank sends within groups of `ranks` ranks that lie `stride` places of the cp group apart.
 
     `group` is "cp", or of an implementation with two levels "cp-inner" or "cp-outer".
@@ -193,8 +192,8 @@ def context_exchanges(work: Workload, *, trained: bool = True) -> tuple[ContextE
         return sum(count * value for count, value in zip(counts, values, strict=True)) / sum(counts)
 
     return tuple(
-        replace(
-            same[0], messages=round(mean(one.messages for one in same)), wire_bytes=mean(one.wire_bytes for one in same)
+        same[0]._replace(
+            messages=round(mean(one.messages for one in same)), wire_bytes=mean(one.wire_bytes for one in same)
         )
         for same in zip(*(found for _, found in kinds), strict=True)
     )

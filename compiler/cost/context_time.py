@@ -8,8 +8,8 @@ memory's rate. All figures are those of one rank, one layer and one micro-batch,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.sequence import ContextParallel, CpImplementation, CpLayout, heads_fault, level_sizes
@@ -40,8 +40,7 @@ EQUAL = 1.02
 """Implementations whose attention takes so little longer than the fastest count as equally fast."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContextCost:
+class ContextCost(NamedTuple):
     """Seconds of one implementation beyond attention that is perfectly balanced and sends nothing."""
 
     context: ContextParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from parcompile.layout.groups import CP_LEVELS, EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
@@ -135,12 +135,12 @@ class Estimate:
         both = {"node_bytes": node_bytes(self.work), "link": self.work.machine.host_link.name}
         if held is not None and (seconds := host_seconds(self.work)) is not None:
             low, likely, high = seconds
-            sizes = {**asdict(held), "total_bytes": held.total_bytes}
+            sizes = {**held._asdict(), "total_bytes": held.total_bytes}
             found["host"] = {**sizes, **both, "seconds": likely, "interval": [low, high]}
         if kept is not None:
             step = self.time.step
             exposed = {"exposed_seconds": step.activations, "interval": list(step.activation_interval)}
-            found["host_activations"] = {**asdict(kept), **both, **exposed}
+            found["host_activations"] = {**kept._asdict(), **both, **exposed}
         return found
 
     def exposed_seconds(self, group: str) -> float:

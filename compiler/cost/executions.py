@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.sequence import ContextParallel
@@ -32,8 +33,7 @@ class OpenChoices:
     sizes: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Execution:
+class Execution(NamedTuple):
     """One order with one implementation, and the step that follows."""
 
     work: Workload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.units import GIB, MIB
@@ -36,8 +36,7 @@ EVEN = 0.5
 WIDE_NODES, WIDE_TP = 64, 16
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Peak bytes of the ranks of one stage; `rank` is the first of them."""
 
     stage: int
@@ -63,8 +62,7 @@ class RankMemory:
 STATIC = ("weights", "gradients", "master weights", "optimizer state", "reduce bucket")
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The peak of one kind of run in bytes, with its 90 % interval."""
 
     share: float
@@ -72,8 +70,7 @@ class Peak:
     interval: tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """The memory of a layout: every stage, the interval of the fullest one, and whether it fits."""
 
     stages: tuple[RankMemory, ...]
@@ -103,8 +100,7 @@ class Footprint:
         return None if self.probability is None else self.probability >= EVEN
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """One of the ways in which a framework may run a layout, and how likely it is."""
 
     share: float

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape
@@ -67,8 +67,7 @@ class LayerBytes:
         return self.stream + self.attention + self.mlp + self.gathered
 
 
-@dataclass(frozen=True, slots=True)
-class Sort:
+class Sort(NamedTuple):
     """Layers that keep the same: a model all of whose layers are of their kind, and what else tells them apart."""
 
     shape: ModelShape

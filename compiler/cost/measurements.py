@@ -7,9 +7,9 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.machines import find_accelerator, preset_from_tree, preset_tree
@@ -27,8 +27,7 @@ class MeasurementError(ValueError):
     """A file of measurements that cannot be used; the message is meant for the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """One run: its layout, its peak bytes and the seconds of a step. Both are None when it crashed."""
 
     model: str

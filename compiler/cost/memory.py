@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES, MOMENTUM_BYTES, takes_muon
@@ -19,8 +19,7 @@ FP64_BYTES = 8
 """Of a number while DeepSpeed takes the norm of gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class StaticMemory:
+class StaticMemory(NamedTuple):
     """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them.
 
     Stage 2 shards gradients like the optimizer state, or keeps whole parameters of them (`partitions`); stage 3 shards

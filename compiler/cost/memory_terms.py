@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
@@ -190,8 +191,7 @@ def memory_terms(whole: Workload, *, fullest: bool = False, place: RankPlace | N
     return [_terms(_Held.of(works[whole.recompute_of(index)], index), every[index]) for index in shown]
 
 
-@dataclass(frozen=True, slots=True)
-class _Static:
+class _Static(NamedTuple):
     """What a stage holds, whatever its micro-batch and its recomputation."""
 
     kind: tuple[object, ...]

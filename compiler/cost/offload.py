@@ -7,8 +7,8 @@ Activations are those that recomputed layers keep, as `runtime/inject/host_activ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.pipeline import Stage
@@ -27,8 +27,7 @@ LINK_SHARE = (0.4, 0.75, 0.9)
 """What copies between host and accelerator reach of their link, from pages that may move to page-locked ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostMemory(NamedTuple):
     """Bytes of a rank in its host's memory, beside its process itself, and those that cross the link in a step.
 
     `weight_bytes` are of shards of weights; `gradient_bytes` of the shard in fp32, at ZeRO stage 3 also their sums;
@@ -51,8 +50,7 @@ class HostMemory:
         return self.weight_bytes + states
 
 
-@dataclass(frozen=True, slots=True)
-class HostActivations:
+class HostActivations(NamedTuple):
     """Bytes of a rank that recomputed layers keep in its host's memory at the peak, and those that cross in a step.
 
     For GPUs all are page-locked, of which torch takes powers of two for each tensor (CachingHostAllocator).

@@ -9,7 +9,8 @@ once) / v, then gradients, then the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
 from parcompile.layout.shards import MASTER_BYTES
@@ -46,8 +47,7 @@ TRANSFER_OF_TIME = 1.1
 that were fitted, where they then cover about 90 %; once more for each further factor of three."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTerms:
+class StepTerms(NamedTuple):
     """What the coefficients multiply, in seconds at the hardware's peak; layer terms are for one micro-batch."""
 
     work: Workload
@@ -81,8 +81,7 @@ class StepTerms:
     """Where stages recompute different things, the terms of a layer of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerTime:
+class _LayerTime(NamedTuple):
     """One layer and micro-batch in seconds; `whole` is the larger of all its parts and of its launches."""
 
     work: float
@@ -100,8 +99,7 @@ class _LayerTime:
         return self.work + self.attention + self.tensor + self.context + self.expert
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """A step's parts in seconds. `stages` are the busy seconds of each stage for one micro-batch.
 
     What `hidden_context` and `hidden_gradients` take runs behind computation: it is no part of the step.
@@ -149,8 +147,7 @@ class StepTime:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """A predicted step with its interval and what follows from it. `utilisation` is by `flops.CONVENTION`."""
 
     step: StepTime
@@ -171,7 +168,7 @@ def step_terms(work: Workload) -> StepTerms:
         return _uniform_terms(work)
     found = {word: _uniform_terms(replace(work, recompute=word)) for word in set(work.recompute)}
     of_stages = tuple(found[word] for word in work.recompute)
-    return replace(of_stages[0], work=work, of_stages=of_stages)
+    return of_stages[0]._replace(work=work, of_stages=of_stages)
 
 
 def _uniform_terms(work: Workload) -> StepTerms:
@@ -288,7 +285,7 @@ def plain_slowdown(work: Workload) -> float:
     terms, values, factor = step_terms(work), time_values(work), _plain_factor(work)
 
     def fused(one: StepTerms) -> StepTerms:
-        return replace(one, attention=one.attention / factor, of_stages=tuple(map(fused, one.of_stages)))
+        return one._replace(attention=one.attention / factor, of_stages=tuple(map(fused, one.of_stages)))
 
     return step_time(terms, values).seconds / step_time(fused(terms), values).seconds
 
@@ -427,7 +424,7 @@ def _layer_time(
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     whole = max(work_layer + attention + tensor + context + expert, _launch(work, values))
     found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
-    return replace(found, copies=copy_seconds(work, whole)) if work.moves_activations else found
+    return found._replace(copies=copy_seconds(work, whole)) if work.moves_activations else found
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from parcompile.layout.groups import (
     AXES,
@@ -36,8 +36,7 @@ from .context_exchanges import ContextExchange, context_exchanges
 from .workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTraffic:
+class GroupTraffic(NamedTuple):
     """What one rank of the busiest stage sends over one kind of group in a step.
 
     `wire_bytes` carry the ring factor; `messages` counts collective calls (or sends); of gradients
@@ -162,8 +161,7 @@ def _group(
     return GroupTraffic(group, operation, messages, size, link, leaves)
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes that one rank sends in one optimizer step, by the groups that carry them."""
 
     tp: int
@@ -228,8 +226,7 @@ def step_traffic(work: Workload) -> Traffic:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """One order of the axes: how far its groups reach, and the bytes that leave the node."""
 
     order: tuple[Axis, ...]

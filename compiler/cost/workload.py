@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, expert_grid
 from parcompile.layout.pipeline import Schedule, Stage, even_stages
@@ -43,8 +43,7 @@ ASSUMED_IMBALANCE = 1.0
 """Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankPlace(NamedTuple):
     """Where a rank stands among those that share the states of a dense layer, of an expert, and among those of tp."""
 
     shard: int = 0
@@ -52,8 +51,7 @@ class RankPlace:
     tp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
+class Framework(NamedTuple):
     """What a training framework does beside the formulas.
 
     `activations` names the set of activation coefficients. `stores_scores`: attention scores go through memory, as

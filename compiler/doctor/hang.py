@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import eq
-from typing import Any
+from typing import Any, NamedTuple
 
 from .reading import WORDS, Verdict, some
 from .records import SAME_SIZE, Item, Message, Rank, describe
@@ -51,8 +51,7 @@ class Wait:
         return f"{step}rank {self.rank} waits in {self.message}, {which}"
 
 
-@dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(NamedTuple):
     """A message other than the one that was due; `due` and `posted` are what follows, elsewhere and on this rank."""
 
     rank: int

@@ -159,8 +159,7 @@ class Stage:
     has_head: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSplit:
+class PipelineSplit(NamedTuple):
     """How layers are counted out to `pp · virtual` global stages.
 
     `embedding` and `loss` let the embedding or the head with its loss take the place of one layer; `first` and `last`

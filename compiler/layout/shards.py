@@ -147,8 +147,7 @@ MOMENTUM_BYTES = 4
 """Bytes of one fp32 state of one element: the momentum of Muon's matrices and of SGD, the sums of Adagrad."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerShard:
+class OptimizerShard(NamedTuple):
     """Elements `[start, stop)` of the flattened parameter group; the last `padding` of them belong to no parameter."""
 
     start: int
@@ -351,7 +350,7 @@ def repeated_ranges(parameter: Parameter, layout: TensorLayout) -> tuple[tuple[i
 def _padded(shape: tuple[int, ...], split: Split, tp: int, divisible_by: int) -> tuple[tuple[int, ...], Split]:
     size = padded_vocab_size(shape[split.dim], tp, divisible_by)
     padded = (*shape[: split.dim], size, *shape[split.dim + 1 :])
-    return padded, replace(split, parts=(Part(size, size),))
+    return padded, split._replace(parts=(Part(size, size),))
 
 
 # Which parameters weight decay leaves out.
@@ -405,8 +404,7 @@ def takes_muon(parameter: Parameter) -> bool:
     return len(parameter.shape) == _EXPERTS - 1 and parameter.name.endswith(".weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """Who orthogonalises a matrix: a place in the group of the shards, and on tp; None: each tp rank of that place."""
 
     matrix: int

@@ -7,7 +7,7 @@ tiles, which is right for every type and mask, and slow.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PLAIN = "plain"
 FLASH_ATTN = "flash_attn"
@@ -19,8 +19,7 @@ UNIT = 8
 """Widths of heads are a multiple of this; others are padded with zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
+class Fused(NamedTuple):
     """A fused kernel, and what it serves."""
 
     name: str
@@ -54,8 +53,7 @@ FUSED = (
 """From the fastest to the slowest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(NamedTuple):
     """What a layer asks of a kernel."""
 
     dtype: str
@@ -71,8 +69,7 @@ class Attention:
     dropout: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A kernel, the width to which heads are padded for it (None: they are not), and why it is the plain one."""
 
     kernel: str

@@ -15,22 +15,20 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Layers: TypeAlias = "range | tuple[int, ...]"
 """Numbers of layers, ascending."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """`size` elements along the cut dim, in `units` equal pieces that are never cut."""
 
     size: int
     units: int
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """How tensor parallelism cuts a parameter: along `dim`, each of `parts` on its own.
 
     `pads_vocabulary` marks the embedding and the head, whose rows are padded before they are cut.
@@ -156,8 +154,7 @@ def vocabulary(size: int) -> Split:
     return Split(0, (Part(size, size),), pads_vocabulary=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """The fields of the same names of `Parameter`."""
 
     split: Split | None = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
@@ -21,8 +20,7 @@ from .tables import counts_of, table_of
 # Why the runtime refuses a model type, in words, by the key that `model_types.json` names.
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a type is refused."""
 
     title: str
@@ -96,8 +94,7 @@ TYING: Mapping[str, Callable[[bool | None, bool | None], bool]] = {
 """Whether a multimodal model ties its head, from what the whole and its text part say (None: nothing)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelType:
+class ModelType(NamedTuple):
     """A model type."""
 
     name: str

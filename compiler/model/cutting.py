@@ -6,7 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import FROZEN, PARTIAL, STREAM, Cut, Part, Split, columns, rows
 from .blocks import Block
@@ -165,8 +165,7 @@ def _heads_of(text: str, shape: ModelShape, family: Family) -> int | None:
 # How the parameters of a layer are cut, by what the layer consists of.
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What layers of one kind consist of."""
 
     shape: ModelShape

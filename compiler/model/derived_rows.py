@@ -144,7 +144,7 @@ def _of_layers(one: Repeated, stack: str, family: Family) -> Repeated:
         return one
     item = _ITEM.match(one.name.removeprefix(f"{stack}.{{layer}}."))
     place = 0 if item is None else int(item[2])
-    return replace(one, layers=tuple(family.layers_per_module * module + place for module in one.layers))
+    return one._replace(layers=tuple(family.layers_per_module * module + place for module in one.layers))
 
 
 def of_one(own: str, family: Family) -> str:

@@ -10,7 +10,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compressed_keys import CompressedKeys
 from .tables import OLDER_KINDS
@@ -110,8 +110,7 @@ def kinds_of_layers(shapes: Sequence[LayerShape]) -> tuple[LayerKind, ...]:
 # Layers that come once in a period: what a configuration says by a period and an offset.
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPeriod:
+class LayerPeriod(NamedTuple):
     """The keys of a period and an offset, with defaults: layers whose number leaves the offset, divided by the period.
 
     The offset has to be smaller than the period, as transformers' classes demand.
@@ -149,8 +148,7 @@ def whole(config: Mapping[str, Any], key: str, default: int, *, least: int) -> i
 # Stacks of layers that run several times in a forward pass: runs are counted, parameters exist once.
 
 
-@dataclass(frozen=True, slots=True)
-class LayerRuns:
+class LayerRuns(NamedTuple):
     """The stacks of a model, one after the other as it registers them."""
 
     stacks: tuple[tuple[str, int], ...]
@@ -188,8 +186,7 @@ STATE = "linear_attention"
 ATTENTION, MLP, EXPERTS = "full_attention", "mlp", "moe"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerBlocks:
+class LayerBlocks(NamedTuple):
     """The numbers of the layers of each kind; all others carry a state."""
 
     attention: tuple[int, ...]

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
@@ -20,8 +19,7 @@ from .family import by_type, types_with
 from .tables import alias_of, table_of
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
+class Preset(NamedTuple):
     """A public model."""
 
     name: str

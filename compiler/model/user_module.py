@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.diagnostics import closest
 
@@ -17,8 +17,7 @@ LAYER = "*"
 ATTENTION = "attention"
 
 
-@dataclass(frozen=True, slots=True)
-class InjectionRule:
+class InjectionRule(NamedTuple):
     """What happens to a module or a parameter: "column", "row", "vocab", "partial" or "attention".
 
     `units` are the heads of each part of a fused weight, from which the sizes of the parts follow; empty when nothing
@@ -29,8 +28,7 @@ class InjectionRule:
     units: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class InjectionProblem:
+class InjectionProblem(NamedTuple):
     """A rule or a row that does not fit, with the key under `model` at which it stands."""
 
     message: str

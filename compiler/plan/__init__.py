@@ -136,7 +136,7 @@ def _body(plan: Plan) -> dict[str, Any]:
         "sequence": sequence(spec),
         "optimizer_shards": optimizer_shards(spec),
         "stages": stage_rows(spec),
-        "static_memory": asdict(static_memory(workload_of(spec))),
+        "static_memory": static_memory(workload_of(spec))._asdict(),
         **host_section(spec),
         "provenance": {
             path: {"value": found.value, "origin": found.origin.value, "detail": found.detail}

@@ -261,9 +261,9 @@ def host_section(spec: Spec) -> dict[str, Any]:
     work = workload_of(spec)
     held, kept, found = host_memory(work), host_activations(work), {}
     if held is not None:
-        found["host_memory"] = {**asdict(held), "total_bytes": held.total_bytes, "node_bytes": node_bytes(work)}
+        found["host_memory"] = {**held._asdict(), "total_bytes": held.total_bytes, "node_bytes": node_bytes(work)}
     if kept is not None:
-        found["host_activations"] = {**asdict(kept), "node_bytes": node_bytes(work)}
+        found["host_activations"] = {**kept._asdict(), "node_bytes": node_bytes(work)}
     return found
 
 

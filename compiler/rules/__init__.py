@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile import entry_points
 from parcompile.backends.kinds import LAUNCHERS
@@ -162,8 +162,7 @@ BROKEN_PLUGIN = "E001"
 _ADDED_CODE = re.compile(r"[A-Z]{2,8}[0-9]{3}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Added:
+class _Added(NamedTuple):
     """The rules of plug-ins, and what is wrong with plug-ins of rules."""
 
     rules: tuple[Rule, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +18,6 @@ from parcompile.layout.shards import SplitError
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.spec.resolve.reader import place_of
-from parcompile.spec.values import workload_of
 from parcompile.units import GIB, format_bytes, format_seconds
 
 from . import ESTIMATE, PEAK_RULE, Finding, also, finds, model_path, rule
@@ -66,15 +67,13 @@ def workload(spec: Resolution) -> Workload:
         Unavailable: another rule says why it cannot.
     """
     dense_grid(spec)
-    try:
-        decided = spec.spec()
-    except Unavailable:
-        decided = _with_a_whole_batch(spec).spec()
-    known = decided.cluster.preset is not None or decided.cluster.accelerator in accelerators()
+    known = spec.cluster.preset is not None or spec.cluster.accelerator in accelerators()
     if not known or spec.shape.num_attention_heads % spec.axis(Axis.TP):
         raise Unavailable("memory")
     try:
-        return workload_of(decided)
+        with contextlib.suppress(Unavailable):
+            return spec.work
+        return _with_a_whole_batch(spec).work
     except ValueError:
         raise Unavailable("memory") from None
 
@@ -117,8 +116,9 @@ def exceeds_device(work: Workload) -> bool:
         raise Unavailable("memory") from None
 
 
+@functools.lru_cache(maxsize=4096)
 def estimated(work: Workload) -> Footprint:
-    """The estimate of a step.
+    """The estimate of a step, which a rule and the verdict of a check ask for.
 
     Raises:
         Unavailable: another rule says why there is none.

@@ -80,10 +80,13 @@ def _found(
     *,
     once: bool,
 ) -> Iterator[Finding]:
-    values, applies = values_of(subject), False
-    with contextlib.suppress(*quiet):
-        applies = holds(when, values)
-    for row in rows if applies else ():
+    values = values_of(subject)
+    try:
+        if not holds(when, values):
+            return
+    except quiet:
+        return
+    for row in rows:
         with contextlib.suppress(*quiet):
             for bound in values.over(row):
                 if holds(row, bound):

@@ -12,7 +12,6 @@ from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.values import workload_of
 
 from . import Finding, also, layout_change, listed, model_path, nearest_divisors, rule
 
@@ -88,7 +87,7 @@ def attention_is_fused(spec: Resolution) -> Iterator[Finding]:
     from parcompile.machines.attention_kernels import PLAIN
 
     try:
-        work = workload_of(spec.spec())
+        work = spec.work
         plain = [one for one in attention_kernels(work) if one.choice.kernel == PLAIN]
         times = plain_slowdown(work) if plain else 1.0
     except ValueError:

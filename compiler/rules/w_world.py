@@ -14,7 +14,6 @@ from parcompile.diagnostics import Fix, Related, Safety
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, Reach, divisors
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.values import workload_of
 
 from . import Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
 
@@ -143,7 +142,7 @@ def traffic(spec: Resolution) -> Traffic:
     if spec.axis(Axis.DP) * spec.axis(Axis.CP) % spec.axis(Axis.EP):
         raise Unavailable("parallelism")  # W003 speaks of it
     try:
-        return step_traffic(workload_of(spec.spec()))
+        return step_traffic(spec.work)
     except ValueError:
         raise Unavailable("model") from None
 
@@ -156,7 +155,7 @@ def timed(spec: Resolution) -> Workload:
     """
     if spec.cluster.preset is None and spec.cluster.accelerator not in accelerators():
         raise Unavailable("cluster")
-    return workload_of(spec.spec())
+    return spec.work
 
 
 class Leaving(NamedTuple):

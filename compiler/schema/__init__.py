@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.resources
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
+from parcompile.user_files import shipped_text
 
+from .accepting import accepted
 from .values import Findings, SchemaView, resolved
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ class UnknownSchemaError(ValueError):
     """There is no schema of that name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Validation:
+class Validation(NamedTuple):
     """What a schema finds wrong. A rule that reads a value at or under one of `invalid_paths` stays quiet.
 
     `invalid_paths` also names what was written more than once, what could not be read as written, keys that are
@@ -49,11 +49,12 @@ class Validation:
         return not self.diagnostics
 
 
+_FOLDER, _SUFFIX = FilePath(__file__).parents[1] / "schemas", ".schema.json"
+
+
 def names() -> tuple[str, ...]:
     """The names of all schemas, such as "spec" and "plan"."""
-    folder = importlib.resources.files("parcompile.schemas")
-    suffix = ".schema.json"
-    return tuple(sorted(entry.name[: -len(suffix)] for entry in folder.iterdir() if entry.name.endswith(suffix)))
+    return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
 BASE = "https://parcompile.readthedocs.io/en/stable/schemas/v1/"
@@ -73,12 +74,10 @@ def text(name: str) -> str:
     Raises:
         UnknownSchemaError: there is none of that name.
     """
-    folder = importlib.resources.files("parcompile.schemas")
-    name = name.removeprefix(BASE).removesuffix(".schema.json")
+    name = name.removeprefix(BASE).removesuffix(_SUFFIX)
     for candidate in (name, name.replace("-", "_"), name.replace("_", "-")):
-        file = folder / f"{candidate}.schema.json"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+        if (_FOLDER / f"{candidate}{_SUFFIX}").is_file():
+            return shipped_text("parcompile.schemas", f"{candidate}{_SUFFIX}")
     raise UnknownSchemaError(f"there is no schema {name!r}; there are: {', '.join(names())}")
 
 
@@ -114,9 +113,8 @@ def validate(document: Document | object, name: str) -> Validation:
     """Everything in a document, or a plain tree, that the schema `name` does not allow: one diagnostic per mistake."""
     placed = document if isinstance(document, Document) else None
     tree: Any = placed.tree if placed else document
-    errors = list(_validator(name).iter_errors(tree))
     read_wrong = placed.invalid | placed.duplicates if placed else frozenset()
-    if not errors:
+    if accepted(tree, load(name)) or not (errors := list(_validator(name).iter_errors(tree))):
         return Validation((), read_wrong)
     # Most specs violate nothing: what explains violations is imported for those that do.
     from .alternatives import explain

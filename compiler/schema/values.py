@@ -6,8 +6,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcompile.diagnostics import Diagnostic, Fix, Path, Related, Severity, format_path
 from parcompile.text.document import entry
@@ -262,8 +261,7 @@ def example(schema: Any) -> Any:
 # One violated keyword of a schema, with the schema it stands in and the value that violates it.
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
+class Violation(NamedTuple):
     """The value `instance` at `path` violates `keyword`, whose value in `schema` is `limit`.
 
     `depth` is how far the value lies below the one that the enclosing `oneOf` or `anyOf` is about, `alternative` the

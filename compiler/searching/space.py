@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_parts, fewest_stages, has_use_for
 from parcompile.cost.coefficients import Fit
@@ -103,8 +103,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 """What lets a rank hold less, and is tried where nothing fits without: what it sets, by what it is called."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A layout: what it sets in the spec, and its step."""
 
     changes: Mapping[str, object]
@@ -351,8 +350,7 @@ def written_word(recompute: str | tuple[str, ...]) -> str | list[str]:
     return recompute if isinstance(recompute, str) else list(recompute)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One setting of the axes that the rules allow, with the micro-batches and the recomputation that it may have."""
 
     changes: Mapping[str, object]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Severity, format_path
@@ -19,8 +19,7 @@ from parcompile.spec.resolve.reader import SECTIONS
 from parcompile.spec.values import workload_of
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """A changed spec. `code` and `message` are those of the first error, or of what the runtime refuses."""
 
     tree: Mapping[str, Any]
@@ -134,8 +133,7 @@ class _Watched(Resolution):
         return super().lookup(path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """What a resolution has read of places that no variant changes."""
 
     values: Mapping[tuple[str, ...], Any]

@@ -6,9 +6,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.doctor.metrics import MAX_BYTES, METRICS, RUN, WINDOW, read_metrics, usual
 from parcompile.show.pictures import Subject
@@ -26,8 +25,7 @@ class NoRunError(ValueError):
     """A run cannot be read; the message is meant for the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """The rows of a run.
 
     `plans` are (after which step, hash), where run.json says it, and `devices` what each ran on ("cpu", "cuda").

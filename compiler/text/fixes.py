@@ -12,10 +12,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.atomic import write_file
 from parcompile.diagnostics import Diagnostic, Edit, Fix, Path, Replacement, Safety
@@ -269,8 +269,7 @@ def _is_plain(text: str) -> bool:
     return bool(_PLAIN.fullmatch(text)) and text.lower() not in _WORDS
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(NamedTuple):
     """A document after its fixes.
 
     `skipped` are the findings whose fix would touch what another has changed, or that the text forbids.

@@ -3,13 +3,17 @@
 import contextlib
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from test_schema_messages import GOOD
 
 from parcompile import schema
+from parcompile.schema.accepting import accepted
 from parcompile.text import parse
 
 ODD = st.sampled_from(
@@ -22,13 +26,10 @@ def paths(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, value in entries for found in paths(value, (*path, key)))]
 
 
-PATHS = [path for path in paths(GOOD) if path]
-
-
 @st.composite
-def mutants(draw: st.DrawFn) -> Any:
-    tree: Any = copy.deepcopy(GOOD)
-    for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=4)):
+def mutants(draw: st.DrawFn, specs: st.SearchStrategy[Any] = st.just(GOOD)) -> Any:  # noqa: B008 -- never changed
+    tree: Any = copy.deepcopy(draw(specs))
+    for path in draw(st.lists(st.sampled_from([path for path in paths(tree) if path]), max_size=4)):
         node: Any = tree
         try:
             for step in path[:-1]:
@@ -62,6 +63,60 @@ def test_any_mutant_is_valid_or_has_diagnostics_in_the_file(tree: Any, indent: i
         assert one.message
         assert len(one.message) < 400
     assert len({(one.code, one.path) for one in found}) == len(found)
+
+
+def refused(tree: Any, whole: Any) -> bool:
+    return not Draft202012Validator(whole).is_valid(tree)
+
+
+FILES = sorted(file for file in (Path(__file__).parents[1] / "specs").rglob("*.json") if ".expected" not in file.name)
+READ = [parse(file.read_text(encoding="utf-8"), file.name).document for file in FILES]
+SPECS = [GOOD, *(one.tree for one in READ if one is not None and isinstance(one.tree, dict))]
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(mutants(st.sampled_from(SPECS)))
+def test_what_is_accepted_without_jsonschema_is_what_it_accepts(tree: Any):
+    assert accepted(tree, schema.load("spec")) != refused(tree, schema.load("spec"))
+
+
+@pytest.mark.parametrize(
+    ("said", "accepts", "refuses"),
+    [
+        ({"type": "integer"}, [3, 3.0, -1], [True, 3.5, "3", None, float("nan")]),
+        ({"type": ["number", "null"]}, [3, 3.5, None], [False, "3", []]),
+        ({"enum": ["auto", 1, None]}, ["auto", 1, 1.0, None], [True, "1", [1], {}]),
+        ({"const": 0}, [0, 0.0], [False, None, ""]),
+        ({"minimum": 1, "exclusiveMaximum": 3}, [1, 2.5, "0", True], [0, 3, 0.5]),
+        ({"maximum": 1, "exclusiveMinimum": 0}, [1, 0.5, None], [0, 2]),
+        ({"minLength": 1, "maxLength": 2, "pattern": "b"}, ["b", "ab", 7], ["", "abb", "a"]),
+        ({"minItems": 1, "maxItems": 2, "items": {"type": "integer"}}, [[1], [1, 2], {}], [[], [1, 2, 3], ["1"]]),
+        ({"uniqueItems": True}, [[1, 2], [1, True], [0, False, "0"]], [[1, 1], [1, 1.0], ["a", "a"]]),
+        ({"required": ["a"], "minProperties": 2}, [{"a": 1, "b": 2}, [], "a"], [{"a": 1}, {"b": 1, "c": 2}]),
+        (
+            {"properties": {"a": {"type": "null"}}, "additionalProperties": False},
+            [{"a": None}, {}],
+            [{"a": 1}, {"b": 1}],
+        ),
+        ({"properties": {"a": True}, "additionalProperties": {"type": "null"}}, [{"a": 1, "b": None}], [{"b": 1}]),
+        ({"$ref": "#/$defs/a", "minimum": 2, "$defs": {"a": {"maximum": 3}}}, [2, 3], [1, 4]),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5, "a"], [2, 1.5]),
+        ({"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"minimum": 1}}, ["a", 1], ["", 0]),
+        ({"if": {"type": "string"}, "then": False}, [1], ["a"]),
+        ({"then": False, "else": False}, [1], []),
+    ],
+)
+def test_a_keyword_means_what_jsonschema_takes_it_for(said: Any, accepts: list[Any], refuses: list[Any]):
+    assert [one for one in [*accepts, *refuses] if not refused(one, said)] == accepts
+    assert [one for one in [*accepts, *refuses] if accepted(one, said)] == accepts
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [(1, {"multipleOf": 1}), ((1,), {}), ([{1}], {"items": {"title": "a"}}), ([[1]], {"uniqueItems": True})],
+)
+def test_what_is_not_known_here_is_left_to_jsonschema(tree: Any, said: Any):
+    assert not accepted(tree, said)
 
 
 DS_EXAMPLE: Any = {

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.backends.reading import Account, Outcome, effect_of
 from parcompile.user_files import shipped
@@ -31,8 +30,7 @@ ANY = "any"
 """The type of a field that takes everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """A key: the versions that have it, oldest first, and either its types by their Python names or its choices."""
 
     name: str

@@ -10,8 +10,8 @@ import functools
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from parcompile.text import SourceError, SourceText
 from parcompile.text.python import parsed_python
@@ -26,8 +26,7 @@ _PARENTS = 8
 _LARGEST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(NamedTuple):
     """What a fork takes: its fields by name, its kinds of attention, none where they were not found, and its checks."""
 
     fields: Mapping[str, Field]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from parcompile.backends import reading as table
 from parcompile.backends.architecture import InexpressibleError
@@ -37,8 +37,7 @@ _EXTRA = "deepspeed_extra_args"
 """Holds what goes to DeepSpeed beside the fields for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
+class Excerpt(NamedTuple):
     """A document of its own whose top-level keys stand at `origins` of the file."""
 
     document: Document

@@ -9,15 +9,14 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
 NVIDIA = "NVIDIA/Megatron-LM"
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What one parser says of an option. `since` and `until` are places in the versions of its line.
 
     `kind` is "on" or "off" for flags without a value, "either" for a pair of them (`--x`, `--no-x`), "list" for several
@@ -40,8 +39,7 @@ class Facts:
         return self.kind in ("on", "off", "either")
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """An option, by the name of its first long flag with underscores; `facts` are those of one line, oldest first."""
 
     name: str
@@ -158,8 +156,7 @@ class Unknown(str):
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """A word of a command line: its text, or None with the variables that decide it; and where it stands."""
 
     text: str | None
@@ -170,8 +167,7 @@ class Word:
     """Several words, or none, may stand here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """A word that the parser does not take. `kind` is "unknown", "type", "choice", "missing" or "surplus"."""
 
     kind: str

@@ -12,7 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import NamedTuple, Protocol, TextIO
 
 from parcompile.diagnostics import Diagnostic, Severity, in_file_order
 from parcompile.user_files import shipped
@@ -20,8 +20,7 @@ from parcompile.user_files import shipped
 _COLOURS = {Severity.ERROR: "1;31", Severity.WARNING: "1;33", Severity.INFO: "1;36"}
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """How text is shown. `width` is in columns."""
 
     colour: bool = False

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.user_files import shipped
 
 DEEPSPEED = "deepspeed"
 
 
-@dataclass(frozen=True, slots=True)
-class Advisory:
+class Advisory(NamedTuple):
     """One of them. One with a rule of its own has an affected configuration, `wrong`, and one that is not, `right`."""
 
     id: str

@@ -17,9 +17,9 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.backends.deepspeed.table import UnknownVersionError, known, nearest, newest, order
 from parcompile.backends.kinds import FILLERS
@@ -89,8 +89,7 @@ _TEMPLATE = re.compile(r"/autotuning/config_templates/template_zero[0-3]\.json$"
 """Where DeepSpeed's autotuner reads its templates, one for each stage."""
 
 
-@dataclass(frozen=True, slots=True)
-class UsageContext:
+class UsageContext(NamedTuple):
     """A known version and a filler of "auto"; `…_from` says who named it, None when nobody did."""
 
     version: str
@@ -111,8 +110,7 @@ class UsageContext:
         return None if self.filler in (None, BARE) else self.filler
 
 
-@dataclass(frozen=True, slots=True)
-class UsageOptions:
+class UsageOptions(NamedTuple):
     """What a user says of the surroundings of all files."""
 
     version: str | None = None

@@ -13,9 +13,9 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.backends.deepspeed import refusal
 from parcompile.backends.deepspeed import table as words
@@ -60,8 +60,7 @@ _VALUES_ARE_READ_BY_TRAINERS = frozenset(
 """Keys whose values transformers and accelerate compare themselves, without DeepSpeed's conversion of text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(NamedTuple):
     """What is wrong, located, and the paths whose values no rule should build on.
 
     `tree` holds true and false where DeepSpeed reads a text or a number as one of them.
@@ -72,8 +71,7 @@ class Configuration:
     tree: Any
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPlaces:
+class KeyPlaces(NamedTuple):
     """Where keys stand, for guesses at misspelt ones."""
 
     name: str

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.backends.deepspeed.table import at, classes, facts, order
 from parcompile.diagnostics import Path
@@ -21,8 +20,7 @@ _PASSED: Mapping[str, Sequence[str]] = _STORED["passed"]
 """Parameters that the engine passes itself: given twice, they stop the start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constructor:
+class Constructor(NamedTuple):
     """A class and the parameters that it takes. What a lenient one does not know, nobody looks at."""
 
     name: str

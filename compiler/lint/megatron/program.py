@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from os.path import normpath
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.backends.megatron.arguments import spelling
 from parcompile.backends.megatron.file import LARGEST_SOURCED_BYTES, PARENTS, Call
@@ -45,8 +45,7 @@ _BY_DEEPSPEED = ("deepspeed", "deepspeed_config", "deepscale", "deepscale_config
 """Options that `deepspeed.add_config_arguments` adds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(NamedTuple):
     """What one `add_argument` says of the values of an option; None: they may be anything."""
 
     type: str | None = None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from parcompile.model import Cut
 
@@ -18,8 +17,7 @@ Size = Callable[[str, "int | None"], int]
 """The value of a key of a configuration, or its default."""
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(NamedTuple):
     """What a rank has of a micro-batch."""
 
     batch: int
@@ -41,8 +39,7 @@ class Local:
         return self.tp if self.sequence_parallel else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What a layer sends of a micro-batch over an axis, in forward, and `back` in backward."""
 
     axis: str
@@ -56,8 +53,7 @@ class Exchange:
     back: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Divided:
+class Divided(NamedTuple):
     """What tp has to divide."""
 
     size: int
@@ -67,16 +63,14 @@ class Divided:
     """What these are, where tp deals whole ones to its ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Halo:
+class Halo(NamedTuple):
     """Tokens of the piece before that a piece of the sequence has to see."""
 
     tokens: int
     told: str
 
 
-@dataclass(frozen=True, slots=True)
-class Small:
+class Small(NamedTuple):
     """The small model of the same kind that a mechanism gives its keys for."""
 
     layers: Sequence[int]

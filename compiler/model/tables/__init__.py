@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .completing import OLDER_KINDS, TableError, alias_of, complete, follow, frozen, reads, stated, thawed
 from .expression import NULL, ExpressionError, evaluate, names
@@ -28,8 +27,7 @@ INDICES = ("layer", "item", "part")
 """The names of the numbers in a parameter's name, outermost first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
+class Derived(NamedTuple):
     """One parameter of a model."""
 
     name: str
@@ -116,8 +114,7 @@ def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable
     return ((_OF_LAYERS, tuple((values, tuple(layers)) for values, layers in by_values.items())),) if own else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Repeated:
+class Repeated(NamedTuple):
     """One parameter, or one of every layer in `layers` (`{layer}` in its name)."""
 
     name: str
@@ -183,8 +180,7 @@ def _by_shape(
 # How many parameters a configuration describes, by where they are.
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(NamedTuple):
     """Elements of the parameters of a model, tied weights once."""
 
     layers: int

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from parcompile.user_files import shipped
+from parcompile.user_files import shipped, shipped_text
 
 VERSION = "5.23.0"
 """The version of transformers that the tables come from."""
+_FILE = f"transformers-{VERSION}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One parameter, or one of each entry of a stack (`{layer}` in its name)."""
 
     name: str
@@ -27,8 +27,7 @@ class Row:
     """How transformers' own plan cuts it, in transformers' words; None where its plan does not name it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """The parameters of a model type, and how its configuration is completed."""
 
     model_type: str
@@ -80,8 +79,10 @@ def table_like(model_type: str) -> dict[str, Any]:
 
 @functools.cache
 def _built_in(model_type: str) -> Table | None:
-    entry = _stored()["types"].get(model_type)
-    return None if entry is None else table_from(model_type, entry)
+    # Of the lines of all types only those of the one that is asked for are decoded: all of them take milliseconds.
+    text, key = shipped_text(__package__, _FILE), f"\n  {json.dumps(model_type)}: "
+    start = text.find(key + "{")
+    return None if start < 0 else table_from(model_type, json.JSONDecoder().raw_decode(text, start + len(key))[0])
 
 
 def class_default(model_type: str, key: str) -> Any:
@@ -118,5 +119,5 @@ def table_from(model_type: str, stored: Mapping[str, Any]) -> Table:
 
 @functools.cache
 def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped("parcompile.model.tables", f"transformers-{VERSION}.json")
+    found: Mapping[str, Any] = shipped(__package__, _FILE)
     return found

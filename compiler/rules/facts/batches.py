@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.layout.groups import Axis, divisors
 from parcompile.model.blocks.experts import router_biases
@@ -70,8 +70,7 @@ def wrong_batch(spec: Resolution) -> tuple[str, str] | None:
 _UNITS = ("steps", "ratio", "samples", "tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
+class _End(NamedTuple):
     """Where a schedule ends, as it counts steps, and what says so; and its warm-up, as it is given."""
 
     steps: int | None

@@ -29,7 +29,6 @@ from parcompile.model.shape import ModelShape
 from parcompile.rules.l_stages import stages_of
 from parcompile.rules.w_world import dense_grid
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.values import workload_of
 
 
 def scaling(spec: Resolution) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def plan_overlaps(spec: Resolution) -> bool:
     if spec.zero_stage == 3:
         return True
     try:
-        return replace(workload_of(spec.spec()), overlap_comm=None).overlaps_gradients
+        return replace(spec.work, overlap_comm=None).overlaps_gradients
     except ValueError:
         return False  # other rules say what is wrong
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parcompile.cost.estimate import Estimate, estimate
 from parcompile.layout.groups import CP_LEVELS, DENSE_AXES, EMBEDDING, EXPERT_DP, KV_REPLICA, Axis
@@ -22,8 +23,7 @@ SMALL, NORMAL, LARGE = 11.0, 13.0, 17.0
 """Sizes of text in pixels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A filled rectangle; `title` is what it says of itself."""
 
     x: float
@@ -36,8 +36,7 @@ class Box:
     radius: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(NamedTuple):
     """Many equal rectangles of one colour, by their corners."""
 
     corners: tuple[tuple[float, float], ...]
@@ -46,16 +45,14 @@ class Cells:
     fill: str
 
 
-@dataclass(frozen=True, slots=True)
-class Area:
+class Area(NamedTuple):
     """A filled polygon."""
 
     corners: tuple[tuple[float, float], ...]
     fill: str
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A straight line."""
 
     x1: float
@@ -67,8 +64,7 @@ class Line:
     dashed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """One line of text; y is its baseline, `anchor` is start, middle or end."""
 
     x: float
@@ -83,8 +79,7 @@ class Text:
 Shape = Box | Cells | Area | Line | Text
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """A picture with its headline; `description` says in words what it shows, for who cannot see it."""
 
     title: str
@@ -145,8 +140,7 @@ class Sketch:
         return Picture(title, subtitle, description, self.width, self.y + 4, tuple(self.shapes))
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
+class Plot(NamedTuple):
     """Axes in a sketch, and where a value stands: as far to the right and upwards as it is from the lowest."""
 
     sketch: Sketch
@@ -226,8 +220,7 @@ AXIS_OF_GROUP: Mapping[str, Axis] = {
 """The axis in whose colour a group's traffic is drawn, where it is not the group's own name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """A plan with its estimate."""
 
     plan: Plan

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parcompile.show.markdown import fenced, plain, table
 from parcompile.units import GIB, format_bytes, format_seconds
@@ -86,8 +85,7 @@ def _dot(sketch: Sketch, at: tuple[float, float], size: float, role: str, one: M
 # Every picture by name: `picture("memory", subject)`, and as text for a terminal or Markdown.
 
 
-@dataclass(frozen=True, slots=True)
-class PictureKind:
+class PictureKind(NamedTuple):
     """A kind of picture; `rows` are those of its table, where it has one, `options` those of `axis` and `rank`."""
 
     draw: Callable[..., Picture]

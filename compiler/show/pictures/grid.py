@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from parcompile.layout.groups import DENSE_AXES, Axis, AxisGroups
 
@@ -19,8 +19,7 @@ SPLITS = {Axis.TP: "weights", Axis.CP: "sequences", Axis.DP: "the batch", Axis.P
 """What the ranks of a group of one axis each hold a part of."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
+class _Tiling(NamedTuple):
     """Nodes as blocks of cells, in rows of `across` blocks."""
 
     cell: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from parcompile.layout.sequence import (
     Block,
@@ -24,8 +24,7 @@ GLYPHS = 18
 """In cells of at least so many pixels the blocks themselves are drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ring:
+class _Ring(NamedTuple):
     """The places between which keys travel, and what is computed by whose keys are at hand."""
 
     context: ContextParallel

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from parcompile.cost.step import StepTime, forward_share
 from parcompile.cost.table import time_bars, time_rows
@@ -195,8 +196,7 @@ MOST_PASSES = 6000
 the one before it, so that further ones lengthen the middle and nothing else."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedPass:
+class TimedPass(NamedTuple):
     """One forward or backward pass of a micro-batch through a virtual stage, in seconds from the start of the step."""
 
     stage: int
@@ -207,8 +207,7 @@ class TimedPass:
     stop: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timetable:
+class Timetable(NamedTuple):
     """The passes of a step.
 
     `left_out` micro-batches of the middle are not laid out: what comes after `resumes` happens `left_out_seconds`

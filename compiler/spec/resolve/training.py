@@ -27,6 +27,7 @@ from parcompile.spec import (
     Spec,
     Training,
 )
+from parcompile.spec.values import workload_of
 from parcompile.units import format_milliseconds
 
 from .model import ModelValues
@@ -280,6 +281,16 @@ class Resolution(ModelValues, TrainingValues):
             provenance=dict(sorted(self.provenance.items())),
             megatron=dict(self.get("backends", "megatron")) if self.given("backends", "megatron") else {},
         )
+
+    @functools.cached_property
+    def work(self) -> Workload:
+        """The step of the resolved spec, which several rules ask about.
+
+        Raises:
+            Unavailable: as `spec`.
+            ValueError: the layout cannot be cut.
+        """
+        return workload_of(self.spec())
 
     # What `parallelism.cp_implementation` and its sizes say.
 
