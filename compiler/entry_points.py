@@ -19,10 +19,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint, SelectableGroups
+    from importlib.metadata import EntryPoint
 
 RULES, TARGETS, IMPORTERS, FAMILIES = (
     "parcompile.rules",
@@ -71,8 +71,8 @@ class Offer(NamedTuple):
 
 
 @functools.cache
-def _installed() -> SelectableGroups:
-    """Every entry point: files of all distributions are read for them."""
+def _installed() -> Any:
+    """Every entry point, of a type that differs between Pythons: files of all distributions are read for them."""
     from importlib.metadata import entry_points  # what has no plug-ins to look for does without it
 
     return entry_points()

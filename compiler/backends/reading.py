@@ -20,7 +20,7 @@ from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.text import Document, typed
 from parcompile.user_files import shipped
 
-from .artefacts import Loss, losses_of, option_names, tree_of, value_of
+from .artefacts import Loss, losses_of, option_names, tree_of
 from .statements import Facts
 
 SpecPath = tuple[str, ...]
@@ -442,8 +442,9 @@ def write(rows: Sequence[Row], spec: Spec) -> Arguments:
         if isinstance(row, Bundle):
             found |= row.write(spec)
             continue
-        value = value_of(spec, ".".join(row.path))
-        written = None if value is None else row.write(list(value) if isinstance(value, tuple) else value)
+        value: Any = functools.reduce(getattr, row.path, spec)  # a path that is wrong is an error
+        value = value.value if isinstance(value, enum.Enum) else list(value) if isinstance(value, tuple) else value
+        written = None if value is None else row.write(value)
         if written is not None:
             found[row.option] = written
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
@@ -36,7 +37,8 @@ EVEN = 0.5
 WIDE_NODES, WIDE_TP = 64, 16
 
 
-class RankMemory(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankMemory:
     """Peak bytes of the ranks of one stage; `rank` is the first of them."""
 
     stage: int
@@ -62,7 +64,8 @@ class RankMemory(NamedTuple):
 STATIC = ("weights", "gradients", "master weights", "optimizer state", "reduce bucket")
 
 
-class Peak(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Peak:
     """The peak of one kind of run in bytes, with its 90 % interval."""
 
     share: float
@@ -70,7 +73,8 @@ class Peak(NamedTuple):
     interval: tuple[float, float]
 
 
-class Footprint(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Footprint:
     """The memory of a layout: every stage, the interval of the fullest one, and whether it fits."""
 
     stages: tuple[RankMemory, ...]

@@ -340,7 +340,8 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
                 reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
-        reduced = static.reductions[-2].behind if work.zero_stage == 1 and len(static.reductions) > 1 else 0.0
+        reduces = work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST
+        reduced = static.reductions[-2].behind if reduces and len(static.reductions) > 1 else 0.0
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static), reduced=reduced)
     return kept, reducing
 

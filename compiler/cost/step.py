@@ -9,7 +9,7 @@ once) / v, then gradients, then the optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parcompile.layout.groups import Axis
@@ -99,7 +99,8 @@ class _LayerTime(NamedTuple):
         return self.work + self.attention + self.tensor + self.context + self.expert
 
 
-class StepTime(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepTime:
     """A step's parts in seconds. `stages` are the busy seconds of each stage for one micro-batch.
 
     What `hidden_context` and `hidden_gradients` take runs behind computation: it is no part of the step.
@@ -147,7 +148,8 @@ class StepTime(NamedTuple):
         }
 
 
-class Timing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Timing:
     """A predicted step with its interval and what follows from it. `utilisation` is by `flops.CONVENTION`."""
 
     step: StepTime
@@ -424,7 +426,7 @@ def _layer_time(
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     whole = max(work_layer + attention + tensor + context + expert, _launch(work, values))
     found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
-    return found._replace(copies=copy_seconds(work, whole)) if work.moves_activations else found
+    return replace(found, copies=copy_seconds(work, whole)) if work.moves_activations else found
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:

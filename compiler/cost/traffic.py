@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ from .context_exchanges import ContextExchange, context_exchanges
 from .workload import Workload
 
 
-class GroupTraffic(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GroupTraffic:
     """What one rank of the busiest stage sends over one kind of group in a step.
 
     `wire_bytes` carry the ring factor; `messages` counts collective calls (or sends); of gradients

@@ -16,6 +16,7 @@ import json
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parcompile import schemas
 from parcompile.diagnostics import Diagnostic, Path, in_file_order
 from parcompile.entry_points import FAMILIES, offers
 from parcompile.text import Document
@@ -49,7 +50,7 @@ class Validation(NamedTuple):
         return not self.diagnostics
 
 
-_FOLDER, _SUFFIX = FilePath(__file__).parents[1] / "schemas", ".schema.json"
+_FOLDER, _SUFFIX = FilePath(str(schemas.__file__)).parent, ".schema.json"
 
 
 def names() -> tuple[str, ...]:

@@ -732,6 +732,8 @@ IN_BF16 = {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}
 AGAIN = {"activation_checkpointing": "full"}
 WAITING = {"precision": "fp32", "sequence_length": 2048, "micro_batch_size": 2, "global_batch_size": 32}
 FEW, MANY = 32000, 128256
+SPLIT, SUMS = {"sequence_parallel": True}, {"gradient_accumulation_dtype": "bf16"}
+MEDIUM, LONG = {"sequence_length": 4096}, {"sequence_length": 8192}
 ROWS = {"micro_batch_size": 2, "global_batch_size": 4}
 
 
@@ -810,17 +812,27 @@ def test_the_peak_of_a_step_agrees_with_the_estimate(
         # Attention goes backward over ranks beside what a parallel MLP leaves.
         ("gptj", FEW, {"cp": 2}, 0, {"precision": "fp32", "sequence_length": 4096}),
         # Passes over ranks, one and several, beside a parallel MLP with a norm of its own; the gradient that came.
-        ("gpt_neox", FEW, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
-        ("gpt_neox", FEW, {"cp": 4}, 0, {**ROWS, **AGAIN, "precision": "bf16", "sequence_length": 8192}),
-        ("gpt_neox", FEW, {"cp": 2, "pp": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        ("gpt_neox", 1024, {"cp": 2}, 0, {**AGAIN, "precision": "bf16", **LONG}),
+        ("gpt_neox", 1024, {"cp": 4}, 0, {**ROWS, **AGAIN, "precision": "bf16", **LONG}),
+        ("gpt_neox", FEW, {"cp": 2, "pp": 2}, 0, {**ROWS, **AGAIN, "precision": "bf16", **LONG}),
+        # Keys and gradients of all ranks, which an all-gather lets go of as it goes on.
+        ("gpt_neox", 1024, {"cp": 4, "cp_implementation": "all_gather"}, 0, {**AGAIN, "precision": "bf16", **LONG}),
         # Values that are narrower than keys.
         ("deepseek_v2", FEW, {"cp": 2, "pp": 2}, 0, {**ROWS, "precision": "bf16", "sequence_length": 4096}),
         # Layers without experts go backward beside the sums of those with them.
-        ("deepseek_v2", MANY, {"dp": 2}, 2, {**AGAIN, "precision": "bf16", "sequence_length": 8192}),
+        ("deepseek_v2", FEW, {"tp": 2, "dp": 2}, 2, {**AGAIN, "precision": "fp32", **LONG}),
         # Streams that are made of one, and one that is made of them.
         ("gemma3n_text", MANY, {"cp": 2}, 0, {"precision": "bf16", "sequence_length": 4096}),
         # The gradient of a tied head waits while those of layers are reduced.
-        ("bloom", MANY, {"tp": 2, "dp": 2}, 1, {**AGAIN, "precision": "bf16", "global_batch_size": 4}),
+        ("gpt2", FEW, {"tp": 2, "cp": 4, **SPLIT}, 1, {**AGAIN, **SUMS, "precision": "bf16", **MEDIUM}),
+        # Between the first and the last micro-batch none were reduced when the embedding's comes.
+        (
+            "starcoder2",
+            FEW,
+            {"tp": 2, "cp": 4, **SPLIT},
+            1,
+            {**AGAIN, **SUMS, "precision": "bf16", "sequence_length": 4096},
+        ),
     ],
 )
 def test_the_peak_of_each_type_agrees_with_the_estimate(

@@ -321,7 +321,6 @@ def _schedule(tool: Tool, source: Source, draft: Draft) -> None:
 
 _OWN_SCHEDULE = f"{PREFIX}scheduler"
 _OWN_PARAMS: SpecPath = ("deepspeed", "scheduler", "params")
-"""Asked for where a schedule or a warm-up is a share of them: one answer decides both."""
 
 
 def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
