@@ -2,6 +2,11 @@
 
 import copy
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +220,22 @@ def test_odd_documents_have_diagnostics(tree: object):
 def test_an_unknown_schema_is_named_with_those_there_are():
     with pytest.raises(schema.UnknownSchemaError, match="spec"):
         schema.load("blub")
+
+
+_ELSEWHERE = """
+import importlib.util, sys
+import parcompile
+place = importlib.util.spec_from_file_location("parcompile.schemas", sys.argv[1])
+parcompile.schemas = sys.modules["parcompile.schemas"] = importlib.util.module_from_spec(place)
+place.loader.exec_module(parcompile.schemas)
+from parcompile import schema
+assert schema.load("spec") and "plan" in schema.names(), schema.names()
+"""
+
+
+def test_schemas_may_lie_apart_from_the_modules(tmp_path: Path):
+    """As with an editable installation: the package of schemas is the sources' folder of that name."""
+    root = Path(__file__).parents[2]
+    shutil.copytree(root / "compiler", tmp_path / "parcompile", ignore=shutil.ignore_patterns("__pycache__"))
+    words = [sys.executable, "-c", _ELSEWHERE, str(root / "schemas" / "__init__.py")]
+    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
