@@ -261,7 +261,8 @@ class PlannedAccelerator(Accelerator):  # type: ignore[misc]
         """As in `Accelerator`, over dp ranks."""
 
         def of_all(given: Sequence[Any]) -> list[Any]:
-            return list(itertools.chain(*gather_objects(given, self.mesh.group("dp"))))
+            every = gather_objects(given, self.mesh.group("dp")) if self.mesh.size("dp") > 1 else [given]
+            return list(itertools.chain(*every))
 
         with mock.patch("accelerate.accelerator.gather_object", of_all):
             return super().gather_for_metrics(input_data, use_gather_object)

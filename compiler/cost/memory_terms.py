@@ -327,17 +327,18 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             begun = again * part if each.layers <= most else last_norm_bytes(work)
             begun += waiting if each.layers > 0 else 0.0
             reducing = max(reducing, each.taken + of_each * min(each.layers, most) + begun)
+        without_experts = lru_cache(partial(_whole_of, one))
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
             held = min(each.layers, most)
             left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
             if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
                 layers = held if begins else left
-                if work.recomputes_layers and one.routed and not work.shape.routed(stage.layers[: math.ceil(layers)]):
-                    # The layers that are left have no experts.
-                    whole = _again_whole(one, stage.layers[: math.ceil(layers)])
+                here, last = stage.layers[: math.ceil(layers)], whole or in_flight
+                if work.recomputes_layers and one.routed and not work.shape.routed(here):
+                    last = without_experts(here)
                 beside = waiting + each.behind - each.filled * (not begins)
-                reducing = max(reducing, beside + of_each * layers + (whole or in_flight))
+                reducing = max(reducing, beside + of_each * layers + last)
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduces = work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST
@@ -346,7 +347,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     return kept, reducing
 
 
-def _again_whole(one: _Held, layers: range) -> float:
+def _whole_of(one: _Held, layers: range) -> float:
     """What the largest of some layers of a stage takes when it is computed again, and goes backward."""
     left = _Held.of(one.work, one.index, replace(one.stage, layers=layers))
     _, one_layer, in_flight = _recomputed(left, _in_flight(left, 0.0))
@@ -354,7 +355,7 @@ def _again_whole(one: _Held, layers: range) -> float:
 
 
 _FIRST_AND_LAST = 2
-"""Micro-batches."""
+"""Micro-batches of a step in which none is between the first and the last."""
 
 
 def _absent(work: Workload, static: _Static) -> tuple[float, float]:

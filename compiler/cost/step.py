@@ -426,7 +426,7 @@ def _layer_time(
     expert = terms.ep_bytes / bandwidth(terms, work.expert_stride(Axis.EP), work.ep, values) if work.ep > 1 else 0.0
     whole = max(work_layer + attention + tensor + context + expert, _launch(work, values))
     found = _LayerTime(work_layer, attention, tensor, context, attending * shared.hidden, expert, whole)
-    return replace(found, copies=copy_seconds(work, whole)) if work.moves_activations else found
+    return found._replace(copies=copy_seconds(work, whole)) if work.moves_activations else found
 
 
 def _exposed_sends(work: Workload, send: float, slowest: float) -> float:

@@ -7,11 +7,13 @@ jsonschema has to be asked. `tests/compiler/test_schema_fuzz.py` compares the tw
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from .values import is_type, resolved, type_of
+from .values import is_type, type_of
 
 Schema = Mapping[str, Any]
 _OF_JSON = frozenset((dict, list, str, bool, int, float, type(None)))
@@ -20,7 +22,7 @@ _OF_JSON = frozenset((dict, list, str, bool, int, float, type(None)))
 def accepted(tree: Any, schema: Schema) -> bool:
     """Whether nothing is violated; False also where that is not told."""
     try:
-        return _fits(tree, schema, schema)
+        return _fits(tree, {key: one for key, one in schema.items() if key != "$id"}, schema)
     except (LookupError, TypeError):
         return False
 
@@ -28,8 +30,9 @@ def accepted(tree: Any, schema: Schema) -> bool:
 def _fits(value: Any, schema: Any, root: Schema) -> bool:
     if isinstance(schema, bool):
         return schema
-    if type(value) not in _OF_JSON:
-        raise LookupError(value)
+    # Whatever else is violated: `oneOf` and `if` would take a refusal for an answer.
+    if type(value) not in _OF_JSON or not schema.keys() <= _KEYWORDS.keys():
+        raise LookupError
     kind = type_of(value)
     for keyword, said in schema.items():
         kinds, holds = _KEYWORDS[keyword]
@@ -39,7 +42,16 @@ def _fits(value: Any, schema: Any, root: Schema) -> bool:
 
 
 def _is(value: Any, other: Any) -> bool:
+    if isinstance(other, dict | list):
+        raise TypeError  # in them, too, true is not 1
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)  # true is not 1
+
+
+def _target(said: str, root: Schema) -> Any:
+    start, *steps = said.split("/")
+    if start != "#":
+        raise LookupError
+    return functools.reduce(operator.getitem, steps, root)
 
 
 def _further(value: Any, said: Any, schema: Schema, root: Schema) -> bool:
@@ -51,7 +63,7 @@ def _chosen(value: Any, said: Any, schema: Schema, root: Schema) -> bool:
 
 
 _NUMBERS, _TEXT, _LIST, _OBJECT, _ANY = {"integer", "number"}, {"string"}, {"array"}, {"object"}, frozenset[str]()
-_SAYS_NOTHING = ("title", "description", "examples", "default", "$schema", "$id", "$defs", "$comment", "then", "else")
+_SAYS_NOTHING = ("title", "description", "examples", "default", "$schema", "$defs", "$comment", "then", "else")
 _KEYWORDS: Mapping[str, tuple[Collection[str], Callable[[Any, Any, Schema, Schema], bool]]] = {
     **dict.fromkeys(_SAYS_NOTHING, (_ANY, lambda *_: True)),
     "type": (_ANY, lambda value, _, schema, __: is_type(value, schema)),
@@ -66,7 +78,10 @@ _KEYWORDS: Mapping[str, tuple[Collection[str], Callable[[Any, Any, Schema, Schem
     "pattern": (_TEXT, lambda value, said, *_: re.search(said, value) is not None),
     "minItems": (_LIST, lambda value, said, *_: len(value) >= said),
     "maxItems": (_LIST, lambda value, said, *_: len(value) <= said),
-    "uniqueItems": (_LIST, lambda value, *_: len({(one, isinstance(one, bool)) for one in value}) == len(value)),
+    "uniqueItems": (
+        _LIST,
+        lambda value, said, *_: not said or len({(one, isinstance(one, bool)) for one in value}) == len(value),
+    ),
     "items": (_LIST, lambda value, said, _, root: all(_fits(one, said, root) for one in value)),
     "minProperties": (_OBJECT, lambda value, said, *_: len(value) >= said),
     "required": (_OBJECT, lambda value, said, *_: all(key in value for key in said)),
@@ -75,7 +90,7 @@ _KEYWORDS: Mapping[str, tuple[Collection[str], Callable[[Any, Any, Schema, Schem
         lambda value, said, _, root: all(_fits(value[key], one, root) for key, one in said.items() if key in value),
     ),
     "additionalProperties": (_OBJECT, _further),
-    "$ref": (_ANY, lambda value, said, _, root: _fits(value, resolved({"$ref": said}, root), root)),
+    "$ref": (_ANY, lambda value, said, _, root: _fits(value, _target(said, root), root)),
     "oneOf": (_ANY, lambda value, said, _, root: sum(_fits(value, one, root) for one in said) == 1),
     "if": (_ANY, _chosen),
 }

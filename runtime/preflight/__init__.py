@@ -263,7 +263,8 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
     """The peak of one micro-batch, and whether the end of the step stays under the estimated peak."""
     spec, rank = mesh.plan.spec, mesh.rank
     work, index = workload_of(spec), mesh.index("pp")
-    alone = replace(work, micro_batches=1) if work.pp > 1 else work
+    # What is compared is the last micro-batch. Those between the first and the last, which hold more, are in the peak.
+    alone = replace(work, micro_batches=1 if work.pp > 1 else min(work.micro_batches, RUN))
     one = footprint(alone, place=_place(mesh)).stages[index].components
     planned, taken = one["activations"] + one["logits"], step.taken
     # Small weights are gathered before it.
@@ -283,6 +284,7 @@ def compare_activations(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
         yield _near(rank, "activations of a micro-batch", planned, of_one, ACTIVATION_TOLERANCE)
     held, whole = format_bytes(taken.held), format_bytes(of_one)
     of_what = f"; held {held}, a micro-batch takes {whole}, the end of the step {format_bytes(taken.end)}"
+    of_what += f", a micro-batch before the last {format_bytes(taken.between)}" if taken.between else ""
     yield _near(rank, "peak of the step", *peak_bytes(mesh, step), ACTIVATION_TOLERANCE, of_what)
 
 
@@ -299,7 +301,7 @@ def peak_bytes(mesh: Mesh, step: StepMeasurement) -> tuple[float, int]:
     work, index, taken = workload_of(mesh.plan.spec), mesh.index("pp"), step.taken
     whole = footprint(work, place=_place(mesh)).stages[index]
     peak = whole.total_bytes - whole.components["pipeline buffers"] - whole.components["framework"]
-    return peak, taken.held + max(taken.end, taken.activations(_beginning(work.schedule).passes(index)))
+    return peak, taken.held + max(taken.end, taken.between, taken.activations(_beginning(work.schedule).passes(index)))
 
 
 def _beginning(schedule: Schedule) -> Schedule:

@@ -145,7 +145,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 Documents = list[list[int]]
 RUN = 2
-"""Micro-batches that are run."""
+"""Micro-batches that are run, the first and the last of a step; one more at stages 1 (`BETWEEN`) and 3 (`TRACE`)."""
 BETWEEN = "between"
 """The phase of one more between them at ZeRO stage 1, where a step has more: all gradients are there all the time.
 
@@ -192,6 +192,8 @@ class TakenBytes:
     """The peak of the last micro-batch with reduction and optimizer, or of these alone, beyond what is held."""
     held: int
     """What is held between micro-batches."""
+    between: int = 0
+    """The peak of a micro-batch between the first and the last, beyond that; 0: none was run (`BETWEEN`)."""
 
     def activations(self, passes: Sequence[Pass]) -> int:
         """The peak of these passes, one after the other."""
@@ -267,7 +269,7 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
 
 def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
     """Micro-batch by micro-batch; the last reduces the gradients and steps."""
-    most = 0
+    between = 0
     for phase in _phases(tracker.mesh.plan):
         held = _begin(tracker, phase)
         with default_device(tracker.device):  # for modules that make their positions there
@@ -283,9 +285,9 @@ def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: C
         if phase == "micro 0":
             look()
         if phase == BETWEEN:
-            most = max(held + ahead, tracker.peak_bytes) - held
+            between = max(ahead, tracker.peak_bytes - held)
     back = (tracker.peak_before_reduction or tracker.peak_bytes) - before
-    return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(ahead, tracker.peak_bytes - held, most), held)
+    return TakenBytes((ChunkBytes(kept, ahead, back, there),), max(ahead, tracker.peak_bytes - held), held, between)
 
 
 def _phases(plan: Plan) -> list[str]:

@@ -222,6 +222,7 @@ def gathered_backward(
     del grad_keys
     own_value, *other_values = _by_part(schedule, grad_values)
     del grad_values
+    assert len(other_keys) == len(other_values) == len(schedule.hops)
     outgoing = [Pair.pack(other_keys.pop(0), other_values.pop(0)) for _ in schedule.hops]
     incoming = [Pair.empty_like(own_key, own_value) for _ in schedule.hops]
     # Back to where the keys came from.

@@ -104,6 +104,9 @@ def test_what_is_accepted_without_jsonschema_is_what_it_accepts(tree: Any):
         ({"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"minimum": 1}}, ["a", 1], ["", 0]),
         ({"if": {"type": "string"}, "then": False}, [1], ["a"]),
         ({"then": False, "else": False}, [1], []),
+        ({"uniqueItems": False}, [[1, 1]], []),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b", "maximum": 30}, "b": {"maximum": 10}}}, [9], [20]),
+        ({"$ref": "#/$defs/a", "$defs": {"a": False}}, [], [1]),
     ],
 )
 def test_a_keyword_means_what_jsonschema_takes_it_for(said: Any, accepts: list[Any], refuses: list[Any]):
@@ -113,7 +116,13 @@ def test_a_keyword_means_what_jsonschema_takes_it_for(said: Any, accepts: list[A
 
 @pytest.mark.parametrize(
     ("tree", "said"),
-    [(1, {"multipleOf": 1}), ((1,), {}), ([{1}], {"items": {"title": "a"}}), ([[1]], {"uniqueItems": True})],
+    [
+        *((1, {"multipleOf": 1}), ((1,), {}), ([{1}], {"items": {"title": "a"}}), ([[1]], {"uniqueItems": True})),
+        *(([1], {"enum": [[1]]}), ({"a": 1}, {"const": {"a": 1}}), (1, {"$ref": "other.json"})),
+        ([1], {"oneOf": [True, {"items": False, "prefixItems": [True]}]}),
+        ({"a": 1}, {"if": {"additionalProperties": False, "patternProperties": {"a": True}}, "then": False}),
+        (1, {"properties": {}, "oneOf": [{"$id": "https://a.b/c", "type": "integer"}]}),
+    ],
 )
 def test_what_is_not_known_here_is_left_to_jsonschema(tree: Any, said: Any):
     assert not accepted(tree, said)

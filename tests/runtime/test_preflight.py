@@ -865,6 +865,18 @@ def test_between_the_first_and_the_last_micro_batch_all_gradients_are_there() ->
     assert estimated == pytest.approx(three, rel=0.01)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_the_last_micro_batch_is_compared_with_the_last(micro_batches: int) -> None:
+    """Its head's gradients lie in the bucket at ZeRO stage 1, while those of one before it are held."""
+    config = {**script("preflight_peaks").LLAMA, "hidden_size": 4096, "num_hidden_layers": 3, "vocab_size": 8000}
+    batch = {"sequence_length": 1024, "micro_batch_size": 1, "global_batch_size": 2 * micro_batches}
+    extra = {"zero": {"stage": 1}, "cluster": {"gpus_per_node": 2, "accelerator": "h100-sxm"}}
+    training = {**batch, "precision": "bf16"}
+    plan = make_plan(2, {"dp": 2}, model=config, training=training, whole_model=True, extra=extra)
+    report = preflight(plan, [0])
+    assert report.agrees, report.text()
+
+
 @pytest.mark.parametrize("group", [10**9, 4 * 10**6])
 def test_stage_3_steps_one_group_after_the_other(group: int) -> None:
     """What the optimizer takes for gradients in fp32 is of one group, when gathered weights are gone."""
