@@ -119,8 +119,7 @@ def _measured(line: Sequence[str], limits: Limits) -> End:
     arguments, out, err = sys.argv, io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
     sys.argv = ["parcompile", *line]
     code, wrong = 0, None
-    forget_peak()
-    before = resident_bytes(peak=True)
+    before = _reset_peak()
     began = time.process_time()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), limits:
@@ -178,6 +177,12 @@ def _place(error: BaseException) -> str:
         if "/parcompile/" in name or "/compiler/" in name or "/runtime/" in name:
             found = f"{name.rpartition('parcompile/')[2]}:{frame.lineno} {frame.name}"
     return found
+
+
+def _reset_peak() -> int:
+    """The resident bytes of this process, whose peak begins anew here."""
+    forget_peak()
+    return resident_bytes(peak=True)
 
 
 def bound_memory() -> None:
