@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_every_picture_is_well_formed_and_stays_inside_its_frame(plan: str) -> N
 def test_a_step_shows_what_waits_for_the_host(tmp_path: Path) -> None:
     subject = small(tmp_path, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}})
     assert "optimizer on the host" in svg(picture("timeline", subject))
-    every = subject.estimate.time.step._replace(host=1.0, activations=1.0).parts
+    every = replace(subject.estimate.time.step, host=1.0, activations=1.0).parts
     assert every.keys() == ROLES.keys()
 
 
