@@ -11,9 +11,10 @@ import itertools
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from scipy.optimize import nnls
 from parcompile.cost.recurrent import PIECES, ROWS, SPREAD, StateCut
 from parcompile.model.blocks.recurrent import Recurrent
 
-DRAWS, FEWEST, UNSEEN = (40, 120, 240), 14, 6
+DRAWS, FEWEST, UNSEEN = (40, 120, 240, 480), 14, 6
 """Draws of each spread that rows are read off, more where fewer tell nothing; of each end of a tree; of the gate."""
 NEAR, EXACT = 0.002, 1e-7
 """By so much rows may miss what an unseen draw keeps, and of all, a draw that they are read off."""
@@ -185,22 +186,31 @@ def features(layer: Any) -> dict[tuple[str, str], float]:
     }
 
 
-def split(layers: Sequence[Any], questions: int = DEEPEST) -> Any:
+def split(layers: Sequence[Any]) -> Any:
     """Rows, or a question and the same of the layers that answer it by yes and by no; None: there are none."""
-    if (rows := rows_of(layers)) is not None:
-        return rows
     every = [answers(one) for one in layers]
-    asked = {one for own in every for one in own} if questions else ()
-    for question in sorted(asked, key=lambda one: ("." in one, one)):
-        halves = [
-            [one for one, own in zip(layers, every, strict=True) if own.get(question, False) == answer]
-            for answer in (True, False)
-        ]
-        if min(map(len, halves)) >= FEWEST:
-            ends = [split(half, questions - 1) for half in halves]
-            if None not in ends:
-                return [question, *ends]
-    return None
+    asked = sorted({one for own in every for one in own}, key=lambda one: ("." in one, one))
+
+    @cache
+    def rows(those: tuple[int, ...]) -> Any:
+        return rows_of([layers[number] for number in those])
+
+    def tree(those: tuple[int, ...], questions: int) -> Any:
+        if (found := rows(those)) is not None or not questions:
+            return found
+        for question in asked:
+            holds, holds_not = (
+                tuple(number for number in those if every[number].get(question, False) == answer)
+                for answer in (True, False)
+            )
+            if min(len(holds), len(holds_not)) < FEWEST or (first := tree(holds, questions - 1)) is None:
+                continue
+            if (second := tree(holds_not, questions - 1)) is not None:
+                return [question, first, second]
+        return None
+
+    trees = (tree(tuple(range(len(layers))), questions) for questions in range(DEEPEST + 1))
+    return next((one for one in trees if one is not None), None)
 
 
 def answers(layer: Any) -> dict[str, bool]:
@@ -225,8 +235,11 @@ def rows_of(layers: Sequence[Any]) -> dict[str, dict[str, float]] | None:
     steps = [[index for index, (basis, _) in enumerate(names) if basis in step] for step in known]
     whole = np.array([sum(size for *_, size in own) for own in held], dtype=float)
     sums: Counter[tuple[str, str]] = Counter()
-    for key in sorted({(module, dtype) for own in held for module, dtype, _ in own}):
-        goal = np.array([sum(size for *one, size in own if tuple(one) == key) for own in held], dtype=float)
+    goals: dict[tuple[str, str], Any] = defaultdict(lambda: np.zeros(len(layers)))
+    for number, own in enumerate(held):
+        for module, dtype, size in own:
+            goals[module, dtype][number] += size
+    for goal in sorted(goals.values(), key=lambda one: -one.sum()):  # the one that may fail first
         found = next(filter(None, (_sum_of(matrix, step, goal, whole) for step in steps)), None)
         if found is None:
             return None
