@@ -603,7 +603,7 @@ def _draws(
     """The layers of one draw after the other; why there are none, where all are refused."""
     pick, refused = random.Random(seed), 0
     gc.freeze()  # modules of torch need not be looked through after each draw
-    for number in range(6 * MOST):
+    for number in range((6 if of_states is None else 60) * MOST):
         try:
             yield drawn(kind, pick, precision, number, tps, of_states)
         except Exception as error:

@@ -187,7 +187,7 @@ def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
     of several the one whose rows most types have.
     """
     table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
-    types: dict[str, Mapping[str, Any]] = {kind: one for kind, one in table["types"].items() if group in one["16"]}
+    types = _types_with(group)
 
     def unlike(kind: str) -> int:
         asked = table["answers"][types[kind]["always"]].items()
@@ -197,6 +197,17 @@ def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
         return own
     alike = Counter(str(one["16"]) for one in types.values())
     return min(types, key=lambda kind: (unlike(kind), kind != own, -alike[str(types[kind]["16"])], kind))
+
+
+def has_rows(group: str) -> bool:
+    """Whether a type has rows of a group of modules."""
+    return bool(_types_with(group))
+
+
+@cache
+def _types_with(group: str) -> Mapping[str, Mapping[str, Any]]:
+    types = shipped("parcompile.cost", "kept.json")["types"].items()
+    return {kind: one for kind, one in types if all(group in one[bits] for bits in ("16", "32"))}
 
 
 def rows_for(sort: Sort, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
-from parcompile.model.blocks.delta import KimiDelta
+from parcompile.model.blocks.delta import GatedDelta, KimiDelta
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.lightning import Lightning
 from parcompile.model.blocks.mamba1 import Mamba1
@@ -20,7 +20,7 @@ from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
 from .blocks import compressed_layers, gathered_bytes, handed_bytes
-from .kept import SEVERAL, Sort, rows_for, sizes, sorts
+from .kept import SEVERAL, Sort, has_rows, rows_for, sizes, sorts
 from .workload import Workload
 
 INDEX_BYTES = 4
@@ -162,7 +162,10 @@ def state_bytes(sort: Sort, cut: StateCut, element_bytes: int) -> float:
     """
     one = next(part for part in sort.parts if isinstance(part, Recurrent))
     numbers, bases = cut.sizes(one)
-    rows = rows_for(sort, type(one).__name__, {**sizes(sort)[1], **cut.answers(one)}, element_bytes)
+    # A kind that no type has rows of, of a plug-in, keeps what that kind does which it is made from.
+    kinds = (kind.__name__ for kind in (*type(one).__mro__, GatedDelta))
+    group = next(kind for kind in kinds if has_rows(kind))
+    rows = rows_for(sort, group, {**sizes(sort)[1], **cut.answers(one)}, element_bytes)
     return float(
         sum(
             bases[basis] * size * math.prod(numbers[each] for each in name.split("·") if each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ from test_preflight import script
 from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
-from parcompile.cost.kept import GROUPS, rows_of, sorts
-from parcompile.cost.recurrent import state_bytes
+from parcompile.cost.kept import GROUPS, sorts
+from parcompile.cost.recurrent import StateCut, state_bytes
 from parcompile.layout.pipeline import Schedule
+from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
 from parcompile.plan import Plan
@@ -275,8 +276,16 @@ def test_every_type_whose_layers_carry_a_state_has_rows_of_it() -> None:
             assert all(traits.kind.__name__ in stored[name][word] for word in ("16", "32")), name
 
 
-def test_a_type_without_rows_of_its_states_has_those_of_another_with_states_of_its_kind() -> None:
-    work = workload_of(make_plan(1, {}, model=tiny_config("falcon_h1"), whole_model=True).spec)
-    sort = next(one for _, one in sorts(work.shape, range(1)) if any(part.states for part in one.parts))
+def test_states_of_a_type_or_kind_without_rows_keep_what_those_do_that_are_most_like_them() -> None:
+    class Own(Mamba2):
+        """Of a plug-in."""
+
+    work = workload_of(make_plan(1, {}, model=tiny_config("mamba2"), whole_model=True).spec)
+    sort = next(one for _, one in sorts(work.shape, range(1)))
+    (part,) = sort.parts
+    own = Own(**{field.name: getattr(part, field.name) for field in fields(part)})
+    cut = StateCut(tp=1, cp=1, rows=2, pieces=1, length=16)
+    known = state_bytes(sort, cut, 2)
+    assert state_bytes(replace(sort, parts=(own,)), cut, 2) == known > 0
     unknown = replace(sort, shape=replace(sort.shape, model_type="llama"))  # whose layers carry none
-    assert "Mamba2" in script("generate/kept").stored()[rows_of(unknown, "Mamba2")]["16"]
+    assert state_bytes(unknown, cut, 2) == pytest.approx(known, rel=0.2)
