@@ -6,8 +6,8 @@ Draws small configurations of each type, builds a rank of each on the meta devic
 every storage that autograd saves in a layer, and the module in which it is saved. Layers that save the same are told
 apart by what the compiler knows of them (`parcompile.cost.kept.sizes`). The elements of each tensor are the same
 product of sizes in all draws; rows add up those of one product. A type is done when the rows give what layers of unseen
-draws keep. What lies in modules that carry a state is left out, and what an indexer chose: these are counted by
-themselves (`cost/recurrent.py`). Each finished type is written at once: the command goes on where it ended.
+draws keep. Modules that carry a state have rows of their own (`kept_states.py`). What an indexer chose is left out: it
+is counted by itself (`cost/recurrent.py`). Each finished type is written at once: the command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "compiler" / "cost" / "kept.json"
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
+sys.path[:0] = [str(ROOT / "tests" / "runtime"), str(Path(__file__).parent)]
 
 from drawn_configurations import draw  # noqa: E402
 from families import FAMILIES, tiny_config  # noqa: E402
+from kept_states import Spread, changed, part_of, tree_of  # noqa: E402
 from training_runs import make_plan  # noqa: E402
 
 from parcompile.cost import kept as table_of_rows  # noqa: E402
@@ -118,6 +119,9 @@ class Kept:
     tokens: int
     own: int
     length: int
+    cp: int
+    pieces: int
+    """Of each sequence, on the rank."""
     tensors: tuple[tuple[str, str, int, int], ...]
     outside: int
     """Bytes that layers share, made before the first: tables of rotary positions."""
@@ -137,6 +141,10 @@ class Kept:
         found = [one for one in own if one not in steps]
         found += [(name, dtype, count * times, size) for (name, dtype, count, size), times in steps.items()]
         return replace(self, tensors=tuple(found))
+
+    def is_of_state(self, module: str) -> bool:
+        """Whether a module is one that carries a state."""
+        return any(one.states for one in self.sort.parts) and _group(self.sort, module) is None
 
     def is_choice(self, index: int) -> bool:
         """Whether a tensor has numbers of each token with each other one, as an indexer makes them."""
@@ -177,8 +185,17 @@ class Kept:
         return found
 
 
-def drawn(kind: str, pick: random.Random, precision: str, number: int, tps: Sequence[int] = SPLIT) -> list[Kept]:
+def drawn(
+    kind: str,
+    pick: random.Random,
+    precision: str,
+    number: int,
+    tps: Sequence[int] = SPLIT,
+    of_states: Spread | None = None,
+) -> list[Kept]:
     """The layers of a model that is drawn, on one of these numbers of ranks.
+
+    Where it is drawn for what its states keep, they have sizes of their own, and its sequences are spread.
 
     Raises:
         Exception: its configuration or its plan is refused.
@@ -220,10 +237,12 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int, tps: Sequ
     states = FAMILIES[kind].part(RecurrentTraits) is not None
     # Of no length that goes with choices of keys a size is a multiple.
     length = 8 * pick.choice([37, 41, 43] if chooses else [3, 4, 5] if states else [5, 7, 9, 11])
-    batch = pick.choice([3, 5])  # a number of each position is none of each token
+    spread = Spread(length) if of_states is None else changed(of_states, config, pick)
+    batch = pick.choice(spread.batches)
+    length, cp = spread.length, spread.cp
     plan = make_plan(
-        tp,
-        {"tp": tp, **({"sequence_parallel": True} if tp > 1 and pick.random() < 0.65 else {})},
+        tp * cp,
+        {"tp": tp, **spread.axes, **({"sequence_parallel": True} if tp > 1 and pick.random() < 0.65 else {})},
         model=config,
         whole_model=True,
         training={
@@ -238,12 +257,12 @@ def drawn(kind: str, pick: random.Random, precision: str, number: int, tps: Sequ
     own = work.split_tokens // (tp if work.sequence_parallel else 1)
     if work.shape.residual.streams == 1:
         raise ValueError(f"{kind}: of one stream sizes are not told apart")
-    runs = saved(plan)
+    runs = saved(plan, plan.groups.grid.rank({"cp": cp - 1}))
     outside = sum(count * size for _, _, count, size in runs.pop(OUTSIDE, []) if count % work.local_tokens == 0)
     every = _of_layers(runs, work.shape.stack.layers_per_module)
     layers = [(sorts(work.shape, range(layer, layer + 1)), tensors) for layer, tensors in every.items()]
     return [
-        Kept(own_sort[0][1], tp, work.local_tokens, own, length, tuple(tensors), outside)
+        Kept(own_sort[0][1], tp, work.local_tokens, own, length, cp, spread.pieces, tuple(tensors), outside)
         for own_sort, tensors in layers
         if own_sort
     ]
@@ -268,13 +287,13 @@ def _of_layers(runs: Saved, of_module: int) -> Saved:
     return found
 
 
-def saved(plan: Plan) -> Saved:
+def saved(plan: Plan, rank: int) -> Saved:
     """By run of a layer, each storage that autograd saves in it and that was made there, or goes into it.
 
     Those of numbers that were made before the first layer stand apart. A layer runs once, where no stack of layers runs
     several times.
     """
-    with stand_in(plan, 0) as mesh:
+    with stand_in(plan, rank) as mesh:
         tracker = MetaTracker(mesh)
         with tracker:
             model, _ = build_sharded(mesh, tracker)
@@ -558,13 +577,35 @@ def read_tables(kind: str) -> tuple[str, dict[str, dict[str, float]], str]:
     return kind, found, wrong
 
 
-def _draws(seed: str, kind: str, precision: str, wrong: list[str], tps: Sequence[int]) -> Iterator[list[Kept]]:
+def read_states(kind: str) -> tuple[str, dict[str, Any], list[str]]:
+    """The rows of a type's modules that carry a state by the bits of the weights, and what is wrong."""
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    traits = FAMILIES[kind].part(RecurrentTraits)
+    name = "" if traits is None else traits.kind.__name__
+    others = [one for other, one in stored().items() if other != kind]
+    for word, precision in WORDS.items() if name else ():
+
+        def layers(spread: Spread, precision: str = precision) -> Iterator[Kept]:
+            seed = f"{kind} {precision} {spread}"
+            for own in _draws(seed, kind, precision, wrong, (*WHOLE, *SPLIT), spread):
+                yield from [one for one in own if part_of(one) is not None][:1]
+
+        known = [one[word][name]["tree"] for one in others if name in one[word]]
+        if (tree := tree_of(layers, known, wrong, word)) is not None:
+            found[word] = {name: {"tree": tree, "rows": []}}
+    return kind, found, wrong
+
+
+def _draws(
+    seed: str, kind: str, precision: str, wrong: list[str], tps: Sequence[int], of_states: Spread | None = None
+) -> Iterator[list[Kept]]:
     """The layers of one draw after the other; why there are none, where all are refused."""
     pick, refused = random.Random(seed), 0
     gc.freeze()  # modules of torch need not be looked through after each draw
-    for number in range(6 * MOST):
+    for number in range((6 if of_states is None else 60) * MOST):
         try:
-            yield drawn(kind, pick, precision, number, tps)
+            yield drawn(kind, pick, precision, number, tps, of_states)
         except Exception as error:
             refused += 1
             if refused == number + 1 == 3 * MOST:
@@ -657,6 +698,7 @@ def main() -> int:
     parser.add_argument("types", nargs="*", help="by default those that the file does not have")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--tables", action="store_true", help="only tables of rotary positions, of types that it has")
+    parser.add_argument("--states", action="store_true", help="only modules that carry a state, of types that it has")
     given = parser.parse_args()
     logging.set_verbosity_error()
     types, wrong = stored(), False
@@ -668,6 +710,11 @@ def main() -> int:
                 types[kind]["tables"] = found
         FILE.write_text(table(types), encoding="utf-8")
         return 0
+    if given.states:
+        with ProcessPoolExecutor(given.jobs) as pool:
+            for done in as_completed(pool.submit(read_states, kind) for kind in given.types or sorted(types)):
+                wrong = _told(types, *done.result()) or wrong
+        return int(wrong)
     with ProcessPoolExecutor(given.jobs) as pool:
         for done in as_completed(pool.submit(read, kind) for kind in wanted):
             one = done.result()
@@ -677,7 +724,19 @@ def main() -> int:
                 _, tables, _ = read_tables(one.kind)
                 types[one.kind] = {**one.found, "tables": tables}
                 FILE.write_text(table(types), encoding="utf-8")
+                wrong = _told(types, *read_states(one.kind)) or wrong
     return int(wrong)
+
+
+def _told(types: dict[str, Any], kind: str, found: dict[str, Any], wrong: list[str]) -> bool:
+    """Writes what was read of a type's states, if nothing is wrong with it; whether something is."""
+    if found or wrong:
+        print(f"{kind}, states: {'; '.join(wrong) or 'exact'}"[:900], flush=True)
+    if not wrong:
+        for word, groups in found.items():
+            types[kind][word].update(groups)
+        FILE.write_text(table(types), encoding="utf-8")
+    return bool(wrong)
 
 
 def stored() -> dict[str, Any]:
@@ -689,9 +748,18 @@ def stored() -> dict[str, Any]:
     for kind, words in known["types"].items():
         found[kind] = {"always": dict(known["answers"][words["always"]]), "tables": words.get("tables", {})}
         for word in WORDS:
-            groups = words[word].items()
-            found[kind][word] = {group: {"tree": tree, "rows": known["rows"]} for group, tree in groups}
+            found[kind][word] = {
+                group: {"tree": tree, "rows": known["rows"]}
+                if group in GROUPS
+                else {"tree": _with_rows(tree, known["rows"]), "rows": []}
+                for group, tree in words[word].items()
+            }
     return found
+
+
+def _with_rows(tree: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The tree of a module that carries a state, with rows in the place of their numbers."""
+    return rows[tree] if isinstance(tree, int) else [tree[0], *(_with_rows(one, rows) for one in tree[1:])]
 
 
 def table(types: Mapping[str, Any]) -> str:
@@ -704,6 +772,8 @@ def table(types: Mapping[str, Any]) -> str:
     def numbered(tree: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
         if isinstance(tree, int):
             return number("rows", rows[tree])
+        if isinstance(tree, dict):
+            return number("rows", tree)
         return [tree[0], *(numbered(one, rows) for one in tree[1:])]
 
     lines = []

@@ -130,7 +130,7 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
     """What a layer of a sort keeps of a token."""
     numbers, flags = sizes(sort)
     flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel, SEVERAL: tp > 1, WIDE: tp > 2}
-    rows = {group: _rows(sort, group, flags, element_bytes) for group in GROUPS}
+    rows = {group: rows_for(sort, group, flags, element_bytes) for group in GROUPS}
 
     def kept(basis: str, *groups: str, only: str | None = None) -> float:
         every = (pair for group in groups for pair in rows[group].get(basis, {}).items())
@@ -163,7 +163,7 @@ def norm_bytes(shape: ModelShape, element_bytes: int) -> float:
     """What a norm of a layer keeps of a token beyond what goes into it: of a model whose stream passes norms alone."""
     for _, sort in sorts(shape, range(shape.num_hidden_layers)):
         # Where a rank has a part of the tokens, rows tell those that it has itself from others.
-        rows = _rows(sort, "stream", {**sizes(sort)[1], SEQUENCE_PARALLEL: True, SEVERAL: True}, element_bytes)
+        rows = rows_for(sort, "stream", {**sizes(sort)[1], SEQUENCE_PARALLEL: True, SEVERAL: True}, element_bytes)
         of_feature = rows.get("own", {}).get("hidden_size", 0.0) / max(shape.norms.per_layer, 1)
         return float(max(0.0, of_feature - element_bytes) * shape.hidden_size)
     return 0.0
@@ -178,15 +178,15 @@ def _activated(sort: Sort) -> int:
 
 
 @lru_cache(maxsize=4096)
-def rows_of(sort: Sort) -> str:
-    """The model type whose rows hold for a sort of layers.
+def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
+    """The model type whose rows of a group of modules hold for a sort of layers.
 
     Its own, where it answers as all layers that these were read off. Of a type that was not read, of a plug-in or of a
     module of a user, and where a configuration is like none that was drawn: the type whose layers answer most like it;
     of several the one whose rows most types have.
     """
     table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
-    types: Mapping[str, Mapping[str, Any]] = table["types"]
+    types = _types_with(group)
 
     def unlike(kind: str) -> int:
         asked = table["answers"][types[kind]["always"]].items()
@@ -198,9 +198,21 @@ def rows_of(sort: Sort) -> str:
     return min(types, key=lambda kind: (unlike(kind), kind != own, -alike[str(types[kind]["16"])], kind))
 
 
-def _rows(sort: Sort, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
+def has_rows(group: str) -> bool:
+    """Whether a type has rows of a group of modules."""
+    return bool(_types_with(group))
+
+
+@cache
+def _types_with(group: str) -> Mapping[str, Mapping[str, Any]]:
+    types = shipped("parcompile.cost", "kept.json")["types"].items()
+    return {kind: one for kind, one in types if all(group in one[bits] for bits in ("16", "32"))}
+
+
+def rows_for(sort: Sort, group: str, flags: Mapping[str, bool], element_bytes: int) -> Mapping[str, Any]:
+    """The rows of a group of modules in these layers, which answer questions by these flags."""
     table = shipped("parcompile.cost", "kept.json")
-    tree = table["types"][rows_of(sort)]["32" if element_bytes == 4 else "16"][group]
+    tree = table["types"][rows_of(sort, group)]["32" if element_bytes == 4 else "16"][group]
     while not isinstance(tree, int):  # a question, what follows where it holds, and where it does not
         question, holds, holds_not = tree
         tree = holds if flags.get(question, False) else holds_not

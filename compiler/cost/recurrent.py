@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
-from parcompile.model.blocks.delta import KimiDelta
+from parcompile.model.blocks.delta import GatedDelta, KimiDelta
 from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.lightning import Lightning
 from parcompile.model.blocks.mamba1 import Mamba1
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import STATE_BYTES, Recurrent
-from parcompile.model.blocks.short_convolution import ShortConvolution
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
 from .blocks import compressed_layers, gathered_bytes, handed_bytes
+from .kept import SEVERAL, Sort, has_rows, rows_for, sizes, sorts
 from .workload import Workload
 
 INDEX_BYTES = 4
@@ -26,6 +28,10 @@ INDEX_BYTES = 4
 
 SCORES_AT_ONCE = 2**24
 """Scores of an indexer that the runtime has in memory at a time."""
+
+ROWS, SPREAD, PIECES = "rows>1", "cp>1", "pieces>1"
+SHARED, CHUNKS, WHOLE = "heads>groups", "chunks>1", "whole chunks"
+"""Questions about a module that carries a state: of a micro-batch, a sequence, a rank's part of it, heads, a piece."""
 
 
 def scoring_bytes(work: Workload, stage: Stage) -> float:
@@ -96,52 +102,92 @@ def chunks_in_turn(work: Workload) -> int:
     """What the recurrence of a layer takes one after the other on a rank; 0 where no layer carries a state."""
     if (one := work.shape.part(Recurrent)) is None:
         return 0
-    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    return pieces * -(-work.sequence_length // (work.cp * pieces * one.chunk))
+    pieces, length = _pieces(work)
+    return pieces * -(-length // one.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCut:
+    """What a rank has of a layer that carries a state, and of a micro-batch."""
+
+    tp: int
+    cp: int
+    rows: int
+    """Sequences of the micro-batch."""
+    pieces: int
+    """Of each sequence, on the rank."""
+    length: int
+    """Tokens of a piece."""
+
+    def answers(self, one: Recurrent) -> dict[str, bool]:
+        """To questions about a module that carries a state."""
+        of_piece = {CHUNKS: self.length > one.chunk, WHOLE: self.length % one.chunk == 0}
+        of_ranks = {SEVERAL: self.tp > 1, ROWS: self.rows > 1, SPREAD: self.cp > 1, PIECES: self.pieces > 1}
+        return {**of_ranks, **of_piece, SHARED: one.heads > one.groups}
+
+    def sizes(self, one: Recurrent) -> tuple[dict[str, float], dict[str, float]]:
+        """The sizes of a module that carries a state on its rank, by name; and what its rows are of."""
+        chunk = min(one.chunk, self.length) if isinstance(one, Lightning) else one.chunk  # others fill up their last
+        chunks, pieces = -(-self.length // chunk), self.rows * self.pieces
+        numbers: dict[str, float] = {
+            "heads": one.heads / self.tp,
+            "groups": one.groups_of_rank(self.tp),
+            "channels": one.channels_of_rank(self.tp),
+            "chunk": chunk,
+            "halo": one.kernel - 1,
+            **{name: getattr(one, name, 0) for name in ("key_dim", "value_dim", "step_rank", "gate_rank")},
+        }
+        bases: dict[str, float] = {
+            "tokens": pieces * self.length,
+            "whole": pieces * self.length * (self.length % chunk == 0),
+            "chunks": pieces * chunks,
+            "later": pieces * (chunks - 1),
+            "several": pieces * (chunks > 1),
+            "pairs": pieces * (chunks + 1) ** 2,
+            "pieces": pieces,
+            "slots": self.pieces,
+            "positions": self.pieces * self.length,
+            "squares": (chunks + 1) ** 2,
+            "layer": 1,
+        }
+        return numbers, bases
+
+
+@lru_cache(maxsize=1024)
+def state_bytes(sort: Sort, cut: StateCut, element_bytes: int) -> float:
+    """What the module of these layers that carries a state keeps of a micro-batch, its input left out.
+
+    Raises:
+        StopIteration: they carry none.
+    """
+    one = next(part for part in sort.parts if isinstance(part, Recurrent))
+    numbers, bases = cut.sizes(one)
+    # A kind that no type has rows of, of a plug-in, keeps what that kind does which it is made from.
+    kinds = (kind.__name__ for kind in (*type(one).__mro__, GatedDelta))
+    group = next(kind for kind in kinds if has_rows(kind))
+    rows = rows_for(sort, group, {**sizes(sort)[1], **cut.answers(one)}, element_bytes)
+    return float(
+        sum(
+            bases[basis] * size * math.prod(numbers[each] for each in name.split("·") if each)
+            for basis, own in rows.items()
+            for name, size in own.items()
+        )
+    )
 
 
 def kept_bytes(work: Workload) -> float:
-    """What such a layer of transformers keeps of a micro-batch for its backward pass, the block's input left out.
-
-    Counted in transformers' own functions with autograd's hooks for saved tensors: of each token 4 numbers of each key
-    in the type of the weights; of each head 8 fp32 numbers of each key, 6 fp32 ones and 5 in the type of the weights of
-    each value, and 5 rows of the chunk with 9 numbers; and a state of each chunk. Pieces are padded to whole chunks.
-    """
-    one = work.shape.part(Recurrent)
-    if one is None:
+    """What the module of a layer's state keeps of a micro-batch for its backward pass, the block's input left out."""
+    every = (sort for _, sort in sorts(work.shape, range(work.shape.num_hidden_layers)))
+    if (sort := next((one for one in every if any(part.states for part in one.parts)), None)) is None:
         return 0.0
-    width, pieces = work.element_bytes, 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    length = -(-work.sequence_length // work.cp // pieces)
-    if isinstance(one, ShortConvolution):
-        # Counted the same way: 7 numbers of each channel, in the type of the weights.
-        return work.micro_batch * pieces * length * 7 * width * one.values / work.tp
-    if isinstance(one, Mamba1):
-        return _kept_by_mamba1(work, one, work.micro_batch * pieces * length)
-    if isinstance(one, Mamba2):
-        return _kept_by_mamba2(work, one, work.micro_batch * pieces * -(-length // one.chunk) * one.chunk)
-    chunk = one.chunk
-    if isinstance(one, Lightning):
-        # Counted the same way, in the runtime's functions: of each value 7 numbers in the type of the weights and 17
-        # bytes in fp32, two scores with each token of its block, and a state of each block, once more and a quarter.
-        chunk = min(chunk, length)
-        of_head = (7 * width + 17) * one.value_dim + 8 * chunk + 5 * one.key_dim * one.value_dim / chunk
-        of_head += 8 * one.key_dim if work.cp > 1 else 0  # what reads a received state
-        return work.micro_batch * pieces * length * one.heads * of_head / work.tp
-    tokens = work.micro_batch * pieces * -(-length // chunk) * chunk
-    values = one.value_dim + (one.key_dim if work.cp > 1 else 0)
-    if isinstance(one, KimiDelta):
-        # Counted the same way: three numbers of each channel with each token of the chunk, 59 bytes and two numbers in
-        # the type of the weights, times 4, of each key, 6 fp32 numbers of each value; of each row of the chunk's system
-        # the rows before it; and a state of each chunk.
-        of_head = (12 * chunk + 59 + 8 * width) * one.key_dim + 24 * values + STATE_BYTES * one.key_dim * values / chunk
-        of_head += 4 * (chunk - 1) * (2 * chunk - 1) / 6 + 750
-        return tokens * one.heads * of_head / work.tp
-    of_token: float = 4 * width * one.keys + one.heads * (32 * one.key_dim + 4 * (5 * chunk + 9))
-    of_token += one.heads * (24 * values + 5 * width * one.value_dim)
-    # Where a piece may receive a state, its values and its output too have these columns: half of the pieces' worth.
-    of_token += 4 * one.heads * values if work.cp > 1 else 0
-    of_token += STATE_BYTES * one.heads * one.key_dim * values / chunk
-    return tokens * of_token / work.tp
+    pieces, length = _pieces(work)
+    return state_bytes(sort, StateCut(work.tp, work.cp, work.micro_batch, pieces, length), work.element_bytes)
+
+
+def _pieces(work: Workload) -> tuple[int, int]:
+    """Those that a rank has of a sequence, and their tokens."""
+    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    return pieces, -(-work.sequence_length // work.cp // pieces)
 
 
 def backward_bytes(work: Workload) -> float:
@@ -155,8 +201,7 @@ def backward_bytes(work: Workload) -> float:
     one = work.shape.part(Recurrent)
     if one is None or not isinstance(one, Mamba1 | KimiDelta):
         return 0.0
-    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    length = -(-work.sequence_length // work.cp // pieces)
+    _, length = _pieces(work)
     if isinstance(one, KimiDelta):
         padded = work.micro_batch * -(-length // one.chunk) * one.chunk
         return 3.0 * STATE_BYTES * padded * one.heads * one.key_dim * one.chunk / work.tp
@@ -185,39 +230,6 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     return of_whole * work.local_tokens + len(behind) * dense.stream * work.split_tokens + choice
 
 
-def _kept_by_mamba1(work: Workload, one: Mamba1, tokens: int) -> float:
-    """Counted the same way.
-
-    Of each token and channel its discrete A and B and its state in fp32, that state once more in a narrower type,
-    3 fp32 numbers and 6 in the type of the weights; of each token what all channels share, and its norms.
-    """
-    width, state = work.element_bytes, one.key_dim
-    of_channel = 3 * STATE_BYTES * state + (width * state if width < STATE_BYTES else 0) + 12 + 6 * width
-    if work.cp > 1:
-        # What is left of a received state behind each token, its product with that state, and step sizes in fp32.
-        of_channel += 2 * STATE_BYTES * state + 12
-    shared = (12 + 3 * width) * state + (4 + 2 * width) * one.step_rank + 12
-    return tokens * (of_channel * one.values / work.tp + shared)
-
-
-def _kept_by_mamba2(work: Workload, one: Mamba2, tokens: int) -> float:
-    """Counted the same way.
-
-    Of each token what is projected, the channels before their activation and the output in the type of the weights; of
-    each head 5 fp32 numbers of each state feature, 10 of each value (7 without a norm), 3 rows of the chunk and some of
-    its own; and of each chunk two states.
-    """
-    width, heads = work.element_bytes, one.heads / work.tp
-    channels = one.channels_of_rank(work.tp)
-    of_token = width * (channels + 2 * one.values / work.tp + heads + channels)
-    of_head: float = 4 * (5 * one.key_dim + _kept_values(one) * one.value_dim + 3 * one.chunk + 4) + 2 * width
-    of_head += 2 * STATE_BYTES * one.key_dim * one.value_dim / one.chunk
-    if work.cp > 1:
-        # What each token reads of a received state, for its heads, and what that adds.
-        of_head += 4 * (2 * one.key_dim + one.value_dim + 2)
-    return tokens * (of_token + heads * of_head)
-
-
 def _kept_values(one: Mamba2) -> int:
     """Fp32 numbers of each value that a Mamba-2 layer keeps."""
     return 10 if one.gated_norm else 7
@@ -233,8 +245,7 @@ def forward_bytes(work: Workload) -> float:
     one = work.shape.part(Recurrent)
     if one is None or not isinstance(one, Mamba2):
         return 0.0
-    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    length = -(-work.sequence_length // work.cp // pieces)
+    pieces, length = _pieces(work)
     of_heads: float = 4 * (2 * one.key_dim + (11 - _kept_values(one)) * one.value_dim)
     of_heads += STATE_BYTES * one.key_dim * one.value_dim / one.chunk
     beyond_output = one.channels_of_rank(work.tp) - one.values / work.tp
@@ -246,4 +257,4 @@ def exchanged_bytes(work: Workload) -> float:
     """What recomputation finds again of a layer and micro-batch: the states and halos that its pieces received."""
     if work.cp == 1 or (one := work.shape.part(Recurrent)) is None:
         return 0.0
-    return (2 if work.cp_layout == "zigzag" else 1) * sum(handed_bytes(work, one))
+    return _pieces(work)[0] * sum(handed_bytes(work, one))

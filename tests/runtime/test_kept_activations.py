@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from test_preflight import script
 from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
-from parcompile.cost.kept import GROUPS
+from parcompile.cost.kept import GROUPS, sorts
+from parcompile.cost.recurrent import StateCut, state_bytes
 from parcompile.layout.pipeline import Schedule
+from parcompile.model.blocks.mamba2 import Mamba2
+from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
 from parcompile.plan import Plan
 from parcompile.runtime.model.text_head import causal_model
@@ -243,3 +247,45 @@ def test_rows_give_what_the_layers_of_drawn_models_keep(family: str, precision: 
         counted = kept.counted(layer, width)
         most = held + choices + taken
         assert held <= counted * (1 + 1e-3) and counted <= most * (1 + 1e-3), "python .ci/generate/kept.py"
+
+
+STATES = ["lfm2", "jamba", "mamba", "bamba", "mamba2", "qwen3_next", "olmo_hybrid", "kimi_linear", "minimax"]
+"""Of each kind of layer that carries a state one type, or two that keep unlike things."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", STATES)
+def test_rows_give_what_modules_that_carry_a_state_keep(family: str, precision: str) -> None:
+    kept, states = script("generate/kept"), script("generate/kept_states")
+    pick, width = random.Random(f"states {family}"), 4 if precision == "fp32" else 2
+    for spread, batch in itertools.product(states.SPREADS, (1, 2)):
+        found: list[Any] = []
+        while not found:
+            with contextlib.suppress(Exception):  # a draw that the type refuses
+                layers = kept.drawn(family, pick, precision, batch, (1, 2), replace(spread, batches=(batch,)))
+                found = [one for one in layers if states.part_of(one) is not None][:1]
+        held = sum(size for *_, size in states.kept(found[0]))
+        counted = state_bytes(found[0].sort, states.cut_of(found[0]), width)
+        assert counted == pytest.approx(held, rel=states.NEAR), "python .ci/generate/kept.py --states"
+
+
+def test_every_type_whose_layers_carry_a_state_has_rows_of_it() -> None:
+    stored = script("generate/kept").stored()
+    for name in RUNTIME_FAMILIES:
+        if (traits := FAMILIES[name].part(RecurrentTraits)) is not None:
+            assert all(traits.kind.__name__ in stored[name][word] for word in ("16", "32")), name
+
+
+def test_states_of_a_type_or_kind_without_rows_keep_what_those_do_that_are_most_like_them() -> None:
+    class Own(Mamba2):
+        """Of a plug-in."""
+
+    work = workload_of(make_plan(1, {}, model=tiny_config("mamba2"), whole_model=True).spec)
+    sort = next(one for _, one in sorts(work.shape, range(1)))
+    (part,) = sort.parts
+    own = Own(**{field.name: getattr(part, field.name) for field in fields(part)})
+    cut = StateCut(tp=1, cp=1, rows=2, pieces=1, length=16)
+    known = state_bytes(sort, cut, 2)
+    assert state_bytes(replace(sort, parts=(own,)), cut, 2) == known > 0
+    unknown = replace(sort, shape=replace(sort.shape, model_type="llama"))  # whose layers carry none
+    assert state_bytes(unknown, cut, 2) == pytest.approx(known, rel=0.2)
