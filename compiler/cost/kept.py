@@ -186,7 +186,7 @@ def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
     of several the one whose rows most types have.
     """
     table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
-    types = _types_with(group)
+    types = types_with(group)
 
     def unlike(kind: str) -> int:
         asked = table["answers"][types[kind]["always"]].items()
@@ -198,13 +198,9 @@ def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
     return min(types, key=lambda kind: (unlike(kind), kind != own, -alike[str(types[kind]["16"])], kind))
 
 
-def has_rows(group: str) -> bool:
-    """Whether a type has rows of a group of modules."""
-    return bool(_types_with(group))
-
-
 @cache
-def _types_with(group: str) -> Mapping[str, Mapping[str, Any]]:
+def types_with(group: str) -> Mapping[str, Mapping[str, Any]]:
+    """The types that have rows of a group of modules."""
     types = shipped("parcompile.cost", "kept.json")["types"].items()
     return {kind: one for kind, one in types if all(group in one[bits] for bits in ("16", "32"))}
 

@@ -20,7 +20,7 @@ from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
 from .blocks import compressed_layers, gathered_bytes, handed_bytes
-from .kept import SEVERAL, Sort, has_rows, rows_for, sizes, sorts
+from .kept import SEVERAL, Sort, rows_for, sizes, sorts, types_with
 from .workload import Workload
 
 INDEX_BYTES = 4
@@ -164,7 +164,7 @@ def state_bytes(sort: Sort, cut: StateCut, element_bytes: int) -> float:
     numbers, bases = cut.sizes(one)
     # A kind that no type has rows of, of a plug-in, keeps what that kind does which it is made from.
     kinds = (kind.__name__ for kind in (*type(one).__mro__, GatedDelta))
-    group = next(kind for kind in kinds if has_rows(kind))
+    group = next(kind for kind in kinds if types_with(kind))
     rows = rows_for(sort, group, {**sizes(sort)[1], **cut.answers(one)}, element_bytes)
     return float(
         sum(
