@@ -144,7 +144,7 @@ class Kept:
 
     def is_of_state(self, module: str) -> bool:
         """Whether a module is one that carries a state."""
-        return any(one.states for one in self.sort.parts) and _group(self.sort, module) is None
+        return (part := part_of(self)) is not None and part.own(f"{module}.") is not None
 
     def is_choice(self, index: int) -> bool:
         """Whether a tensor has numbers of each token with each other one, as an indexer makes them."""

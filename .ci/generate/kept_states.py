@@ -97,8 +97,8 @@ def tree_of(layers: Callable[[Spread], Iterator[Any]], others: Sequence[Any], wr
             return tree
     ends: list[Any] = []
     for number, (some, more, spread) in enumerate(zip(seen, draws, spreads, strict=True)):
-        several = ends[number - len(SPREADS)] if number >= len(SPREADS) else None
-        if (end := _end(some, more, several, wrong, f"{word}: {spread}")) is None:
+        known = [ends[number - len(SPREADS)], *others] if number >= len(SPREADS) else others
+        if (end := _end(some, more, known, wrong, f"{word}: {spread}")) is None:
             return None
         ends.append(end)
     whole, one = (
@@ -112,15 +112,13 @@ def _asked(question: str, holds: Any, holds_not: Any) -> Any:
     return holds if holds == holds_not else [question, holds, holds_not]
 
 
-def _end(some: list[Any], more: Iterator[Any], known: Any, wrong: list[str], where: str) -> Any:
-    """The rows of the layers of one spread: those that are known, where they give what these keep, too."""
+def _end(some: list[Any], more: Iterator[Any], known: Sequence[Any], wrong: list[str], where: str) -> Any:
+    """The rows of the layers of one spread."""
     missed = math.inf
     for count in DRAWS:
         some += itertools.islice(more, count - len(some))
         unseen = list(itertools.islice(more, UNSEEN))
-        if known is not None and all(abs(off(known, one)) < EXACT for one in (*some, *unseen)):
-            return known
-        known, end = None, split(some)
+        end = split(some, known)
         missed = math.inf if end is None or not unseen else max(abs(off(end, one)) for one in unseen)
         if missed < EXACT:
             return end
@@ -186,14 +184,19 @@ def features(layer: Any) -> dict[tuple[str, str], float]:
     }
 
 
-def split(layers: Sequence[Any]) -> Any:
-    """Rows, or a question and the same of the layers that answer it by yes and by no; None: there are none."""
+def split(layers: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+    """Rows, or a question and the same of the layers that answer it by yes and by no; None: there are none.
+
+    Those that are known go before others, where they give what the layers keep.
+    """
     every = [answers(one) for one in layers]
     asked = sorted({one for own in every for one in own}, key=lambda one: ("." in one, one))
 
     @cache
     def rows(those: tuple[int, ...]) -> Any:
-        return rows_of([layers[number] for number in those])
+        own = [layers[number] for number in those]
+        alike = (tree for tree in known if all(abs(off(tree, one)) < EXACT for one in own))
+        return next(alike, None) or rows_of(own)
 
     def tree(those: tuple[int, ...], questions: int) -> Any:
         if (found := rows(those)) is not None or not questions:

@@ -165,7 +165,8 @@ def state_bytes(sort: Sort, cut: StateCut, element_bytes: int) -> float:
     # A kind that no type has rows of, of a plug-in, keeps what that kind does which it is made from.
     kinds = (kind.__name__ for kind in (*type(one).__mro__, GatedDelta))
     group = next(kind for kind in kinds if types_with(kind))
-    rows = rows_for(sort, group, {**sizes(sort)[1], **cut.answers(one)}, element_bytes)
+    flags = {name.replace(type(one).__name__, group, 1): answer for name, answer in sizes(sort)[1].items()}
+    rows = rows_for(sort, group, {**flags, **cut.answers(one)}, element_bytes)
     return float(
         sum(
             bases[basis] * size * math.prod(numbers[each] for each in name.split("·") if each)
