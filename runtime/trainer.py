@@ -389,7 +389,7 @@ def _adapted(plan: Plan, model: nn.Module | str | Path | None, peft_config: Any)
 _OF_LOG = {"loss": "loss", "gradient_norm": "grad_norm", "lr": "learning_rate"}
 
 
-class _Rows(TrainerCallback, contextlib.AbstractContextManager["_Rows"]):  # type: ignore[misc]
+class _Rows(TrainerCallback):  # type: ignore[misc]
     """Writes the lines of Trainer's log to metrics.jsonl in its output folder, under the names of `StepMeter`.
 
     `seconds` is the mean of the steps since the line before, without what evaluation and saving take between them.
@@ -401,6 +401,9 @@ class _Rows(TrainerCallback, contextlib.AbstractContextManager["_Rows"]):  # typ
         self._log: RunLog | None = None
         self._peak: dict[str, float] = {}
         self._step, self._since, self._ended, self._waited, self._pauses = 0, 0.0, 0.0, 0.0, False
+
+    def __enter__(self) -> _Rows:
+        return self
 
     def __exit__(self, *raised: Any) -> None:
         if self._log is not None:
@@ -872,7 +875,7 @@ class _Sampling(_Planned):
             return self._of_dp(given) if trains else given
 
         def gather_object(given: list[Any]) -> list[Any]:
-            return list(itertools.chain(*gather_objects(given, self.mesh.group("dp")))) if dp > 1 else given
+            return list(itertools.chain(*gather_objects(given, self.mesh.group("dp")))) if dp > 1 else list(given)
 
         def reduce(given: Tensor, **_: Any) -> Tensor:
             if dp > 1:

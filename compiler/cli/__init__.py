@@ -18,6 +18,8 @@ import click
 from parcompile.entry_points import PluginError, end
 from parcompile.version import __version__, how_to_install
 
+_ALLOCATIONS, _USUAL = 100_000, gc.get_threshold()
+"""After so many more objects garbage is looked for: modules and tables, which stay, load without a look at them."""
 _TOGETHER = {
     "accelerators": "reference",
     "advisories": "reference",
@@ -67,6 +69,7 @@ def needing(extras: str) -> Iterator[None]:
     """Imports of the runtime, only where a command uses it: the compiler itself works without torch."""
     try:
         yield
+        gc.set_threshold(*_USUAL)  # cycles may hold the memory of a device
     except ImportError as error:
         raise click.ClickException(f"this needs the runtime ({error}): {how_to_install(extras)}") from None
 
@@ -155,10 +158,6 @@ def cli() -> None:
 
     The plan lists every decided value, its memory and time, and the files that launch it.
     """
-
-
-_ALLOCATIONS = 100_000
-"""After so many more objects garbage is looked for: modules and tables, which stay, load without a look at them."""
 
 
 def main() -> NoReturn:

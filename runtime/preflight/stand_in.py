@@ -74,12 +74,12 @@ def stand_in(plan: Plan, rank: int, device: torch.device = META) -> Iterator[Mes
         raise RunError("this process has joined other ranks: preflight needs one of its own")
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    before, place = get_accelerator(), {"RANK": str(rank), "WORLD_SIZE": str(plan.world_size), "LOCAL_RANK": "0"}
+    before, variables = get_accelerator(), {"RANK": str(rank), "WORLD_SIZE": str(plan.world_size), "LOCAL_RANK": "0"}
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     try:
         with (
-            mock.patch.dict(os.environ, place, MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+            mock.patch.dict(os.environ, variables, MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
             _quiet(),
             contextlib.ExitStack() as entered,
         ):

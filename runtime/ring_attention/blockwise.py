@@ -18,7 +18,6 @@ are one more block, merged by its log-sum-exp: no more of the scores is in memor
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -51,10 +50,19 @@ _OPTIONS = (
     "bool per_document, float? softcap, float dropout, int? dropout_seed, int first_row, int first_head, "
     "int? inner_ranks"
 )
-_PARAMETERS = inspect.signature(attention_call).parameters
 _PLAIN: dict[str, Any] = {
-    name: _PARAMETERS[name].default if name in _PARAMETERS else None
-    for name in (option.split()[1] for option in _OPTIONS.split(", ")[3:])
+    "causal": True,
+    "scale": None,
+    "window": None,
+    "borders": None,
+    "counts": None,
+    "per_document": False,
+    "softcap": None,
+    "dropout": 0.0,
+    "dropout_seed": None,
+    "first_row": 0,
+    "first_head": 0,
+    "inner_ranks": None,
 }
 """What follows the names of carrier, group and layout in `_OPTIONS`, as it is where nobody says it."""
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? alibi_slopes, Tensor? bias"

@@ -85,20 +85,21 @@ class _Divergence(torch.autograd.Function):
         # Rows, with x' = x − largest x, and y' likewise: largest x, Σ exp x', Σ exp(x')·(x' − y'), largest y, Σ exp y'.
         local = torch.zeros(3 if reference is None else 5, len(logits), dtype=exact(logits.dtype), device=logits.device)
         local[0::3] = -torch.inf
-        for rows in shard.chunks(len(logits)) if shard.held else ():
-            x = logits[rows, : shard.held].to(local.dtype, copy=True)
-            local[0, rows] = largest = x.amax(1)
-            difference = x.sub_(largest.unsqueeze(1)).clone()
-            if reference is not None:
-                y = reference[rows, : shard.held].to(x.dtype)
-                local[3, rows] = largest = y.amax(1)
-                y = y - largest.unsqueeze(1)
-                difference -= y
-                local[4, rows] = y.exp_().sum(1)
-            weights = x.exp_()
-            local[1, rows] = weights.sum(1)
-            # A weight of 0 counts nothing, whatever its logarithm.
-            local[2, rows] = difference.masked_fill_(weights == 0, 0.0).mul_(weights).sum(1)
+        if shard.held:
+            for rows in shard.chunks(len(logits)):
+                x = logits[rows, : shard.held].to(local.dtype, copy=True)
+                local[0, rows] = largest = x.amax(1)
+                difference = x.sub_(largest.unsqueeze(1)).clone()
+                if reference is not None:
+                    y = reference[rows, : shard.held].to(x.dtype)
+                    local[3, rows] = largest = y.amax(1)
+                    y = y - largest.unsqueeze(1)
+                    difference -= y
+                    local[4, rows] = y.exp_().sum(1)
+                weights = x.exp_()
+                local[1, rows] = weights.sum(1)
+                # A weight of 0 counts nothing, whatever its logarithm.
+                local[2, rows] = difference.masked_fill_(weights == 0, 0.0).mul_(weights).sum(1)
         ranks = local.unsqueeze(0)
         if shard.group is not None and group_size(shard.group) > 1:
             ranks = start_all_gather(ranks, shard.group).wait(0)

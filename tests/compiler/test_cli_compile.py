@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from parcompile import cli
 from parcompile.cli import main
 
 SPEC: dict[str, Any] = {
@@ -211,3 +213,19 @@ def test_a_file_that_no_compilation_wrote_is_kept(run: Any, name: str) -> None:
     mine.write_text("edited", encoding="utf-8")  # what an earlier compilation wrote is written anew
     assert run("spec.json", "-o", "out").code == 0
     assert mine.read_text(encoding="utf-8") != "edited"
+
+
+def test_what_runs_models_looks_for_garbage_as_python_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "run", lambda: gc.get_threshold()[0])
+    monkeypatch.setattr(cli, "end", int)
+    usual, before = cli._USUAL, gc.get_threshold()
+    assert usual[0] < 100_000
+    gc.set_threshold(*usual)
+    try:
+        cli.main()
+        assert gc.get_threshold()[0] > usual[0]
+        with cli.needing("runtime"):
+            pass
+        assert gc.get_threshold() == usual
+    finally:
+        gc.set_threshold(*before)
