@@ -17,7 +17,7 @@ from parcompile.model.shape import mean_over_layers
 from . import kept
 from .activations import BLOCKS, ROW_COPIES
 from .blocks import MEANS, NORM_BYTES, added_bytes, has_mixture, head_bytes, table_gradient_bytes
-from .collectives import norms_mlp_output, routed_layers, stream_bytes
+from .collectives import hidden_bytes, norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
 from .workload import Workload
@@ -138,7 +138,8 @@ def _of_last_norm(work: Workload) -> float:
     if tiles_norms(work):
         return 0.0
     of_feature = norm_bytes(work) / work.shape.hidden_size
-    return of_feature if _is_centred(work) else min(of_feature, 6 if work.element_bytes < 4 else 4)
+    most = of_feature if _is_centred(work) else 6 if work.element_bytes < 4 else 4
+    return min(of_feature, most) + stream_bytes(work) - work.element_bytes
 
 
 def embedding_norm_bytes(work: Workload, stage: Stage) -> float:
@@ -509,6 +510,15 @@ def input_bytes(work: Workload) -> float:
 def keeps_input(work: Workload) -> bool:
     """Whether the first norm of a layer keeps what goes into the layer itself, and no copy of it in fp32."""
     return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work)
+
+
+def received_bytes(work: Workload, stage: Stage) -> float:
+    """What a stage received of a micro-batch, which waits for its gradient, where layers keep nothing but a copy."""
+    if work.pp == 1 or work.recomputes_layers or keeps_input(work) or work.shape.residual.streams:
+        return 0.0
+    projects = norms_mlp_output(work.shape) and work.shape.norms.per_layer == BLOCKS  # what came in, without a norm
+    copied = work.sequence_parallel or not projects
+    return copied * (work.virtual_stages - stage.has_embedding) * hidden_bytes(work)
 
 
 def tiles_norms(work: Workload) -> bool:

@@ -47,6 +47,7 @@ from .layer_passes import (
     norm_in_flight,
     parts_in_flight,
     parts_left,
+    received_bytes,
     router_bytes,
     row_copies,
     streams_in_flight,
@@ -301,7 +302,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
-        before = front_bytes(work, stage) + embedding_norm_bytes(work, stage)
+        before = front_bytes(work, stage) + embedding_norm_bytes(work, stage) + received_bytes(work, stage)
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += (before + parts) * one.copies
         # With full recomputation it is gone when a layer is computed again.
@@ -414,7 +415,9 @@ def _in_flight(one: _Held, bucket: float) -> float:
         in_flight = max(in_flight_bytes(work, routed=False), in_flight - gone)
     if one.states:
         gone = let_go_bytes(work, one.stage, one.dense, one.sparse, one.largest)
-        in_flight = max(in_flight, backward_bytes(work) - gone)
+        # What goes into a layer is there while it scans, and is added to its result.
+        added = 0.0 if work.recomputes_layers or keeps_input(work) else input_bytes(work)
+        in_flight = max(in_flight, max(backward_bytes(work), forward_bytes(work) + added) - gone)
     return parts_in_flight(work, one.largest, in_flight) if work.parts_again else in_flight
 
 
@@ -447,8 +450,6 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
     kept["stream"] += kept_by_one(work, one.with_blocks)
     one_layer = sum(kept.values())
-    # A layer's MLP comes behind its scan.
-    in_flight = max(in_flight, forward_bytes(work) - kept["mlp"] if one.states else 0.0)
     inputs = input_bytes(work)
     modules = (len(stage.layers) - one.untrained) / together
     kept["stream"] += kept_layers(work, modules, held) * inputs

@@ -212,21 +212,22 @@ def backward_bytes(work: Workload) -> float:
 
 
 def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes, largest: LayerBytes) -> float:
-    """What the layers of a stage behind the last one that carries a state have kept, and that one's MLP.
+    """What the layers of a stage keep behind the last one that carries a state, and that one's MLP.
 
-    When it runs backward they have let go of it. With full recomputation it is the MLP alone, of the `largest` layer.
+    It is not there yet when that one scans, and gone when it runs backward. With full recomputation it is the MLP
+    alone, of the `largest` layer.
     """
-    recurrent = work.shape.part(Recurrent)
-    if recurrent is None or work.shape.stack.blocks is not None or recurrent.beside_attention:
+    shape = work.shape
+    if (recurrent := shape.part(Recurrent)) is None:
         return 0.0
+    blocks = shape.stack.blocks is not None  # a layer is a state or an MLP
     if work.recomputes_layers:
-        entered = largest.gathered / work.shape.blocks_per_layer * (largest.mlp > 0)
-        return (largest.mlp + entered) * work.local_tokens
+        entered = largest.gathered / shape.blocks_per_layer * (largest.mlp > 0)
+        return (largest.mlp + entered) * work.local_tokens * (not blocks)
     last = within(recurrent.layers, stage.layers)[-1]
-    behind = range(last + 1, stage.layers.stop)
-    routed = work.shape.routed(range(last, stage.layers.stop))
-    mlps = routed * sparse.mlp + (len(behind) + 1 - routed) * dense.mlp
-    of_whole = len(behind) * (dense.attention + dense.gathered) + mlps
+    behind, reach = range(last + 1, stage.layers.stop), range(last + blocks, stage.layers.stop)
+    of_whole = shape.routed(reach) * sparse.mlp + shape.dense(reach) * dense.mlp
+    of_whole += shape.attending(behind) * dense.attention + len(behind) * dense.gathered
     choice = choice_bytes(work, replace(stage, layers=behind)) if work.framework == "deepspeed" else 0.0
     return of_whole * work.local_tokens + len(behind) * dense.stream * work.split_tokens + choice
 
