@@ -226,7 +226,7 @@ def optimizer_step_bytes(
         # AdamW has what is no matrix; the update of matrices takes the place of their gradient.
         share = 1 - sum(work.matrix_numels(stage)) / max(numel, 1)
         adam = max(share * adam, _largest_turn_bytes(work, stage))
-    copied = taken_at_end(work, stage)
+    copied = taken_at_end(work, stage, place)
     if work.on_host:
         return 0.0 if work.shards_weights else copied
     if not work.zero_stage:

@@ -44,8 +44,9 @@ class _Kept(NamedTuple):
     """Of a rank, the parameters that lie in its shard at least in part."""
 
     numel: int
+    first: int
     last: int
-    """The place of the last of them in the model's order."""
+    """The places of the first and of the last of them in the model's order."""
     rank: int
     """The first that has these."""
 
@@ -64,7 +65,7 @@ class _Cut(NamedTuple):
     expert_shards: int
 
 
-_NOTHING = _Kept(0, -1, -1)
+_NOTHING = _Kept(0, -1, -1, -1)
 _Runs = Sequence[tuple[int, _Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
 
@@ -156,7 +157,7 @@ def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Run
     for rank in sorted(changes):
         for change in changes[rank]:
             (here.add if change >= 0 else here.discard)(max(change, ~change))
-        runs.append((rank, _Kept(sum([every[number].numel for number in here]), max(here, default=-1), rank)))
+        runs.append((rank, _Kept(sum([every[number].numel for number in here]), min(here, default=-1), max(here, default=-1), rank)))
     return runs
 
 
@@ -259,7 +260,7 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     parameter that no bucket takes is reduced where it is.
     """
     kept, in_backward = (_NOTHING, _NOTHING), reduces_in_backward(work)
-    if in_backward:  # behind it what a rank holds begins with its shard
+    if in_backward or work.gradient_bytes == work.element_bytes:  # sums of another type are of a shard
         kept = _of_place(work, stage, place)
     dealt = -(-work.dealt_parameters(stage) // work.expert_shards)
     reducing = _Reducing(
@@ -289,22 +290,24 @@ def head_in_bucket(work: Workload, stage: Stage) -> float:
     return float(work.gradient_bytes * numel * (numel <= largest_bucket(work)))
 
 
-def taken_at_end(work: Workload, stage: Stage) -> float:
+def taken_at_end(work: Workload, stage: Stage, place: RankPlace | None = None) -> float:
     """Bytes that stage 1 takes at most while it reduces behind backward, beside the bucket; 0 where it does not."""
     if work.zero_stage != 1 or reduces_in_backward(work):
         return 0.0
-    return max((one.taken for one in reductions(work, stage)), default=0.0)
+    return max((one.taken for one in reductions(work, stage, place)), default=0.0)
 
 
 def _taken_at_stage_1(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of all gradients; what is reduced is let go of, where no bucket takes it by ranks that own it."""
     width, places, large, begun = one.gradient_bytes, one.places, 0, False
-    own = [part.numel for part in kept] if one.is_whole and one.in_backward else [one.shard - one.dealt, one.dealt]
+    own = [part.numel for part in kept] if one.is_whole else [one.shard - one.dealt, one.dealt]
     dense, experts = [0 if one.on_host else width * numel for numel in own]
     for bucket, copied in zip(one.buckets, _copies(one, width), strict=True):
         has_dense, has_experts = True, bucket.numels[1] > 0
         if one.in_backward:
             has_dense, has_experts = bucket.first <= kept[0].last, bucket.first <= kept[1].last
+        elif one.is_whole:
+            has_dense, has_experts = bucket.stop > kept[0].first >= 0, has_experts and bucket.stop > kept[1].first >= 0
         if one.is_whole:  # one tensor for all, behind the first bucket with a part of it
             beside = (dense + experts) * (has_dense or has_experts)
             taken = max(copied + (dense + experts) * begun, beside)
@@ -398,7 +401,7 @@ class _Bucket(NamedTuple):
 def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backward: bool) -> Sequence[_Bucket]:
     """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts.
 
-    Behind it, of buckets that are alike the first stands for all: more is let go of before the others.
+    Behind it, of buckets that are alike the first and the last stand for all: more is let go of before the later ones.
     """
     every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
     for one in every:
@@ -428,5 +431,5 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
         fill(0, 0, 0)
     if in_backward:
         return found
-    alike = {(one.numels, one.is_large): one for one in reversed(found)}
-    return [*reversed(alike.values())]
+    ends = {one for order in (found, found[::-1]) for one in {(one.numels, one.is_large): one for one in order}.values()}
+    return [one for one in found if one in ends]
