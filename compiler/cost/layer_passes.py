@@ -392,6 +392,8 @@ def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     share = work.tp if work.sequence_parallel else 1
     tensors = CENTRED_NORM_TENSORS if _is_centred(work) else NORM_TENSORS
     here = work.split_tokens / share * work.shape.hidden_size * tensors * 4
+    if not _is_centred(work):  # what the weight multiplies is as wide as that gradient, or in fp32
+        here -= work.split_tokens / share * (norm_bytes(work) - 4 * work.shape.hidden_size)
     if norms_mlp_output(work.shape):
         return here + behind_mlp_bytes(work)
     gone = layer.mlp + layer.gathered / work.shape.blocks_per_layer
@@ -508,17 +510,16 @@ def input_bytes(work: Workload) -> float:
 
 
 def keeps_input(work: Workload) -> bool:
-    """Whether the first norm of a layer keeps what goes into the layer itself, and no copy of it in fp32."""
-    return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work)
+    """Whether a layer keeps what goes into it, and no copy: its first norm, in fp32; or attention without a norm."""
+    projects = norms_mlp_output(work.shape) and work.shape.norms.per_layer == BLOCKS and not work.sequence_parallel
+    return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work) or projects
 
 
 def received_bytes(work: Workload, stage: Stage) -> float:
     """What a stage received of a micro-batch, which waits for its gradient, where layers keep nothing but a copy."""
     if work.pp == 1 or work.recomputes_layers or keeps_input(work) or work.shape.residual.streams:
         return 0.0
-    projects = norms_mlp_output(work.shape) and work.shape.norms.per_layer == BLOCKS  # what came in, without a norm
-    copied = work.sequence_parallel or not projects
-    return copied * (work.virtual_stages - stage.has_embedding) * hidden_bytes(work)
+    return (work.virtual_stages - stage.has_embedding) * hidden_bytes(work)
 
 
 def tiles_norms(work: Workload) -> bool:
