@@ -241,15 +241,17 @@ def _of_mlp(work: Workload) -> float:
 
     Beside the gradient of a rank's own tokens is all that is gathered of it: one row in pieces, of which three more are
     there, or one and the gradient of the weight; several rows that travel whole, and what CPUs exchange, are laid out
-    anew.
+    anew. A norm behind the MLP has a gradient of its own for it, beside that of the residual stream.
     """
     row, tokens = work.local_tokens * work.shape.hidden_size, work.local_tokens
     width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
     gates, out = _gates(work) * tokens * width, (tokens + work.shape.hidden_size) * width
+    out += row / (work.tp if work.sequence_parallel else 1) * norms_mlp_output(work.shape)
     if work.tp == 1 or not work.sequence_parallel:
         return work.element_bytes * (row + max(gates, out))
     if (count := _pieces(work)) and work.micro_batch == 1:
-        gathered = row + max(min(3, count) * row / count + tokens * width, row / count + out)
+        of_weight = work.shape.hidden_size * width
+        gathered = row + out + max(min(3, count) * row / count - of_weight, row / count)
     else:
         anew = not count and (work.micro_batch > 1 or not runs_on_gpu(work))
         gathered = row * (1 + anew) + out

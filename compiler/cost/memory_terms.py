@@ -405,7 +405,7 @@ def _in_flight(one: _Held, bucket: float) -> float:
         in_flight = max(in_flight, entering_bytes(work))
     if one.eager:
         layer = one.sparse if one.routed else one.dense
-        if norms_mlp_output(work.shape) and not (work.recomputes_layers or work.sequence_parallel):  # that norm is gone
+        if norms_mlp_output(work.shape):  # that norm is gone
             in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
         of_others = norm_in_flight(work, layer), attention_in_flight(work, one.stage, layer), streams_in_flight(work)
         in_flight = max(in_flight, *of_others)
