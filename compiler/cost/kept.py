@@ -98,13 +98,15 @@ def sorts(shape: ModelShape, layers: range) -> tuple[tuple[int, Sort], ...]:
 
 
 @lru_cache(maxsize=4096)
-def mean_bytes(shape: ModelShape, routed: bool, tp: int, sequence_parallel: bool, element_bytes: int) -> LayerBytes:
-    """The mean of what a model's layers with a dense MLP or, `routed`, with experts keep of a token; without such, 0.
+def mean_bytes(
+    shape: ModelShape, layers: range, routed: bool, tp: int, sequence_parallel: bool, element_bytes: int
+) -> LayerBytes:
+    """The mean of what these layers with a dense MLP or, `routed`, with experts keep of a token; without such, 0.
 
     Where a layer is one block, what each kind of block keeps.
     """
     cut = (tp, sequence_parallel, element_bytes)
-    every = [(count, one, sort_bytes(one, *cut)) for count, one in sorts(shape, range(shape.num_hidden_layers))]
+    every = [(count, one, sort_bytes(one, *cut)) for count, one in sorts(shape, layers)]
 
     def mean(part: str, of: Callable[[Sort], bool]) -> float:
         those = [(count, getattr(each, part)) for count, one, each in every if of(one)]

@@ -24,6 +24,8 @@ from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
 
+SHARED_FIRST = types_with("shared_first")
+"""Model types whose shared expert runs before the others."""
 FP32_LOGITS = types_with("fp32_logits")
 """Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
 
@@ -227,8 +229,24 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
     """
     moe = work.busiest_shape.moe
     if routed and moe is not None:
-        return _of_experts(work, moe, bucket)
-    return tile_bytes(work) if work.mlp_tiles > 1 else _of_mlp(work)
+        found, shared = _of_experts(work, moe, bucket), moe.shared_intermediate_size / work.tp
+        return _beside_shared(work, found, shared) if shared and work.shape.stack.layers_per_module == 1 else found
+    return tile_bytes(work) if work.mlp_tiles > 1 else _of_mlp(work, _dense_width(work))
+
+
+def _beside_shared(work: Workload, found: float, width: float) -> float:
+    """What is in flight in a layer with experts, which have `found`, and a shared one of so many features on a rank.
+
+    What one that runs before the others gave waits for dealt ones, and its gathered gradient for theirs: it runs while
+    rows travel. One that runs behind them goes backward first, and leaves the gradient of what it took, for which it
+    gathered that.
+    """
+    whole, apart = work.element_bytes * work.local_tokens, work.sequence_parallel and work.tp > 1
+    experts = family_of(work.shape.model_type).experts
+    if work.shape.model_type in SHARED_FIRST or (work.ep > 1 and experts is not None and not experts.beside):
+        return found + whole * work.shape.hidden_size * apart
+    gone = whole * (_numbers(work) * width - work.shape.hidden_size * (not apart))
+    return max(found - gone, _of_mlp(work, width))
 
 
 def _gates(work: Workload) -> float:
@@ -236,15 +254,24 @@ def _gates(work: Workload) -> float:
     return 2 if work.shape.mlp.gated else work.shape.mlp.activation_gradients
 
 
-def _of_mlp(work: Workload) -> float:
-    """Of a dense MLP: the gradients of what its gate takes; or under the last product, those of its input and weight.
+def _dense_width(work: Workload) -> float:
+    """A rank's features of the widest dense MLP."""
+    return max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+
+
+def _numbers(work: Workload) -> int:
+    """For each feature of a dense MLP, the numbers that it keeps of a token."""
+    return (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
+
+
+def _of_mlp(work: Workload, width: float) -> float:
+    """Of a dense MLP with so many features on a rank: the gradients of what its gate takes; or under the last product, those of its input and weight.
 
     Beside the gradient of a rank's own tokens is all that is gathered of it: one row in pieces, of which three more are
     there, or one and the gradient of the weight; several rows that travel whole, and what CPUs exchange, are laid out
     anew. A norm behind the MLP has a gradient of its own for it, beside that of the residual stream.
     """
     row, tokens = work.local_tokens * work.shape.hidden_size, work.local_tokens
-    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
     gates, out = _gates(work) * tokens * width, (tokens + work.shape.hidden_size) * width
     out += row / (work.tp if work.sequence_parallel else 1) * norms_mlp_output(work.shape)
     if work.tp == 1 or not work.sequence_parallel:
@@ -267,15 +294,16 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
     width = moe.intermediate_size / slices
     experts, rows = moe.num_experts / work.ep, moe.num_experts_per_token * tokens * slices / work.tp
     of_weight = work.element_bytes * width * (experts * projections * h - 2 * rows)
-    weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE else 4
-    # The gradient of the layer's output lies beside what a gate takes.
+    weighted = work.element_bytes if work.shape.model_type in WEIGHTED_IN_TYPE | SCALED_INPUTS else 4
+    # The gradient of the layer's output lies beside what a gate takes, when what experts gave is gone.
     given = work.element_bytes * tokens * h / (work.tp if work.sequence_parallel else 1)
     gates = _gates(work) * work.element_bytes * rows * width
     if work.ep == 1:
         # With many tokens the peak is where rows are weighted.
         again = work.recomputes_layers or MLP in work.parts_again
         cast = work.element_bytes * (work.element_bytes < weighted and not again)
-        return max(of_weight, max((IN_FLIGHT_COPIES * weighted + cast) * rows * h, gates) + given)
+        came = work.element_bytes * rows * h * (work.shape.model_type not in SCALED_INPUTS)
+        return max(of_weight, max((IN_FLIGHT_COPIES * weighted + cast) * rows * h, gates - came) + given)
     came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
@@ -337,11 +365,10 @@ def entering_bytes(work: Workload) -> float:
     where the input was not there. CPUs exchange both in buffers of their own.
     """
     again, projections = work.gathers_again(MLP), 2 if work.shape.mlp.gated else 1
-    gone = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
-    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    width = _dense_width(work)
     whole = (1 + again) * (1 if runs_on_gpu(work) else 2) + 1 / work.tp
     whole += 0 if again else (work.micro_batch > 1) + 1 / work.tp
-    of_token = work.shape.hidden_size * whole + (projections - gone) * width
+    of_token = work.shape.hidden_size * whole + (projections - _numbers(work)) * width
     weights = projections * work.shape.hidden_size * width * again
     return work.element_bytes * (work.split_tokens * of_token + weights)
 
@@ -433,11 +460,10 @@ def tile_bytes(work: Workload) -> float:
     norm is gone.
     """
     share, h = work.tp if work.sequence_parallel else 1, work.shape.hidden_size
-    width = max((one.intermediate_size for _, one in work.shape.by_kind), default=0) / work.tp
+    width = _dense_width(work)
     numel = h * width * (3 if work.shape.mlp.gated else 2)
     tokens = work.split_tokens / work.mlp_tiles
-    kept = (4 if work.shape.mlp.gated else 2) + work.shape.mlp.activation_numbers
-    of_tile = work.element_bytes * tokens * (2 * h + (kept + 1) * width)
+    of_tile = work.element_bytes * tokens * (2 * h + (_numbers(work) + 1) * width)
     taken = work.element_bytes * work.split_tokens / share * h
     of_norm = 0.0 if tiles_norms(work) else taken * (NORM_TENSORS * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
     attention = _attention_gradients(work) - taken

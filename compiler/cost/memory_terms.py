@@ -122,7 +122,7 @@ class _Held:
             def held(layer: LayerBytes, *, of_experts: bool) -> LayerBytes:
                 return gathered_again_bytes(work, dealt_rows(work, layer) if of_experts else tiled_bytes(work, layer))
 
-            dense, sparse = (held(mean_bytes(shape, moe, *cut), of_experts=moe) for moe in (False, True))
+            dense, sparse = (held(mean_bytes(shape, stage.layers, moe, *cut), of_experts=moe) for moe in (False, True))
             each = [] if shape.stack.blocks else sorts(shape, stage.layers)
             kinds = (held(sort_bytes(one, *cut), of_experts=one.routed) for _, one in each)
         else:
