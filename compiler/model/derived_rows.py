@@ -19,7 +19,8 @@ from .families import FAMILIES
 from .family import Family
 from .layer_parts import ATTENTION, MLP, why_whole
 from .shape import Biases, ModelShape
-from .tables import Repeated, TableError, repeated, table_of
+from .tables import Repeated, repeated, table_of
+from .tables.expression import TableError
 from .user_module import LAYER, InjectionRule, UserModule
 
 CLASSIFIER = "score.weight"

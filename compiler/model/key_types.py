@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics import closest
+from parcompile.model import ModelConfigError
 from parcompile.user_files import shipped
 
 _NEAR = 0.85
@@ -186,13 +187,16 @@ def _meant(taken: Sequence[str]) -> str:
     return " or ".join(["a number", *words] if number else words)
 
 
-def listed_otherwise(config: Mapping[str, Any], layers: int) -> tuple[str, str] | None:
-    """The first list of kinds of layers that has not one for each, with what is wrong; None where there is none."""
+def check_lists(config: Mapping[str, Any], layers: int) -> None:
+    """Refuses lists of kinds of layers that have not one for each.
+
+    Raises:
+        ModelConfigError: the first of them.
+    """
     for key in sorted(LISTS_OF_KINDS):
         listed = config.get(key)
         if isinstance(listed, list | tuple) and len(listed) != layers:
-            return key, f"{key} has {len(listed)} entries for {layers} layers: write the kind of each"
-    return None
+            raise ModelConfigError(f"{key} has {len(listed)} entries for {layers} layers: write the kind of each", key)
 
 
 def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

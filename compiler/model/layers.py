@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from . import ModelConfigError
 from .compressed_keys import CompressedKeys
 from .tables import OLDER_KINDS
 
@@ -55,12 +56,8 @@ class KeysAndValues(enum.Enum):
     """Those of an earlier layer."""
 
 
-class LayersError(ValueError):
-    """A configuration whose layers cannot be told apart; `key` is the key at fault."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
+class LayersError(ModelConfigError):
+    """A configuration whose layers cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
