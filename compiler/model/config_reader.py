@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import ModelConfigError
+from .layers import checked, whole
 from .tables import alias_of, class_default, reads
 
 
@@ -30,9 +31,7 @@ class ConfigReader:
             return int(found)
         if isinstance(value, list) and value and isinstance(value[0], int):
             value = self._of_all_layers(key, value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
-        return value
+        return checked(key, value)
 
     def _of_all_layers(self, key: str, values: list[Any]) -> Any:
         """The one number of a list with one for each layer, which some classes take."""
@@ -83,10 +82,7 @@ class ConfigReader:
 
     def number(self, name: str, default: int | None) -> int:
         """A whole number of 0 or more."""
-        value = self._config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
-        return value
+        return whole(self._config, name, default, least=0)
 
 
 def _class_defaults(config: Mapping[str, Any]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, activation_numbers, types_with
 from .key_types import LISTS_OF_KINDS, check_lists, classified, fields_of, mistyped, whole_heads
-from .layers import LayerAttention, LayerBlocks, LayerShape, Projections, kinds_of_layers
+from .layers import LayerAttention, LayerBlocks, LayerShape, Projections, checked, kinds_of_layers
 from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, in_layers, stated, table_of
@@ -169,8 +169,7 @@ def _labels(config: Config) -> int:
         if not any(str(one).endswith(_CLASSIFIER) for one in config.get("architectures") or ()):
             return 0
         stated = len(config.get("id2label") or range(_LABELS))
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        raise ModelConfigError(f"num_labels is {stated!r}: it has to be a whole number of 1 or more", "num_labels")
+    checked("num_labels", stated)
     if (name := str(config["model_type"])) not in classified():
         raise ModelConfigError(
             f"num_labels {stated}: transformers' {name} has no classifier of sequences that is built as those of other "

@@ -130,13 +130,21 @@ class LayerPeriod(NamedTuple):
         return tuple(range(offset, num_layers, period))
 
 
-def whole(config: Mapping[str, Any], key: str, default: int, *, least: int) -> int:
-    """The value of a key that tells which layers are meant.
+def whole(config: Mapping[str, Any], key: str, default: int | None, *, least: int = 1) -> int:
+    """The value of a key, or its default where it is left out.
 
     Raises:
         LayersError: it is no whole number of `least` or more.
     """
-    value = config.get(key, default)
+    return checked(key, config.get(key, default), least)
+
+
+def checked(key: str, value: Any, least: int = 1) -> int:
+    """The value of a key.
+
+    Raises:
+        LayersError: it is no whole number of `least` or more.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)
     return value

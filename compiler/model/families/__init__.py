@@ -140,7 +140,7 @@ def _as_family(name: str, given: object) -> Family:
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
     """The last layer of each `decoder_sparse_step`, without those of `mlp_only_layers`; `dense` is its default."""
-    step, listed = whole(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers")
+    step, listed = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
     without = dense if listed is None else listed
     if not isinstance(without, list | tuple):
         raise LayersError(f"mlp_only_layers is {listed!r}: it has to be a list of layers", "mlp_only_layers")
@@ -149,26 +149,6 @@ def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = (
 
 def by_frequency(config: Mapping[str, Any], count: int, *, first: int) -> list[int]:
     """The first layer of each `moe_layer_freq`, from `first_k_dense_replace` on, of which `first` is the default."""
-    step = whole(config, "moe_layer_freq", 1, least=1)
+    step = whole(config, "moe_layer_freq", 1)
     dense = whole(config, "first_k_dense_replace", first, least=0)
     return [layer for layer in range(0, count, step) if layer >= dense]
-
-
-def always(*_: object) -> bool:
-    """Of a trait that every configuration has."""
-    return True
-
-
-def in_all_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The layers with a trait that all have."""
-    return tuple(range(count))
-
-
-def one(*_: object) -> int:
-    """Of a number that no configuration changes."""
-    return 1
-
-
-def all_heads(_: Mapping[str, Any], heads: int) -> int:
-    """As many key and value heads as queries."""
-    return heads

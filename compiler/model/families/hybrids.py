@@ -11,11 +11,6 @@ from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import zamba2_kinds
 
 
-def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    found = tuple(layer for layer in range(count) if layer % 4 != 3)
-    return found[:-1] if len(found) == count else found  # one attends at least
-
-
 def _adjusted(config: Mapping[str, Any], width: int) -> int:
     """The width of LFM2's MLP (`Lfm2MLP` of transformers)."""
     width = config.get("block_ff_dim") or width
@@ -24,14 +19,6 @@ def _adjusted(config: Mapping[str, Any], width: int) -> int:
     width = int(2 * width / 3)
     factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
     return width if factor is None else multiple * -(-int(factor * width) // multiple)
-
-
-def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
-
-
-def _minimax_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    return tuple(range(1, count, 2))
 
 
 # Kimi delta attention (arXiv 2510.26692) three layers of four or more, latent attention in the others, and experts.
