@@ -84,7 +84,8 @@ def _shape(config: Config) -> ModelShape:
         raise ModelConfigError(sentence, "model_type", instead)
     if (wrong := mistyped(name, config)) is not None:
         raise ModelConfigError(wrong[1], wrong[0])
-    family = FAMILIES[name]
+    family, table = FAMILIES[name], table_of(name)
+    assert table is not None, name
     read = ConfigReader(config, family.defaults, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads") if family.attends else 0
     if heads and hidden % heads and whole_heads(name):
@@ -101,8 +102,6 @@ def _shape(config: Config) -> ModelShape:
         config, read = by_modules, ConfigReader(by_modules, family.defaults, family.keys)
     if (block_kinds := family.layer_blocks and family.layer_blocks(config)) is None and LISTS_OF_KINDS & config.keys():
         check_lists(config, read.size("num_hidden_layers"))
-    table = table_of(name)
-    assert table is not None, name
     of_few = family.latent.read(config, hidden // heads, read.size) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
