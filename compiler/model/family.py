@@ -208,9 +208,12 @@ def of_keys(
 ) -> Any:
     """What an expression of keys says, as in tables; `given` is what a function gets beside the configuration.
 
-    A key that is left out has its value in `defaults`, else null. Lists become tuples.
+    A key that is left out has its value in `defaults`, else null; `section.key` is one inside another. Lists become
+    tuples.
     """
-    return frozen(compiled(text)({**(defaults or {}), **config, "given": given}))
+    sections = [(name, section) for name, section in config.items() if isinstance(section, Mapping)]
+    inner = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    return frozen(compiled(text)({**(defaults or {}), **config, **inner, "given": given}))
 
 
 @functools.cache

@@ -13,13 +13,14 @@ from typing import Any
 
 from . import ModelConfigError
 from .blocks.experts import MoeShape, experts_from
+from .blocks.latent import Projections
 from .catalogue import CAPPED_LOGITS, CAPPED_SCORES, DROPPED_SCORES, LOGIT_CAP, SCORE_CAP, SCORE_DROPOUTS, refusal
 from .config_reader import ConfigReader
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, activation_numbers, types_with
 from .key_types import LISTS_OF_KINDS, check_lists, classified, fields_of, mistyped, whole_heads
-from .layers import LayerAttention, LayerBlocks, LayerShape, Projections, checked, kinds_of_layers
+from .layers import LayerAttention, LayerBlocks, LayerShape, checked, kinds_of_layers
 from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
 from .tables import Table, in_layers, stated, table_of

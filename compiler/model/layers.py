@@ -7,43 +7,16 @@ activations. A stack's parameters belong to its first run.
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import ModelConfigError
 from .compressed_keys import CompressedKeys
 from .tables import OLDER_KINDS
 
-
-class Projections(ABC):
-    """Queries, keys and values that come of fewer features, in heads whose widths `head_dim` does not say."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def query_rank(self) -> int:
-        """Features that queries come of; 0: of hidden states."""
-
-    @property
-    @abstractmethod
-    def key_dim(self) -> int:
-        """Width of a query or key head."""
-
-    @property
-    @abstractmethod
-    def value_dim(self) -> int:
-        """Width of a value head."""
-
-    @abstractmethod
-    def matmul_parameters(self, hidden: int, heads: int, gate: int, *, gated_queries: bool) -> int:
-        """Of the attention, those that multiply each token; `gate` values of each head gate what it gives."""
-
-    @abstractmethod
-    def small_windows(self, heads: int) -> Mapping[str, Any]:
-        """Keys of a small model with so many heads, of layers with a window that have other sizes than others."""
+if TYPE_CHECKING:
+    from .blocks.latent import Projections
 
 
 class KeysAndValues(enum.Enum):

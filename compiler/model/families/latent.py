@@ -23,13 +23,6 @@ from .gemma import kinds_of_attention
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), dense or with experts.
 
 
-def _unscaled(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration of Mistral 4 states a rotary embedding that does not scale its queries."""
-    rope = config.get("rope_parameters")
-    keys = ("llama_4_scaling_beta", "original_max_position_embeddings")
-    return isinstance(rope, Mapping) and any(rope.get(key) is None for key in keys)
-
-
 def _angles_differ(config: Mapping[str, Any]) -> bool:
     """Whether transformers computes angles for another number of features than Mistral 4 rotates."""
     rope = config.get("rope_parameters")
@@ -124,13 +117,3 @@ def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
 
 def _unlisted(config: Mapping[str, Any]) -> bool:
     return not config.get("mlp_layer_types") and not isinstance(config.get("first_k_dense_replace", 1), int)
-
-
-def _chooses_blocks(config: Mapping[str, Any]) -> bool:
-    sparse = config.get("sparse_attention_config") or {}
-    return config.get("layer_types") is None and any(sparse.get("sparse_attention_freq") or ())
-
-
-def _dense_between(config: Mapping[str, Any]) -> bool:
-    listed = config.get("moe_layer_freq") or [True]
-    return config.get("mlp_layer_types") is None and not (isinstance(listed, list) and all(listed))
