@@ -117,3 +117,8 @@ def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
 
 def _unlisted(config: Mapping[str, Any]) -> bool:
     return not config.get("mlp_layer_types") and not isinstance(config.get("first_k_dense_replace", 1), int)
+
+
+def _dense_between(config: Mapping[str, Any]) -> bool:
+    listed = config.get("moe_layer_freq") or [True]
+    return config.get("mlp_layer_types") is None and not (isinstance(listed, list) and all(listed))
