@@ -216,15 +216,10 @@ def of_keys(
     return frozen(compiled(text)({**(defaults or {}), **config, **inner, "given": given}))
 
 
-@functools.cache
-def _types() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = shipped("parcompile.model", "families.json")
-    return found
-
-
 def by_type(trait: str) -> Mapping[str, Any]:
     """The values of a trait, by the types that have it."""
-    return {name: traits[trait] for name, traits in _types().items() if trait in traits}
+    types = shipped("parcompile.model", "families.json")
+    return {name: traits[trait] for name, traits in types.items() if trait in traits}
 
 
 def types_with(trait: str) -> frozenset[str]:

@@ -77,10 +77,7 @@ _MEANT = {
 }
 
 
-@functools.cache
-def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped("parcompile.model", "key_types.json")
-    return found
+_stored = functools.partial(shipped, "parcompile.model", "key_types.json")
 
 
 def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:

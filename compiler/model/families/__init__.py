@@ -16,33 +16,14 @@ from parcompile.model.family import Family, by_type, family_from
 from parcompile.model.layers import LayersError, whole
 from parcompile.model.tables.reading import add_table
 
-_DATA = by_type("family")
-"""What of each family is not Llama's."""
-
-
-class _BuiltIn(Mapping[str, Family]):
-    """The families of this package. A module is imported when one of its types is asked for."""
-
-    def __getitem__(self, name: str) -> Family:
-        return _built_in(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _DATA
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(_DATA))
-
-    def __len__(self) -> int:
-        return len(_DATA)
+BUILT_IN: Mapping[str, Mapping[str, Any]] = dict(sorted(by_type("family").items()))
+"""The families of this package by their types: what of each is not Llama's."""
 
 
 @functools.cache
 def _built_in(name: str) -> Family:
-    return family_from(_DATA[name])
-
-
-BUILT_IN: Mapping[str, Family] = _BuiltIn()
-"""The families of this package, by their types."""
+    """A module is imported when one of its types is asked for."""
+    return family_from(BUILT_IN[name])
 
 
 class _Families(Mapping[str, Family]):
@@ -50,7 +31,7 @@ class _Families(Mapping[str, Family]):
 
     def __getitem__(self, name: str) -> Family:
         if name in BUILT_IN:
-            return BUILT_IN[name]
+            return _built_in(name)
         found = _added(name)
         if not isinstance(found, Family) or name in _FAILED:
             raise KeyError(name)
