@@ -30,11 +30,13 @@ INDICES = ("layer", "item", "part")
 
 
 class Derived(NamedTuple):
-    """One parameter of a model."""
+    """One parameter of a model, or one of every layer in `layers` (`{layer}` in its name)."""
 
     name: str
     shape: tuple[int, ...]
     row: Row
+    layers: tuple[int, ...] | None = None
+    """None: it stands outside the layers, or in one of them."""
 
     @property
     def numel(self) -> int:
@@ -122,17 +124,7 @@ def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable
     return ((_OF_LAYERS, tuple((values, tuple(layers)) for values, layers in by_values.items())),) if own else ()
 
 
-class Repeated(NamedTuple):
-    """One parameter, or one of every layer in `layers` (`{layer}` in its name)."""
-
-    name: str
-    shape: tuple[int, ...]
-    row: Row
-    layers: tuple[int, ...] | None
-    """None: it stands outside the layers."""
-
-
-def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -> list[Repeated]:
+def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -> list[Derived]:
     """The rows in the order in which transformers registers them; `stack` is the name of the layers (`model.layers`).
 
     `values` are those of a configuration that the table reads (`completing.stated`), and `in_layers` of some layers.
@@ -144,13 +136,13 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
     own = {layer: dict(pairs) for pairs, layers in given.pop(_OF_LAYERS, ()) for layer in layers}
     scope, prefix = follow(table, given), f"{stack}.{{layer}}."
 
-    def instances(row: Row, parts: list[str]) -> Iterator[tuple[dict[str, int], Repeated]]:
+    def instances(row: Row, parts: list[str]) -> Iterator[tuple[dict[str, int], Derived]]:
         start = prefix.count(".") if row.name.startswith(prefix) else 0
         count = times_of(table.stacks[prefix[:-1]], scope) if start else None
         for inner in _bounded(row, list(numbers_of(table, parts, scope, start)), count or 1):
             name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
             for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
-                yield inner, Repeated(name, shape, row, layers)
+                yield inner, Derived(name, shape, row, layers)
 
     return _registered(table, instances)
 
