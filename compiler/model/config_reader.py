@@ -67,10 +67,6 @@ class ConfigReader:
         found = self._config.get(name)
         return tuple(self._defaults.get(name, ()) if found is None else found)
 
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of kinds, which may be left out."""
-        return tuple(map(str, self._config.get(name) or ()))
-
     def number(self, name: str, default: int | None) -> int:
         """A whole number of 0 or more."""
         return whole(self._config, name, default, least=0)

@@ -216,16 +216,12 @@ def experts_from(
     Raises:
         LayersError: a count, a width or a list of layers that the classes of transformers do not take.
     """
-    if blocks is not None:
-        return _moe(read, experts, config, layers_per_module) if blocks else None
+    if blocks is not None and not blocks:
+        return None
     if experts.one_is_dense and read.aliased(*experts.count) == 1:
         return None
     if experts.period is not None and not experts.period.layers(config, read.size("num_hidden_layers")):
         return None
-    return _moe(read, experts, config, layers_per_module)
-
-
-def _moe(read: ConfigReader, experts: Experts, config: Mapping[str, Any], layers_per_module: int) -> MoeShape:
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
@@ -321,7 +317,7 @@ def _layers(
     if experts.period is not None:
         periodic = experts.period.layers(config, read.size("num_hidden_layers"))
         return periodic[0], periodic
-    if experts.by_layer and (kinds := read.words(experts.by_layer)):
+    if experts.by_layer and (kinds := [*map(str, config.get(experts.by_layer) or ())]):
         if others := sorted(set(kinds) - {"dense", "sparse"}):
             raise LayersError(
                 f"{experts.by_layer} has {', '.join(others)}: the kinds of MLPs are dense and sparse", experts.by_layer
