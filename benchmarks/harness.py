@@ -105,12 +105,16 @@ def forget_peak() -> None:
 
 
 def seconds_in_turns(
-    calls: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call in each round in this process, after a round that warms up."""
+    """Seconds of each call in each round in this process, after a round that warms up; `before` each something else."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
+            before()
             start = clock()
             call()
             if number:

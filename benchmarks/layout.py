@@ -16,13 +16,12 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import JSON, heads, parsed, quartiles, row, write_json
+from harness import JSON, heads, parsed, quartiles, row, seconds_in_turns, write_json
 
 from parcompile.backends.registry import render
 from parcompile.layout.groups import Grid, Groups
@@ -105,16 +104,6 @@ def plain(lists: Any) -> list[list[tuple[int, ...]]]:
     return sorted(sorted(map(tuple, groups)) for groups in lists)
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    gc.collect()  # what one method leaves behind is not swept up in the time of the next
-    gc.disable()
-    start = time.perf_counter()
-    run()
-    taken = time.perf_counter() - start
-    gc.enable()
-    return taken
-
-
 def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spec.json"
@@ -124,12 +113,13 @@ def measure(world: int, rounds: int, skipped: set[str]) -> dict[str, Any]:
             if name not in skipped:
                 methods[name] = lambda list_groups=list_groups: list_groups(world)
         texts = compiled(file)
-        turns = [{name: seconds_of(run) for name, run in methods.items()} for _ in range(rounds + 1)]
+        gc.disable()  # what one method leaves behind is not swept up in the time of the next
+        times = seconds_in_turns(methods, rounds, before=gc.collect)
+        gc.enable()
         tracemalloc.start()
         compiled(file)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    times = {name: [turn[name] for turn in turns[1:]] for name in methods}
     if world <= 4096:
         assert plain(torch_mesh(world)) == plain(every_group(world)), f"torch lists other groups for {world} ranks"
     skipped |= {name for name in LISTED if name in times and statistics.median(times[name]) > LIMIT_SECONDS}

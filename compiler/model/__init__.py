@@ -21,6 +21,18 @@ Layers: TypeAlias = "range | tuple[int, ...]"
 """Numbers of layers, ascending."""
 
 
+class ModelConfigError(ValueError):
+    """A configuration that does not describe a model.
+
+    `key` is the key at fault, when it is one; `instead` says what to do, where there is more to say than the message.
+    """
+
+    def __init__(self, message: str, key: str | None = None, instead: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+        self.instead = instead
+
+
 class Part(NamedTuple):
     """`size` elements along the cut dim, in `units` equal pieces that are never cut."""
 

@@ -124,10 +124,7 @@ class ModelType(NamedTuple):
         return FAMILIES.get(ALIKE.get(self.name, self.name))
 
 
-@functools.cache
-def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped("parcompile.model", "model_types.json")
-    return found
+_stored = functools.partial(shipped, "parcompile.model", "model_types.json")
 
 
 def transformers_version() -> str:

@@ -13,7 +13,7 @@ from .blocks import Block
 from .family import Experts, Family
 from .shape import ModelShape
 from .shared_blocks import BLOCK
-from .tables import Repeated
+from .tables import Derived
 
 # Which key of a configuration the expression of a dim counts.
 
@@ -41,7 +41,7 @@ def own_key(family: Family, name: str) -> str | None:
 # How the MLP of a layer and its experts are cut: by the features between their projections.
 
 
-def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False) -> Cut:
+def mlp_cut(module: str, one: Derived, family: Family, *, inside: bool = False) -> Cut:
     """The cut of `module` (`gate_proj.weight`); `inside` a block of experts its sum is the block's."""
     hidden, dims = own_key(family, "hidden_size"), len(one.shape)
     features = one.row.shape[-1 if family.transposed else 0]
@@ -57,7 +57,7 @@ def mlp_cut(module: str, one: Repeated, family: Family, *, inside: bool = False)
     return columns((Part(size // count, size // count),) * count, dims, transposed=family.transposed)
 
 
-def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut:
+def block_cut(module: str, one: Derived, family: Family, names: Experts) -> Cut:
     """The cut of `module` of a block of experts."""
     first, _, rest = module.partition(".")
     if first == "experts":
@@ -73,7 +73,7 @@ def block_cut(module: str, one: Repeated, family: Family, names: Experts) -> Cut
     return PARTIAL
 
 
-def _expert_cut(name: str, one: Repeated, family: Family, names: Experts) -> Cut:
+def _expert_cut(name: str, one: Derived, family: Family, names: Experts) -> Cut:
     if name == "down_proj_bias":
         # Whole on every rank, and added by the first: the gradient of the others is zero.
         return Cut(None, 0, partial=True)
@@ -107,7 +107,7 @@ _BEHIND_GROUPS = "o_b_proj"
 """What takes the outputs of all groups."""
 
 
-def attention_cut(module: str, one: Repeated, shape: ModelShape, family: Family) -> Cut:
+def attention_cut(module: str, one: Derived, shape: ModelShape, family: Family) -> Cut:
     """The cut of `module` (`q_proj.weight`) in layers of this shape."""
     if shape.attention.compressed is not None and (cut := shape.attention.compressed.cut(module)) is not None:
         return cut
@@ -175,10 +175,11 @@ class Place(NamedTuple):
     attends: bool
     routed: bool
     """It has experts."""
+    layers: frozenset[int]
 
 
-def places_of(shape: ModelShape) -> list[tuple[Place, frozenset[int]]]:
-    """The kinds of a model's layers, each with the numbers of its layers."""
+def places_of(shape: ModelShape) -> list[Place]:
+    """The kinds of a model's layers."""
     every = range(shape.num_hidden_layers)
     attending, routed = frozenset(shape.attention_layers), frozenset[int]()
     if shape.stack.blocks is not None:
@@ -193,27 +194,23 @@ def places_of(shape: ModelShape) -> list[tuple[Place, frozenset[int]]]:
         parts = tuple(number for number, layers in enumerate(layers_of_parts) if layer in layers)
         key = (number_of.get(layer, -1), parts, layer in attending, layer in routed)
         layers_of.setdefault(key, []).append(layer)
-    return [
-        (
-            Place(shape if kind < 0 else kinds[kind][1], tuple(shape.parts[number] for number in parts), *which),
-            frozenset(layers),
-        )
-        for (kind, parts, *which), layers in layers_of.items()
-    ]
+    found = []
+    for (kind, numbers, attends, has_experts), layers in layers_of.items():
+        like, blocks = shape if kind < 0 else kinds[kind][1], tuple(shape.parts[number] for number in numbers)
+        found.append(Place(like, blocks, attends, has_experts, frozenset(layers)))
+    return found
 
 
-def cuts_of(
-    own: str, one: Repeated, places: Sequence[tuple[Place, frozenset[int]]], family: Family
-) -> dict[Cut, tuple[int, ...]]:
+def cuts_of(own: str, one: Derived, places: Sequence[Place], family: Family) -> dict[Cut, tuple[int, ...]]:
     """The cuts of a parameter that layers call `own`, each with its layers, those of the first layer first."""
     by_cut: dict[Cut, list[int]] = {}
-    for place, layers in places:
-        if here := [layer for layer in one.layers or () if layer in layers]:
+    for place in places:
+        if here := [layer for layer in one.layers or () if layer in place.layers]:
             by_cut.setdefault(_cut(own, one, place, family), []).extend(here)
     return {cut: tuple(sorted(layers)) for cut, layers in sorted(by_cut.items(), key=lambda pair: min(pair[1]))}
 
 
-def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
+def _cut(own: str, one: Derived, place: Place, family: Family) -> Cut:
     for part in place.parts:
         if (cut := part.cut(own, one.shape)) is not None:
             return cut
@@ -233,7 +230,7 @@ def _cut(own: str, one: Repeated, place: Place, family: Family) -> Cut:
     return mlp_cut(own.removeprefix(prefix), one, family) if own.startswith(prefix) else STREAM
 
 
-def _of_experts(own: str, one: Repeated, family: Family, experts: Experts) -> Cut | None:
+def _of_experts(own: str, one: Derived, family: Family, experts: Experts) -> Cut | None:
     if (part := experts.part_of(own, family.mlp)) is None:
         return None
     in_block, name = part
@@ -245,7 +242,7 @@ _ADAPTER = re.compile(
 )
 
 
-def adapter_cut(own: str, one: Repeated, cut_of: Callable[[str], Cut]) -> Cut:
+def adapter_cut(own: str, one: Derived, cut_of: Callable[[str], Cut]) -> Cut:
     """The cut of a matrix of an adapter: the second is cut as the projection that it is added to."""
     found = _ADAPTER.match(own)
     if found is None:

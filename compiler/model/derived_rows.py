@@ -19,7 +19,8 @@ from .families import FAMILIES
 from .family import Family
 from .layer_parts import ATTENTION, MLP, why_whole
 from .shape import Biases, ModelShape
-from .tables import Repeated, TableError, repeated, table_of
+from .tables import Derived, repeated, table_of
+from .tables.expression import TableError
 from .user_module import LAYER, InjectionRule, UserModule
 
 CLASSIFIER = "score.weight"
@@ -112,7 +113,7 @@ def _stacked(shape: ModelShape, values: tuple[tuple[str, Hashable], ...], family
 
 
 @functools.lru_cache(maxsize=16)
-def _repeated(model_type: str, stack: str, values: tuple[tuple[str, Hashable], ...]) -> tuple[Repeated, ...]:
+def _repeated(model_type: str, stack: str, values: tuple[tuple[str, Hashable], ...]) -> tuple[Derived, ...]:
     # A shape is made of its rows, and has them again: they are counted once.
     table = table_of(model_type)
     assert table is not None, model_type
@@ -138,7 +139,7 @@ _ITEM = re.compile(r"^([^.]+)\.(\d+)\.")
 """A module of a layer that is a list, and the place in it."""
 
 
-def _of_layers(one: Repeated, stack: str, family: Family) -> Repeated:
+def _of_layers(one: Derived, stack: str, family: Family) -> Derived:
     """The same, with the numbers of layers where a module holds several: in lists one of each, else the first."""
     if one.layers is None or family.layers_per_module == 1:
         return one
@@ -153,12 +154,7 @@ def of_one(own: str, family: Family) -> str:
 
 
 def _parameters(
-    one: Repeated,
-    stack: str,
-    first: int,
-    shape: ModelShape,
-    places: Sequence[tuple[Place, frozenset[int]]],
-    family: Family,
+    one: Derived, stack: str, first: int, shape: ModelShape, places: Sequence[Place], family: Family
 ) -> Iterator[Parameter]:
     """The rows of a parameter of the layers: one for each way in which it is cut."""
     own = of_one(one.name.removeprefix(f"{stack}.{{layer}}."), family)
@@ -169,26 +165,17 @@ def _parameters(
         yield replace(_parameter(one, cut, layers, shape, family), first=first)
 
 
-def _parameter(one: Repeated, cut: Cut, layers: Layers | None, shape: ModelShape, family: Family) -> Parameter:
-    return Parameter(
-        one.name,
-        one.shape,
-        cut.split,
-        cut.expert_dim,
-        layers,
-        cut.sequence_parallel,
-        cut.partial,
-        cut.trained,
-        layers_per_module=family.layers_per_module,
-        idle_experts=0 if cut.expert_dim is None or shape.moe is None else one.shape[0] - shape.moe.num_experts,
-    )
+def _parameter(one: Derived, cut: Cut, layers: Layers | None, shape: ModelShape, family: Family) -> Parameter:
+    idle = 0 if cut.expert_dim is None or shape.moe is None else one.shape[0] - shape.moe.num_experts
+    together = family.layers_per_module
+    return Parameter(one.name, one.shape, layers=layers, layers_per_module=together, idle_experts=idle, **cut._asdict())
 
 
-def _module(one: Repeated) -> str:
+def _module(one: Derived) -> str:
     return one.name.rpartition(".")[0]
 
 
-def _outside(one: Repeated, family: Family) -> Cut:
+def _outside(one: Derived, family: Family) -> Cut:
     inner = one.name.removeprefix(f"{family.base}.")
     if inner == family.initial_state:
         return FROZEN

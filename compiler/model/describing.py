@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from .catalogue import ALIKE, ModelType, model_types
 from .compressed_keys import WORDS
 from .derived_rows import norms_queries
-from .presets import find_preset, presets
+from .presets import bare, find_preset, presets
 
 AXES = "tp, cp, pp, dp, sequence parallelism"
 """What the runtime runs every type that works with; mixtures of experts run with ep too."""
@@ -28,45 +28,39 @@ def kinds_of(one: ModelType) -> list[str]:
     family = one.family
     if family is None:
         return []
-    found = ["mixture of experts" if family.experts else "dense"]
-    found += [one.described for one in family.parts if one.telling == -1]
-    if family.layer_shapes:
-        found.append("layers of different shapes")
-    found += [one.described for one in family.parts if one.telling == 0]
-    if family.hyper_streams:
-        found.append("several residual streams")
-    if family.layers_per_module > 1:
-        found.append("two layers in a module")
-    found += family.experts.words(0) if family.experts else []
-    if family.layer_inputs:
-        found.append("an input of each layer")
-    if family.runs:
-        found.append("stacks of layers that run several times")
-    found += [one.described for one in family.parts if one.telling == 1]
-    if family.latent:
-        found.append("latent attention")
-    found += [one.described for one in family.parts if one.telling == 2]
-    if family.low_rank:
-        found.append(WORDS)
-    found += family.experts.words(1) if family.experts else []
-    if family.positions:
-        found.append("learned positions")
-    if family.alibi is True:
-        found.append("ALiBi")
-    elif family.alibi:
-        found.append("rotary positions or ALiBi")
-    found += [f"no {axis}" for axis in family.refused_axes]
-    if family.paired_heads:
-        found.append("differential attention")
-    if family.sinks:
-        found.append("attention sinks")
-    if family.gate or family.query_gate:
-        found.append("gated attention")
-    if family.defaults.get("sliding_window") or family.window_key:
-        found.append("windows")
-    if norms_queries(one.name, family):
-        found.append("norm of queries and keys")
-    return found
+    experts = family.experts
+
+    def parts(telling: int) -> list[tuple[object, str]]:
+        return [(True, one.described) for one in family.parts if one.telling == telling]
+
+    def of_experts(telling: int) -> list[tuple[object, str]]:
+        return [(True, words) for words in (experts.words(telling) if experts else ())]
+
+    told: list[tuple[object, str]] = [
+        (True, "mixture of experts" if experts else "dense"),
+        *parts(-1),
+        (family.layer_shapes, "layers of different shapes"),
+        *parts(0),
+        (family.hyper_streams, "several residual streams"),
+        (family.layers_per_module > 1, "two layers in a module"),
+        *of_experts(0),
+        (family.layer_inputs, "an input of each layer"),
+        (family.runs, "stacks of layers that run several times"),
+        *parts(1),
+        (family.latent, "latent attention"),
+        *parts(2),
+        (family.low_rank, WORDS),
+        *of_experts(1),
+        (family.positions, "learned positions"),
+        (family.alibi, "ALiBi" if family.alibi is True else "rotary positions or ALiBi"),
+        *((True, f"no {axis}") for axis in family.refused_axes),
+        (family.paired_heads, "differential attention"),
+        (family.sinks, "attention sinks"),
+        (family.gate or family.query_gate, "gated attention"),
+        (family.defaults.get("sliding_window") or family.window_key, "windows"),
+        (norms_queries(one.name, family), "norm of queries and keys"),
+    ]
+    return [words for holds, words in told if holds]
 
 
 def summary_of(types: Iterable[ModelType]) -> str:
@@ -94,7 +88,7 @@ def type_named(name: str) -> str | None:
     preset = find_preset(name)
     if preset is not None:
         return str(preset.config["model_type"])
-    found = [one for one in names if _bare(one) == _bare(name)]
+    found = [one for one in names if bare(one) == bare(name)]
     return found[0] if len(found) == 1 else None
 
 
@@ -103,13 +97,9 @@ def near_types(name: str) -> list[str]:
 
     A name of the Hugging Face Hub is read without its owner. Less than 3 letters give none.
     """
-    letters = "".join(itertools.takewhile(str.isalpha, _bare(name.rpartition("/")[2])))
+    letters = "".join(itertools.takewhile(str.isalpha, bare(name.rpartition("/")[2])))
     if len(letters) < 3:
         return []
     return [
         one.name for one in model_types().values() if (one.works or one.text_works) and one.name.startswith(letters)
     ]
-
-
-def _bare(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -17,6 +17,7 @@ from .blocks.latent import Latent as Latent
 from .compressed_keys import LowRank
 from .layers import LayerRuns, LayerShape
 from .shape import LayerInputs, ModelShape
+from .tables import frozen
 from .tables.expression import compiled
 
 T = TypeVar("T", bound=Traits)
@@ -167,7 +168,7 @@ def family_from(stored: Mapping[str, Any]) -> Family:
     """A family from its entry in `families.json`: fields by their names, lists for tuples.
 
     "@MODULE:NAME" is a function below `parcompile.model`. An object with the key "@" is one with arguments, or an
-    object of such a class.
+    object of such a class. "=EXPRESSION" is a function of a configuration (`of_keys` without defaults).
     """
     found = {name: _read(value) for name, value in stored.items()}
     if "norm" in found:
@@ -180,17 +181,17 @@ def family_from(stored: Mapping[str, Any]) -> Family:
 
 
 def _refusal(stored: Mapping[str, Any]) -> Refusal:
-    """Of an expression of keys, as in tables: a key that is left out has its value in `defaults`, else null."""
+    """Of a function, or an expression (`of_keys`)."""
     when = _read(stored["when"])
-    if callable(when):
-        return Refusal(stored["key"], when, stored["reason"])
-    applies, defaults = compiled(when), stored.get("defaults", {})
-    return Refusal(stored["key"], lambda config: bool(applies({**defaults, **config})), stored["reason"])
+    applies = when if callable(when) else functools.partial(of_keys, text=when, defaults=stored.get("defaults"))
+    return Refusal(stored["key"], applies, stored["reason"])
 
 
 def _read(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_read, value))
+    if isinstance(value, str) and value.startswith("="):
+        return functools.partial(of_keys, text=value[1:])
     if isinstance(value, str) and value.startswith("@"):
         return pkgutil.resolve_name(f"{__package__}.{value[1:]}")
     if not isinstance(value, dict):
@@ -202,15 +203,23 @@ def _read(value: Any) -> Any:
     return named(**given) if isinstance(named, type) else functools.partial(named, **given)
 
 
-@functools.cache
-def _types() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = shipped("parcompile.model", "families.json")
-    return found
+def of_keys(
+    config: Mapping[str, Any], given: int | None = None, *, text: str, defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """What an expression of keys says, as in tables; `given` is what a function gets beside the configuration.
+
+    A key that is left out has its value in `defaults`, else null; `section.key` is one inside another. Lists become
+    tuples.
+    """
+    sections = [(name, section) for name, section in config.items() if isinstance(section, Mapping)]
+    inner = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    return frozen(compiled(text)({**(defaults or {}), **config, **inner, "given": given}))
 
 
 def by_type(trait: str) -> Mapping[str, Any]:
     """The values of a trait, by the types that have it."""
-    return {name: traits[trait] for name, traits in _types().items() if trait in traits}
+    types = shipped("parcompile.model", "families.json")
+    return {name: traits[trait] for name, traits in types.items() if trait in traits}
 
 
 def types_with(trait: str) -> frozenset[str]:

@@ -11,125 +11,22 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from . import ModelConfigError
 from .blocks.experts import MoeShape, experts_from
+from .blocks.latent import Projections
 from .catalogue import CAPPED_LOGITS, CAPPED_SCORES, DROPPED_SCORES, LOGIT_CAP, SCORE_CAP, SCORE_DROPOUTS, refusal
+from .config_reader import ConfigReader
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, activation_numbers, types_with
-from .key_types import LISTS_OF_KINDS, classified, fields_of, listed_otherwise, mistyped, whole_heads
-from .layers import LayerAttention, LayerBlocks, LayerPeriod, LayersError, LayerShape, Projections, kinds_of_layers
+from .key_types import LISTS_OF_KINDS, check_lists, classified, fields_of, mistyped, whole_heads
+from .layers import LayerAttention, LayerBlocks, LayerShape, checked, kinds_of_layers
 from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
-from .tables import Table, TableError, alias_of, class_default, in_layers, reads, stated, table_of
+from .tables import Table, in_layers, stated, table_of
 from .user_module import InjectionProblem, UserModule
 
 Config = Mapping[str, Any]
-
-
-class ModelConfigError(ValueError):
-    """A configuration that does not describe a model.
-
-    `key` is the key at fault, when it is one; `instead` says what to do, where there is more to say than the message.
-    """
-
-    def __init__(self, message: str, key: str | None = None, instead: str = "") -> None:
-        super().__init__(message)
-        self.key = key
-        self.instead = instead
-
-
-class ConfigReader:
-    """A configuration, with the names and the defaults of its family."""
-
-    def __init__(self, config: Config, family: Family, names: Mapping[str, str | None]) -> None:
-        self._config = config
-        self._defaults = {**_class_defaults(config), **family.defaults}
-        self._names = names
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """The value of a key; where it is left out the family's default, and where it is null, too, `default`."""
-        key = self._names.get(name, name) or ""
-        value = self._config.get(key, self._config.get(name) if key else None)
-        if value is None:
-            found = default if self.is_null(key or name) else self._defaults.get(name, default)
-            if found is None:
-                other = self.alias(name)
-                under = "" if other is None else f", and so is {other}, its other name"
-                raise ModelConfigError(f"{key or name} is missing{under}", key or name)
-            return int(found)
-        if isinstance(value, list) and value and isinstance(value[0], int):
-            value = self._of_all_layers(key, value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ModelConfigError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
-        return value
-
-    def _of_all_layers(self, key: str, values: list[Any]) -> Any:
-        """The one number of a list with one for each layer, which some classes take."""
-        if any(value != values[0] for value in values):
-            raise ModelConfigError(f"{key} is {values}: layers differ in it, and a plan has one number for all", key)
-        if len(values) < (layers := self.size("num_hidden_layers")):
-            raise ModelConfigError(f"{key} lists {len(values)} numbers for {layers} layers", key)
-        return values[0]
-
-    def alias(self, name: str) -> str | None:
-        """Another name of a key, which transformers reads and may write too."""
-        return alias_of(str(self._config.get("model_type")), name)
-
-    def aliased(self, name: str, default: int | None) -> int:
-        """The value of a key that has another name, under which it may stand instead."""
-        if (alias := self.alias(name)) is None or self._config.get(alias) is None:
-            return self.size(name, default)
-        if self._config.get(name) not in (None, self._config[alias]):
-            raise self.differing(name, self._config[name], alias, self._config[alias])
-        return self.size(alias)
-
-    @staticmethod
-    def differing(name: str, value: Any, alias: str, other: Any) -> ModelConfigError:
-        """One value under two names of its key."""
-        message = f"{name} {value} and {alias} {other} are the same key, and differ"
-        return ModelConfigError(message, alias, f"keep {name} or {alias}")
-
-    def counts(self, name: str) -> bool:
-        """Whether parameters follow from a key."""
-        return reads(str(self._config.get("model_type")), self._names.get(name, name) or "")
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value, or the family has a default for a key that is left out."""
-        return self._config[name] is not None if name in self._config else name in self._defaults
-
-    def is_null(self, name: str) -> bool:
-        """Whether the key is there without a value."""
-        return name in self._config and self._config[name] is None
-
-    def layers(self, name: str) -> tuple[int, ...]:
-        """A list of layers, which may be left out."""
-        found = self._config.get(name)
-        return tuple(self._defaults.get(name, ()) if found is None else found)
-
-    def layers_of(self, period: LayerPeriod, num_layers: int) -> tuple[int, ...]:
-        """The layers that come once in a period."""
-        try:
-            return period.layers(self._config, num_layers)
-        except LayersError as error:
-            raise ModelConfigError(str(error), error.key) from error
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of kinds, which may be left out."""
-        return tuple(map(str, self._config.get(name) or ()))
-
-    def number(self, name: str, default: int | None) -> int:
-        """A whole number of 0 or more."""
-        value = self._config.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelConfigError(f"{name} is {value!r}: it has to be a whole number of 0 or more", name)
-        return value
-
-
-def _class_defaults(config: Config) -> dict[str, int]:
-    """Sizes that the class of a model type has for keys that are left out."""
-    name = str(config.get("model_type"))
-    found = {key: class_default(name, key) for key in ("num_key_value_heads", "head_dim")}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 __all__ = ["FAMILIES", "InjectionError", "ModelConfigError", "shape_from_config"]
@@ -182,21 +79,15 @@ _MOST_KNOWN = 512
 def _shape(config: Config) -> ModelShape:
     if "injection" in config:
         return _user_module_shape(config)
-    try:
-        return _described(config)
-    except (LayersError, TableError) as error:
-        raise ModelConfigError(str(error), error.key) from error
-
-
-def _described(config: Config) -> ModelShape:
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         sentence, instead = refusal(name, config)
         raise ModelConfigError(sentence, "model_type", instead)
     if (wrong := mistyped(name, config)) is not None:
         raise ModelConfigError(wrong[1], wrong[0])
-    family = FAMILIES[name]
-    read = ConfigReader(config, family, family.keys)
+    family, table = FAMILIES[name], table_of(name)
+    assert table is not None, name
+    read = ConfigReader(config, family.defaults, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads") if family.attends else 0
     if heads and hidden % heads and whole_heads(name):
         raise ModelConfigError(
@@ -209,11 +100,9 @@ def _described(config: Config) -> ModelShape:
         if refused.applies(config):
             raise ModelConfigError(f"{refused.key}: {refused.reason}", refused.key)
     if (by_modules := _by_modules(config, family)) is not config:
-        config, read = by_modules, ConfigReader(by_modules, family, family.keys)
+        config, read = by_modules, ConfigReader(by_modules, family.defaults, family.keys)
     if (block_kinds := family.layer_blocks and family.layer_blocks(config)) is None and LISTS_OF_KINDS & config.keys():
-        _list_all_layers(config, read.size("num_hidden_layers"))
-    table = table_of(name)
-    assert table is not None, name
+        check_lists(config, read.size("num_hidden_layers"))
     of_few = family.latent.read(config, hidden // heads, read.size) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
@@ -280,8 +169,7 @@ def _labels(config: Config) -> int:
         if not any(str(one).endswith(_CLASSIFIER) for one in config.get("architectures") or ()):
             return 0
         stated = len(config.get("id2label") or range(_LABELS))
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        raise ModelConfigError(f"num_labels is {stated!r}: it has to be a whole number of 1 or more", "num_labels")
+    checked("num_labels", stated)
     if (name := str(config["model_type"])) not in classified():
         raise ModelConfigError(
             f"num_labels {stated}: transformers' {name} has no classifier of sequences that is built as those of other "
@@ -290,11 +178,6 @@ def _labels(config: Config) -> int:
             f"leave it out, or choose another model_type: {', '.join(classified())}",
         )
     return stated
-
-
-def _list_all_layers(config: Config, layers: int) -> None:
-    if (wrong := listed_otherwise(config, layers)) is not None:
-        raise ModelConfigError(wrong[1], wrong[0])
 
 
 def _experts(read: ConfigReader, family: Family, config: Config, blocks: LayerBlocks | None) -> MoeShape | None:
@@ -364,7 +247,7 @@ def _of_kinds(shape: ModelShape, family: Family, config: Config) -> ModelShape:
 
 
 def _user_module_shape(config: Config) -> ModelShape:
-    module, read = UserModule.of(config), ConfigReader(config, Family(), {})
+    module, read = UserModule.of(config), ConfigReader(config, {}, {})
     hidden, heads, vocabulary = read.size("hidden_size"), read.size("num_attention_heads"), read.size("vocab_size")
     if problems := tuple(module.problems(vocabulary)):
         raise InjectionError(problems)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from parcompile.diagnostics import closest
+from parcompile.model import ModelConfigError
 from parcompile.user_files import shipped
 
 _NEAR = 0.85
@@ -38,6 +39,8 @@ _LISTED: Mapping[str, tuple[str, ...]] = {
     "activation_sparsity_pattern": ("whole", "fraction"),
 }
 """What lists hold that families read, also of types whose class does not check them."""
+_SECTION = "sparse_attention_config"
+"""A mapping that families read, also of types whose class does not check it."""
 _OR_ONE = "activation_sparsity_pattern"
 """One number may stand for its list."""
 _FITS: Mapping[str, Callable[[float], bool]] = {
@@ -74,10 +77,7 @@ _MEANT = {
 }
 
 
-@functools.cache
-def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped("parcompile.model", "key_types.json")
-    return found
+_stored = functools.partial(shipped, "parcompile.model", "key_types.json")
 
 
 def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -101,6 +101,8 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
         if value is not None and not {*map(_kind, listed)} <= {*_LISTED[key]}:
             said = json.dumps(value, default=str)[:60]
             return key, f"{key} is {said}: it has to be a list, each entry of it {_meant(_LISTED[key])}"
+    if not isinstance(section := config.get(_SECTION), Mapping | None):
+        return _SECTION, f"{_SECTION} is {json.dumps(section)[:60]}: it has to be {_MEANT['mapping']}"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:
@@ -186,13 +188,16 @@ def _meant(taken: Sequence[str]) -> str:
     return " or ".join(["a number", *words] if number else words)
 
 
-def listed_otherwise(config: Mapping[str, Any], layers: int) -> tuple[str, str] | None:
-    """The first list of kinds of layers that has not one for each, with what is wrong; None where there is none."""
+def check_lists(config: Mapping[str, Any], layers: int) -> None:
+    """Refuses lists of kinds of layers that have not one for each.
+
+    Raises:
+        ModelConfigError: the first of them.
+    """
     for key in sorted(LISTS_OF_KINDS):
         listed = config.get(key)
         if isinstance(listed, list | tuple) and len(listed) != layers:
-            return key, f"{key} has {len(listed)} entries for {layers} layers: write the kind of each"
-    return None
+            raise ModelConfigError(f"{key} has {len(listed)} entries for {layers} layers: write the kind of each", key)
 
 
 def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

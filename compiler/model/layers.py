@@ -7,42 +7,16 @@ activations. A stack's parameters belong to its first run.
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from . import ModelConfigError
 from .compressed_keys import CompressedKeys
 from .tables import OLDER_KINDS
 
-
-class Projections(ABC):
-    """Queries, keys and values that come of fewer features, in heads whose widths `head_dim` does not say."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def query_rank(self) -> int:
-        """Features that queries come of; 0: of hidden states."""
-
-    @property
-    @abstractmethod
-    def key_dim(self) -> int:
-        """Width of a query or key head."""
-
-    @property
-    @abstractmethod
-    def value_dim(self) -> int:
-        """Width of a value head."""
-
-    @abstractmethod
-    def matmul_parameters(self, hidden: int, heads: int, gate: int, *, gated_queries: bool) -> int:
-        """Of the attention, those that multiply each token; `gate` values of each head gate what it gives."""
-
-    @abstractmethod
-    def small_windows(self, heads: int) -> Mapping[str, Any]:
-        """Keys of a small model with so many heads, of layers with a window that have other sizes than others."""
+if TYPE_CHECKING:
+    from .blocks.latent import Projections
 
 
 class KeysAndValues(enum.Enum):
@@ -55,12 +29,8 @@ class KeysAndValues(enum.Enum):
     """Those of an earlier layer."""
 
 
-class LayersError(ValueError):
-    """A configuration whose layers cannot be told apart; `key` is the key at fault."""
-
-    def __init__(self, message: str, key: str) -> None:
-        super().__init__(message)
-        self.key = key
+class LayersError(ModelConfigError):
+    """A configuration whose layers cannot be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +103,21 @@ class LayerPeriod(NamedTuple):
         return tuple(range(offset, num_layers, period))
 
 
-def whole(config: Mapping[str, Any], key: str, default: int, *, least: int) -> int:
-    """The value of a key that tells which layers are meant.
+def whole(config: Mapping[str, Any], key: str, default: int | None, *, least: int = 1) -> int:
+    """The value of a key, or its default where it is left out.
 
     Raises:
         LayersError: it is no whole number of `least` or more.
     """
-    value = config.get(key, default)
+    return checked(key, config.get(key, default), least)
+
+
+def checked(key: str, value: Any, least: int = 1) -> int:
+    """The value of a key.
+
+    Raises:
+        LayersError: it is no whole number of `least` or more.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)
     return value

@@ -41,11 +41,11 @@ def near_presets(name: str) -> tuple[str, ...]:
 
     A name of the Hugging Face Hub is read without its owner, and as that of the model that was trained further.
     """
-    wanted = _bare(_untuned(name))
-    longer = [one for one in presets() if _bare(one).startswith(wanted)] if len(wanted) > 2 else []
+    wanted = bare(_untuned(name))
+    longer = [one for one in presets() if bare(one).startswith(wanted)] if len(wanted) > 2 else []
     if longer:
         return tuple(longer)
-    shorter = [one for one in presets() if wanted.startswith(_bare(one)) or wanted.endswith(_bare(one))]
+    shorter = [one for one in presets() if wanted.startswith(bare(one)) or wanted.endswith(bare(one))]
     return (max(shorter, key=len),) if shorter else ()
 
 
@@ -67,7 +67,8 @@ def _untuned(name: str) -> str:
     return "-".join(part for part in parts if part not in _TUNED).removeprefix("meta-")
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """A name without case and separators."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 

@@ -7,12 +7,13 @@ Each use has low-rank adapters of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from parcompile.model.layers import LayersError
 
+from .blocks.block import Size
 from .layers import STATE, counted
 from .tables import OLDER_KINDS
 
@@ -35,10 +36,6 @@ _LATE = "layer_types"
 """Another name of the list, which the class takes when it has listed the hybrid layers already."""
 
 _OLDER = {old: kind for old, kind in OLDER_KINDS.items() if kind == STATE}
-
-
-Size = Callable[[str, "int | None"], int]
-"""The value of a key, or its default."""
 
 
 @dataclass(frozen=True, slots=True)

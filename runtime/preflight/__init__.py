@@ -38,7 +38,7 @@ from parcompile.units import format_bytes
 
 from .counting import Counts, MessageCounter, Tally, by_group
 from .cuda_tracker import tracker_of
-from .findings import Finding, Report, Verdict, device_findings
+from .findings import Finding, Report, Verdict, device_findings, group_in_words
 from .stand_in import device_of_plan, stand_in
 from .step import RUN, Builder, Documents, Held, Ranges, StepMeasurement, build_sharded, joined, run_step
 
@@ -201,7 +201,7 @@ WIRE_TOLERANCE = 1e-9
 def compare_groups(mesh: Mesh) -> Iterator[Finding]:
     """The process groups that this rank got."""
     wrong = [
-        f"group {name} is {_ranks(live)}, the plan says {_ranks(planned)}"
+        f"group {name} is {group_in_words(live)}, the plan says {group_in_words(planned)}"
         for name, live, planned in mesh.differing_groups()
     ]
     count = len(mesh.groups)
@@ -391,8 +391,3 @@ def _tally(tally: Tally) -> str:
 
 def _shown(ranges: Ranges | None) -> str:
     return "all" if ranges is None else " + ".join(f"{first}..{end}" for first, end in ranges) or "only padding"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"[{shown}, … {ranks[-1]}] ({len(ranks)})" if len(ranks) > 8 else f"[{shown}]"

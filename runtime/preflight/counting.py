@@ -105,13 +105,12 @@ class MessageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def by_group(counts: Counts, *, control: bool = False) -> dict[str, Tally]:
-    """Tallies by group: what is sent, so that receives, barriers and (unless asked for) control are left out."""
+def by_group(counts: Counts) -> dict[str, Tally]:
+    """Tallies by group: what is sent, so that receives, barriers and control are left out."""
     found: dict[str, Tally] = {}
     for (group, kind), tally in counts.items():
-        if kind in ("receive", "barrier") or (kind == "control" and not control):
-            continue
-        found[group] = found.get(group, Tally()) + tally
+        if kind not in ("receive", "barrier", "control"):
+            found[group] = found.get(group, Tally()) + tally
     return found
 
 

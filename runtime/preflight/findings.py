@@ -134,6 +134,12 @@ def shown_ranks(ranks: Sequence[int], few: int = 4) -> str:
     return f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
 
 
+def group_in_words(ranks: Sequence[int]) -> str:
+    """The first ranks of a group in their order, and the last of many with their number."""
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"[{shown}, … {ranks[-1]}] ({len(ranks)})" if len(ranks) > 8 else f"[{shown}]"
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 3, 4, … 9 (7)`."""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown_ranks(ranks, few=8)}"

@@ -49,13 +49,12 @@ def device_of_plan(plan: Plan) -> Iterator[tuple[torch.device, str]]:
         yield META, "" if accelerator == "cpu" else f"{accelerator} is no GPU of NVIDIA's"
         return
     with contextlib.ExitStack() as entered:
+        found = CUDA, ""
         try:
             entered.enter_context(cuda_without_gpu())
         except NoCudaHostError as error:
-            reason = str(error)
-        else:
-            reason = ""
-        yield (META, reason) if reason else (CUDA, "")
+            found = META, str(error)
+        yield found
 
 
 def default_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -215,8 +215,6 @@ class StepMeasurement:
     """What a step sent, held and took."""
 
     counts: Counts
-    control: int
-    """Messages of a few bytes, which steer the step."""
     static: StaticBytes
     taken: TakenBytes
 
@@ -261,10 +259,10 @@ def run_step(model: nn.Module, mesh: Mesh, tracker: MetaTracker, documents: Docu
         for value in state.values()
         if isinstance(value, Tensor) and value.dim() > 0
     )
-    counts, control = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
+    counts = _of_step(tracker, mesh.plan.spec.training.gradient_accumulation_steps)
     host = moments * on_host + _storage_bytes(tensors_on_host(optimizer))
     master, moments = (0, 0) if on_host else (master, moments)
-    return StepMeasurement(counts, control, StaticBytes(weights, master, moments, gradients, bucket, host), taken)
+    return StepMeasurement(counts, StaticBytes(weights, master, moments, gradients, bucket, host), taken)
 
 
 def _run_whole(engine: Any, batch: dict[str, Any], tracker: MetaTracker, look: Callable[[], None]) -> TakenBytes:
@@ -413,16 +411,13 @@ def _batch(mesh: Mesh, documents: Documents | None = None) -> dict[str, Any]:
     }
 
 
-def _of_step(tracker: MetaTracker, micro_batches: int) -> tuple[Counts, int]:
+def _of_step(tracker: MetaTracker, micro_batches: int) -> Counts:
+    """Without messages of a few bytes, which steer a step."""
     micro, last = tracker.counts(["micro 0"]), tracker.counts([f"micro {RUN - 1}", END])
     found: Counts = {}
-    control = 0
     for key in (*micro, *(key for key in last if key not in micro)):
         every, end = micro.get(key, Tally()), last.get(key, Tally())
         once = Tally(end.messages - every.messages, end.wire_bytes - every.wire_bytes)
-        total = every.times(micro_batches) + once
-        if key[1] == "control":
-            control += total.messages
-        else:
-            found[key] = total
-    return found, control
+        if key[1] != "control":
+            found[key] = every.times(micro_batches) + once
+    return found

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from parcompile.model.presets import Preset, presets
-from parcompile.model.tables import TableError, complete, counts_of, covered, in_layers, left_out, parameters, table_of
-from parcompile.model.tables.expression import ExpressionError, compiled, evaluate
+from parcompile.model.tables import complete, counts_of, covered, in_layers, left_out, parameters, table_of
+from parcompile.model.tables.expression import TableError, compiled, evaluate
 
 LLAMA = {
     "vocab_size": 61,
@@ -82,7 +82,7 @@ def test_a_table_refuses_what_it_was_not_derived_for() -> None:
     "text", ["__import__('os')", "a if b", "open('x')", "(lambda: 1)()", "a @ b", "a < b < c", "[x for y.z in a]"]
 )
 def test_what_is_no_expression_is_refused(text: str) -> None:
-    with pytest.raises(ExpressionError):
+    with pytest.raises(TableError):
         evaluate(text, {})
 
 

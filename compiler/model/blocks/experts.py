@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from parcompile.model.config_reader import ConfigReader
 from parcompile.model.key_types import stored_groups
 from parcompile.model.layers import LayerPeriod, LayersError
 from parcompile.model.tables import alias_of
@@ -196,39 +197,12 @@ class Experts:
         return found
 
 
-class Reader(Protocol):
-    """A configuration, with the names and the defaults of its family (`ConfigReader`)."""
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
-
-    def number(self, name: str, default: int | None) -> int:
-        """A whole number of 0 or more."""
-
-    def alias(self, name: str) -> str | None:
-        """Another name of a key."""
-
-    def aliased(self, name: str, default: int | None) -> int:
-        """The value of a key that has another name, under which it may stand instead."""
-
-    def differing(self, name: str, value: Any, alias: str, other: Any) -> ValueError:
-        """One value under two names of its key."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a value."""
-
-    def words(self, name: str) -> tuple[str, ...]:
-        """A list of kinds."""
-
-    def layers(self, name: str) -> tuple[int, ...]:
-        """A list of layers."""
-
-    def layers_of(self, period: LayerPeriod, num_layers: int) -> tuple[int, ...]:
-        """The layers that come once in a period."""
-
-
 def experts_from(
-    read: Reader, experts: Experts, config: Mapping[str, Any], blocks: Collection[int] | None, layers_per_module: int
+    read: ConfigReader,
+    experts: Experts,
+    config: Mapping[str, Any],
+    blocks: Collection[int] | None,
+    layers_per_module: int,
 ) -> MoeShape | None:
     """The mixture of experts of a configuration; None where no layer has one.
 
@@ -242,25 +216,17 @@ def experts_from(
     Raises:
         LayersError: a count, a width or a list of layers that the classes of transformers do not take.
     """
-    if blocks is not None:
-        return _moe(read, experts, config, layers_per_module) if blocks else None
+    if blocks is not None and not blocks:
+        return None
     if experts.one_is_dense and read.aliased(*experts.count) == 1:
         return None
-    if experts.period is not None and not _layers_of_period(read, experts):
+    if experts.period is not None and not experts.period.layers(config, read.size("num_hidden_layers")):
         return None
-    return _moe(read, experts, config, layers_per_module)
-
-
-def _moe(read: Reader, experts: Experts, config: Mapping[str, Any], layers_per_module: int) -> MoeShape:
     width = read.size(*experts.width)
     shared = 0
     if experts.shared_count:
         alias = read.alias(experts.shared_count[0])
-        shared = read.number(*experts.shared_count)
-        if alias is not None and read.has(alias):
-            if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
-                raise read.differing(experts.shared_count[0], shared, alias, read.number(alias, 0))
-            shared = read.number(alias, 0)
+        shared = read.number(*((alias, 0) if alias is not None and read.has(alias) else experts.shared_count))
     if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]
         raise LayersError(f"{key} is 0: transformers builds a shared expert of width 0, which is not split", key)
@@ -342,21 +308,16 @@ def _check_groups(config: Mapping[str, Any], count: int, experts: str) -> None:
         raise LayersError(f"topk_group is {chosen}: it has to be between 1 and {key} {groups}", "topk_group")
 
 
-def _layers_of_period(read: Reader, experts: Experts) -> tuple[int, ...] | None:
-    if experts.period is None:
-        return None
-    return read.layers_of(experts.period, read.size("num_hidden_layers"))
-
-
 def _layers(
-    read: Reader, experts: Experts, config: Mapping[str, Any], layers_per_module: int
+    read: ConfigReader, experts: Experts, config: Mapping[str, Any], layers_per_module: int
 ) -> tuple[int, tuple[int, ...] | None]:
     """The first layer with experts, and all of them where dense ones stand between or behind them."""
     if layers_per_module > 1:
         return 0, tuple(range(0, layers_per_module * read.size("num_hidden_layers"), layers_per_module))
-    if (periodic := _layers_of_period(read, experts)) is not None:
+    if experts.period is not None:
+        periodic = experts.period.layers(config, read.size("num_hidden_layers"))
         return periodic[0], periodic
-    if experts.by_layer and (kinds := read.words(experts.by_layer)):
+    if experts.by_layer and (kinds := [*map(str, config.get(experts.by_layer) or ())]):
         if others := sorted(set(kinds) - {"dense", "sparse"}):
             raise LayersError(
                 f"{experts.by_layer} has {', '.join(others)}: the kinds of MLPs are dense and sparse", experts.by_layer
@@ -371,7 +332,7 @@ def _layers(
     return first, None if found == list(range(first, count)) else tuple(found)
 
 
-def _first_moe_layer(read: Reader, experts: Experts) -> int:
+def _first_moe_layer(read: ConfigReader, experts: Experts) -> int:
     """The layers before it are dense, where nothing lists the layers with experts."""
     if experts.beside_mlp:
         return 0

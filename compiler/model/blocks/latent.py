@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parcompile.model.layers import Projections
-
 from .block import Size
 
 PARTIAL_STYLES = ("mla_kv_a_proj",)
@@ -22,7 +20,7 @@ PARTIAL_STYLES = ("mla_kv_a_proj",)
 
 
 @dataclass(frozen=True, slots=True)
-class MlaShape(Projections):
+class MlaShape:
     """Its sizes."""
 
     q_lora_rank: int | None
@@ -34,7 +32,7 @@ class MlaShape(Projections):
 
     @property
     def query_rank(self) -> int:
-        """Of the latent vector of queries."""
+        """Of the latent vector of queries; 0: they come of hidden states."""
         return self.q_lora_rank or 0
 
     @property
@@ -48,7 +46,7 @@ class MlaShape(Projections):
         return self.v_head_dim
 
     def matmul_parameters(self, hidden: int, heads: int, gate: int, *, gated_queries: bool) -> int:
-        """Of the projections to latent vectors and from them, of the gate, and of what the heads give."""
+        """Of the attention, those that multiply each token; `gate` values of each head gate what it gives."""
         queries, rank, gates = heads * self.key_dim, self.q_lora_rank, heads * gate
         found = hidden * queries if rank is None else rank * (hidden + queries)
         found += hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
@@ -58,9 +56,13 @@ class MlaShape(Projections):
         return found + keys_values + heads * self.v_head_dim * hidden
 
     def small_windows(self, heads: int) -> Mapping[str, Any]:
-        """Under the keys of one kind; the list of kinds says which layers choose keys."""
+        """Keys of a small model of so many heads, of layers with a window: a list of kinds says which choose keys."""
         sizes = {**asdict(self), "head_dim": self.key_dim, "num_attention_heads": heads, "num_key_value_heads": heads}
         return {"use_dsa": None, **{f"swa_{name}": value for name, value in sizes.items()}}
+
+
+Projections = MlaShape
+"""Queries, keys and values that come of fewer features, in heads whose widths `head_dim` does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,33 +16,14 @@ from parcompile.model.family import Family, by_type, family_from
 from parcompile.model.layers import LayersError, whole
 from parcompile.model.tables.reading import add_table
 
-_DATA = by_type("family")
-"""What of each family is not Llama's."""
-
-
-class _BuiltIn(Mapping[str, Family]):
-    """The families of this package. A module is imported when one of its types is asked for."""
-
-    def __getitem__(self, name: str) -> Family:
-        return _built_in(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _DATA
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(_DATA))
-
-    def __len__(self) -> int:
-        return len(_DATA)
+BUILT_IN: Mapping[str, Mapping[str, Any]] = dict(sorted(by_type("family").items()))
+"""The families of this package by their types: what of each is not Llama's."""
 
 
 @functools.cache
 def _built_in(name: str) -> Family:
-    return family_from(_DATA[name])
-
-
-BUILT_IN: Mapping[str, Family] = _BuiltIn()
-"""The families of this package, by their types."""
+    """A module is imported when one of its types is asked for."""
+    return family_from(BUILT_IN[name])
 
 
 class _Families(Mapping[str, Family]):
@@ -50,7 +31,7 @@ class _Families(Mapping[str, Family]):
 
     def __getitem__(self, name: str) -> Family:
         if name in BUILT_IN:
-            return BUILT_IN[name]
+            return _built_in(name)
         found = _added(name)
         if not isinstance(found, Family) or name in _FAILED:
             raise KeyError(name)
@@ -140,7 +121,7 @@ def _as_family(name: str, given: object) -> Family:
 
 def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = ()) -> list[int]:
     """The last layer of each `decoder_sparse_step`, without those of `mlp_only_layers`; `dense` is its default."""
-    step, listed = whole(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers")
+    step, listed = whole(config, "decoder_sparse_step", 1), config.get("mlp_only_layers")
     without = dense if listed is None else listed
     if not isinstance(without, list | tuple):
         raise LayersError(f"mlp_only_layers is {listed!r}: it has to be a list of layers", "mlp_only_layers")
@@ -149,26 +130,6 @@ def by_step(config: Mapping[str, Any], count: int, *, dense: tuple[int, ...] = (
 
 def by_frequency(config: Mapping[str, Any], count: int, *, first: int) -> list[int]:
     """The first layer of each `moe_layer_freq`, from `first_k_dense_replace` on, of which `first` is the default."""
-    step = whole(config, "moe_layer_freq", 1, least=1)
+    step = whole(config, "moe_layer_freq", 1)
     dense = whole(config, "first_k_dense_replace", first, least=0)
     return [layer for layer in range(0, count, step) if layer >= dense]
-
-
-def always(*_: object) -> bool:
-    """Of a trait that every configuration has."""
-    return True
-
-
-def in_all_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """The layers with a trait that all have."""
-    return tuple(range(count))
-
-
-def one(*_: object) -> int:
-    """Of a number that no configuration changes."""
-    return 1
-
-
-def all_heads(_: Mapping[str, Any], heads: int) -> int:
-    """As many key and value heads as queries."""
-    return heads

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice, LowRank
-from parcompile.model.layers import LayersError, LayerShape
+from parcompile.model.layers import LayersError, LayerShape, whole
 
 # Attention over keys that stand for whole windows of tokens (DeepSeek-V4).
 
@@ -17,13 +17,6 @@ _OLD_RATES = {_CHOSEN: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
 _BY_RATIO = {0: _WINDOW, 4: _CHOSEN, 128: _HEAVY}
 _BY_HASH, _BY_SCORE = "hash_moe", "moe"
 _GROUPS, _HEAD_DIM = 8, 512
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayersError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
-    return value
 
 
 def _of_layers(key: str, given: Any, known: Sequence[Any], count: int) -> tuple[Any, ...]:
@@ -49,19 +42,19 @@ def _kinds(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
 
 def _rate(config: Mapping[str, Any], kind: str) -> int:
     if config.get(_OLD_RATES[kind]) is not None:
-        return _whole(config, _OLD_RATES[kind], 0)
+        return whole(config, _OLD_RATES[kind], 0)
     rates = config.get("compress_rates")
     if rates is None:
         return _RATES[kind]
     if not isinstance(rates, Mapping) or kind not in rates:
         sentence = f"compress_rates has no {kind}, which layers are: write how many tokens a key stands for"
         raise LayersError(sentence, "compress_rates")
-    return _whole(rates, kind, 0)
+    return whole(rates, kind, 0)
 
 
 def _layer_shapes(config: Mapping[str, Any], common: LayerShape, count: int) -> list[LayerShape]:
     choice = KeyChoice(
-        _whole(config, "index_n_heads", 64), _whole(config, "index_head_dim", 128), _whole(config, "index_topk", 512)
+        whole(config, "index_n_heads", 64), whole(config, "index_head_dim", 128), whole(config, "index_topk", 512)
     )
 
     def with_keys(compressed: CompressedKeys) -> LayerShape:
@@ -78,7 +71,7 @@ def _layer_shapes(config: Mapping[str, Any], common: LayerShape, count: int) -> 
 
 def _low_rank(config: Mapping[str, Any]) -> LowRank:
     return LowRank(
-        _whole(config, "q_lora_rank", 1024), _whole(config, "o_groups", _GROUPS), _whole(config, "o_lora_rank", 1024)
+        whole(config, "q_lora_rank", 1024), whole(config, "o_groups", _GROUPS), whole(config, "o_lora_rank", 1024)
     )
 
 
@@ -87,10 +80,8 @@ def _hashed(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
     if (given := config.get("mlp_layer_types")) is not None:
         kinds = _of_layers("mlp_layer_types", given, (_BY_HASH, _BY_SCORE), count)
         return tuple(layer for layer, kind in enumerate(kinds) if kind == _BY_HASH)
-    first = config.get("num_hash_layers")
-    if first is not None and (isinstance(first, bool) or not isinstance(first, int) or first < 0):
-        raise LayersError(f"num_hash_layers is {first!r}: it has to be a whole number of 0 or more", "num_hash_layers")
-    return tuple(range(min(count, 3 if first is None else first)))
+    first = 3 if config.get("num_hash_layers") is None else whole(config, "num_hash_layers", None, least=0)
+    return tuple(range(min(count, first)))
 
 
 def _balances_nothing(config: Mapping[str, Any]) -> bool:

@@ -26,14 +26,6 @@ def _cycles(config: Mapping[str, Any], layers: int) -> LayerRuns:
     )
 
 
-# Dense decoders in the manner of GPT: LayerNorm with a bias, mostly an MLP of two linears.
-
-
-def _modernbert_window(config: Mapping[str, Any]) -> int:
-    window = config.get("local_attention", 128)
-    return window // 2 if isinstance(window, int) else 0
-
-
 # Muse: layers with a window are rotated, full ones are not; queries and keys are normed without a weight.
 
 Config = Mapping[str, Any]
@@ -57,21 +49,3 @@ def _kinds_differ(config: Mapping[str, Any]) -> bool:
         return bool(sum(len(kinds) * times for kinds, times in pairs) != config.get("num_layers", layers))
     except (TypeError, ValueError):
         return True
-
-
-def _multiplied(config: Mapping[str, Any], hidden_size: int) -> int:
-    return int(config.get("intermediate_multiple_size", 4)) * hidden_size
-
-
-def _falcon_kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    if config.get("new_decoder_architecture"):
-        return int(config.get("num_kv_heads") or heads)
-    return 1 if config.get("multi_query", True) else heads
-
-
-def _bigcode_kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    return 1 if config.get("multi_query", True) else heads
-
-
-def _no_fours(config: Mapping[str, Any]) -> bool:
-    return int(config.get("n_head", config.get("num_attention_heads", 16))) % 4 > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from parcompile.model.blocks.indexer import FULL, NONE
 from parcompile.model.blocks.latent import MlaShape
-from parcompile.model.layers import LayersError, LayerShape
+from parcompile.model.layers import LayersError, LayerShape, checked, whole
 from parcompile.model.shape import ModelShape
 
 _INDEXED, _WINDOW, _WHOLE = "indexed_attention", "sliding_attention", "full_attention"
@@ -36,10 +36,6 @@ def _kinds(config: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
         kinds = [seeing if not windows or layer < 2 or layer % 4 == 1 else _WINDOW for layer in range(num_layers)]
     else:
         kinds = list(given)
-    if len(kinds) != num_layers:
-        raise LayersError(
-            f"layer_types has {len(kinds)} entries for {num_layers} layers: write the kind of each", "layer_types"
-        )
     if chooses is not None:
         old, new = (_WHOLE, _INDEXED) if chooses else (_INDEXED, _WHOLE)
         kinds = [new if kind == old else kind for kind in kinds]
@@ -69,16 +65,9 @@ def _layer_shapes(config: Mapping[str, Any], common: LayerShape, num_layers: int
 
 
 def _of_windows(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = {name: config.get(f"swa_{name}", default) for name, default in _WINDOWED.items()}
-    for name, value in found.items():
-        _check(f"swa_{name}", value)
+    found = {name: whole(config, f"swa_{name}", default) for name, default in _WINDOWED.items()}
     found["qk_rope_head_dim"] = config.get("swa_qk_rope_head_dim", found["head_dim"] - found["qk_nope_head_dim"])
     return found
-
-
-def _check(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayersError(f"{key} is {value!r}: it has to be a whole number of 1 or more", key)
 
 
 def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int | None) -> LayerShape:
@@ -86,7 +75,7 @@ def _shape(own: Mapping[str, Any], named: str, common: LayerShape, window: int |
     if unknown := sorted(set(own) - {*_HEADS, *_LATENT, "head_dim"}):
         raise LayersError(f"{named}{unknown[0]} differs from the model's: layers may differ in their attention", named)
     for name, value in own.items():
-        _check(named + name, value)
+        checked(named + name, value)
     assert isinstance(common.attention.projections, MlaShape)
     mla = replace(common.attention.projections, **{name: own[name] for name in _LATENT if name in own})
     heads = own.get("num_attention_heads", common.num_attention_heads)

@@ -30,10 +30,6 @@ def kinds_of_attention(config: Config, count: int, interval: int, *, last_is_ful
     """
     listed = config.get("layer_types")
     kinds = [_SLIDING if (layer + 1) % interval else _FULL for layer in range(count)] if listed is None else [*listed]
-    if len(kinds) != count:
-        raise LayersError(
-            f"layer_types has {len(kinds)} entries for {count} layers: write the kind of each", "layer_types"
-        )
     if others := sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL}):
         raise LayersError(
             f"layer_types has {', '.join(others)}: the kinds of layers here are {_SLIDING} and {_FULL}", "layer_types"

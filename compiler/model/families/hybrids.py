@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from parcompile.model.blocks.delta import KimiDelta
+from parcompile.model.blocks.indexer import FULL, SHARED, Indexer
 from parcompile.model.layers import STATE, LayersError, nemotron_kinds
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import zamba2_kinds
-
-
-def _all_but_every_fourth(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    found = tuple(layer for layer in range(count) if layer % 4 != 3)
-    return found[:-1] if len(found) == count else found  # one attends at least
 
 
 def _adjusted(config: Mapping[str, Any], width: int) -> int:
@@ -24,14 +20,6 @@ def _adjusted(config: Mapping[str, Any], width: int) -> int:
     width = int(2 * width / 3)
     factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
     return width if factor is None else multiple * -(-int(factor * width) // multiple)
-
-
-def _lfm3_convolutions(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    return tuple(layer for layer in range(count) if layer % 4 in (1, 3) or layer == 0)
-
-
-def _minimax_layers(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    return tuple(range(1, count, 2))
 
 
 # Kimi delta attention (arXiv 2510.26692) three layers of four or more, latent attention in the others, and experts.
@@ -52,16 +40,21 @@ def _kimi_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layer - 1 for layer in sorted(states))
 
 
-def _values_of_layers(config: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
-    """What the section of published files says, by the keys that its class makes of it."""
-    states = shape.part(KimiDelta)
-    if config.get(_SECTION) is None:
+def _values_of_layers(
+    config: Mapping[str, Any], shape: ModelShape, *, chooses: bool = False
+) -> Mapping[int, Mapping[str, Any]]:
+    """What the section of published files says, by the keys that its class makes of it, with the kinds of layers.
+
+    `chooses`: layers that attend do so to keys that an indexer chooses.
+    """
+    if config.get(_SECTION) is None and not chooses:
         return {}
-    layers = range(shape.num_hidden_layers)
-    held = () if states is None else states.layers
-    found: dict[str, Any] = {
-        "layer_types": ["linear_attention" if layer in held else "full_attention" for layer in layers]
-    }
+    states, indexer, layers = shape.part(KimiDelta), shape.part(Indexer), range(shape.num_hidden_layers)
+    held, full = () if states is None else states.layers, () if indexer is None else indexer.layers
+    attending = "indexed_attention" if chooses else "full_attention"
+    found: dict[str, Any] = {"layer_types": [STATE if layer in held else attending for layer in layers]}
+    if chooses:
+        found["indexer_types"] = [FULL if layer in full else SHARED for layer in layers]
     if states is not None:
         found |= {"linear_num_heads": states.heads, "linear_head_dim": states.key_dim}
         found["linear_conv_kernel_dim"] = states.kernel

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parcompile.model.blocks.delta import KimiDelta
-from parcompile.model.blocks.indexer import FULL, NONE, SHARED, Indexer, kinds_between
-from parcompile.model.shape import ModelShape
+from parcompile.model.blocks.indexer import FULL, NONE, kinds_between
 from parcompile.model.tables import OLDER_KINDS
 
 _CARRYING = "linear_attention"
@@ -54,7 +52,7 @@ def _narrow(config: Mapping[str, Any]) -> bool:
 # Blocks read and write several residual streams, whose mean is the last hidden state.
 
 
-_SECTION, _STATE, _CHOSEN = "linear_attn_config", "linear_attention", "indexed_attention"
+_SECTION = "linear_attn_config"
 
 
 def _three_of_four(_: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -65,21 +63,7 @@ def _kinds_of_pools(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     listed = config.get("layer_types")
     if not isinstance(listed, list | tuple):
         return kinds_between(config, count, _three_of_four(config, count))
-    return kinds_between(config, count, {layer for layer, kind in enumerate(listed) if kind == _STATE})
-
-
-def _values_of_layers(_: Mapping[str, Any], shape: ModelShape) -> Mapping[int, Mapping[str, Any]]:
-    """Sizes that a section of published files says, and kinds of layers, by the keys that its class makes of them."""
-    states, indexer, layers = shape.part(KimiDelta), shape.part(Indexer), range(shape.num_hidden_layers)
-    held, full = () if states is None else states.layers, () if indexer is None else indexer.layers
-    found: dict[str, Any] = {
-        "layer_types": [_STATE if layer in held else _CHOSEN for layer in layers],
-        "indexer_types": [FULL if layer in full else SHARED for layer in layers],
-    }
-    if states is not None:
-        found |= {"linear_num_heads": states.heads, "linear_head_dim": states.key_dim}
-        found["linear_conv_kernel_dim"] = states.kernel
-    return dict.fromkeys(layers, found)
+    return kinds_between(config, count, {layer for layer, kind in enumerate(listed) if kind == _CARRYING})
 
 
 def _bound_is_no_fraction(config: Mapping[str, Any]) -> bool:

@@ -23,13 +23,6 @@ from .gemma import kinds_of_attention
 # Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), dense or with experts.
 
 
-def _unscaled(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration of Mistral 4 states a rotary embedding that does not scale its queries."""
-    rope = config.get("rope_parameters")
-    keys = ("llama_4_scaling_beta", "original_max_position_embeddings")
-    return isinstance(rope, Mapping) and any(rope.get(key) is None for key in keys)
-
-
 def _angles_differ(config: Mapping[str, Any]) -> bool:
     """Whether transformers computes angles for another number of features than Mistral 4 rotates."""
     rope = config.get("rope_parameters")
@@ -41,9 +34,6 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
     return bool(int(width if rope.get("rope_type") == "default" else width * part) != rotated)
 
 
-# LongCat-Flash (arXiv 2509.01322): two layers in one module, whose experts stand beside both.
-
-
 # MiMo-V2-Flash: layers with a window have twice the kv heads of full ones, and attention sinks; values are narrower.
 
 Config = Mapping[str, Any]
@@ -53,9 +43,7 @@ def _layers(config: Config, common: LayerShape, count: int) -> list[LayerShape]:
     listed = config.get("layer_types")
     default = ["sliding_attention" if layer and (layer + 1) % 6 else "full_attention" for layer in range(count)]
     kinds = kinds_of_attention({"layer_types": default if listed is None else listed}, count, 6, last_is_full=False)
-    width, window = config.get("v_head_dim", 128), common.attention.sliding_window
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise LayersError(f"v_head_dim is {width!r}: it has to be a whole number of 1 or more", "v_head_dim")
+    width, window = whole(config, "v_head_dim", 128), common.attention.sliding_window
     read = config.get("sliding_window_size")
     if read is not None and (isinstance(read, bool) or not isinstance(read, int)):
         raise LayersError(f"sliding_window_size is {read!r}: it has to be a whole number", "sliding_window_size")
@@ -100,7 +88,7 @@ def _routed(config: Mapping[str, Any], count: int) -> list[int]:
         if not isinstance(listed, list | tuple):
             raise LayersError(f"moe_layers is {listed!r}: it has to be a list of layers", "moe_layers")
         return sorted(layer for layer in set(listed) if 0 <= layer < count)
-    step = whole(config, "interleave_moe_layer_step", 1, least=1)
+    step = whole(config, "interleave_moe_layer_step", 1)
     return list(range(step - 1, count, step))
 
 
@@ -110,7 +98,7 @@ def _with_norms(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
         return ()
     rotated = config.get("no_rope_layers")
     if not rotated:
-        interval = whole(config, "no_rope_layer_interval", 4, least=1)
+        interval = whole(config, "no_rope_layer_interval", 4)
         rotated = [(layer + 1) % interval for layer in range(count)]
     return tuple(layer for layer, one in enumerate(rotated[:count]) if one)
 
@@ -120,7 +108,7 @@ def _with_norms(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
     """The last layer of each moe_layer_interval, from moe_layer_start_index to moe_layer_end_index."""
-    step = whole(config, "moe_layer_interval", 1, least=1)
+    step = whole(config, "moe_layer_interval", 1)
     first = whole(config, "moe_layer_start_index", 1, least=0)
     last = whole(config, "moe_layer_end_index", -1, least=-1)
     end = count - 1 if last == -1 else last
@@ -129,15 +117,6 @@ def _of_ernie(config: Mapping[str, Any], count: int) -> list[int]:
 
 def _unlisted(config: Mapping[str, Any]) -> bool:
     return not config.get("mlp_layer_types") and not isinstance(config.get("first_k_dense_replace", 1), int)
-
-
-def _gates_heads(config: Mapping[str, Any]) -> bool:
-    return config.get("gating", True) in (True, "per-head")
-
-
-def _chooses_blocks(config: Mapping[str, Any]) -> bool:
-    sparse = config.get("sparse_attention_config") or {}
-    return config.get("layer_types") is None and any(sparse.get("sparse_attention_freq") or ())
 
 
 def _dense_between(config: Mapping[str, Any]) -> bool:

@@ -1,21 +1,19 @@
 """Parameters of every causal model type of transformers, derived by building its models with drawn configurations.
 
 Names, order and shapes of a model's parameters, from the derived table of its type and its configuration.
-
-Which dim transformers' own plan of tensor parallelism cuts.
-
-Source: the styles of `transformers.distributed.tensor_parallel` and `.expert_parallel` (5.23).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from .completing import OLDER_KINDS, TableError, alias_of, complete, follow, frozen, reads, stated, thawed
-from .expression import NULL, ExpressionError, evaluate, names
+from .completing import OLDER_KINDS, alias_of, complete, follow, frozen, reads, stated, thawed
+from .expression import NULL, TableError, evaluate, names
 from .reading import VERSION, Row, Table, class_default, covered, left_out, table_of
+
+T = TypeVar("T")
 
 MOST_REPEATED = 10_000
 """Layers, or experts that are stored one by one, of a model; the maximum of `num_hidden_layers` in a spec."""
@@ -28,11 +26,13 @@ INDICES = ("layer", "item", "part")
 
 
 class Derived(NamedTuple):
-    """One parameter of a model."""
+    """One parameter of a model, or one of every layer in `layers` (`{layer}` in its name)."""
 
     name: str
     shape: tuple[int, ...]
     row: Row
+    layers: tuple[int, ...] | None = None
+    """None: it stands outside the layers, or in one of them."""
 
     @property
     def numel(self) -> int:
@@ -47,22 +47,28 @@ def parameters(table: Table, config: Mapping[str, Any]) -> list[Derived]:
         TableError: the table does not tell the parameters of this configuration.
     """
     scope = complete(table, config)
-    found: list[tuple[list[tuple[int, int]], Derived]] = []
-    first: dict[tuple[str, ...], int] = {}
-    try:
-        for number, row in enumerate(table.rows):
-            parts = row.name.split(".")
-            for end in range(1, len(parts) + 1):
-                first.setdefault(tuple(parts[:end]), number)
-            for numbers in numbers_of(table, parts, scope, 0):
-                here = {**scope, **numbers}
-                if not evaluate(row.when, here):
-                    continue
-                place = [(first[tuple(parts[: end + 1])], numbers.get(part[1:-1], 0)) for end, part in enumerate(parts)]
+
+    def instances(row: Row, parts: list[str]) -> Iterator[tuple[dict[str, int], Derived]]:
+        for numbers in numbers_of(table, parts, scope, 0):
+            here = {**scope, **numbers}
+            if evaluate(row.when, here):
                 shape = tuple(size_of(text, here) for text in row.shape)
-                found.append((place, Derived(row.name.format(**numbers), shape, row)))
-    except ExpressionError as error:
-        raise TableError(str(error), error.key) from None
+                yield numbers, Derived(row.name.format(**numbers), shape, row)
+
+    return _registered(table, instances)
+
+
+def _registered(table: Table, instances: Callable[[Row, list[str]], Iterable[tuple[dict[str, int], T]]]) -> list[T]:
+    """What there is of each row, with its numbers, in the order in which transformers registers it."""
+    found: list[tuple[list[tuple[int, int]], T]] = []
+    first: dict[tuple[str, ...], int] = {}
+    for number, row in enumerate(table.rows):
+        parts = row.name.split(".")
+        for end in range(1, len(parts) + 1):
+            first.setdefault(tuple(parts[:end]), number)
+        for numbers, one in instances(row, parts):
+            place = [(first[tuple(parts[: end + 1])], numbers.get(part[1:-1], 0)) for end, part in enumerate(parts)]
+            found.append((place, one))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -72,7 +78,7 @@ def size_of(text: str, scope: Mapping[str, Any]) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         key = text if text in names(text) else None
         message = f"{text} is {value!r}: it has to be a whole number of 0 or more"
-        raise ExpressionError(NULL.format(text) if key and value is None else message, key)
+        raise TableError(NULL.format(text) if key and value is None else message, key)
     return value
 
 
@@ -81,7 +87,7 @@ def times_of(text: str, scope: Mapping[str, Any]) -> int:
     times = size_of(text, scope)
     if times > MOST_REPEATED:
         key = text if text in names(text) else None
-        raise ExpressionError(f"{text} is {times}: at most {MOST_REPEATED:,} of them are counted", key)
+        raise TableError(f"{text} is {times}: at most {MOST_REPEATED:,} of them are counted", key)
     return times
 
 
@@ -114,17 +120,7 @@ def in_layers(own: Mapping[int, Mapping[str, Any]]) -> tuple[tuple[str, Hashable
     return ((_OF_LAYERS, tuple((values, tuple(layers)) for values, layers in by_values.items())),) if own else ()
 
 
-class Repeated(NamedTuple):
-    """One parameter, or one of every layer in `layers` (`{layer}` in its name)."""
-
-    name: str
-    shape: tuple[int, ...]
-    row: Row
-    layers: tuple[int, ...] | None
-    """None: it stands outside the layers."""
-
-
-def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -> list[Repeated]:
+def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -> list[Derived]:
     """The rows in the order in which transformers registers them; `stack` is the name of the layers (`model.layers`).
 
     `values` are those of a configuration that the table reads (`completing.stated`), and `in_layers` of some layers.
@@ -134,30 +130,23 @@ def repeated(table: Table, stack: str, values: Iterable[tuple[str, Hashable]]) -
     """
     given = thawed(values)
     own = {layer: dict(pairs) for pairs, layers in given.pop(_OF_LAYERS, ()) for layer in layers}
-    scope, found = follow(table, given), []
-    first: dict[tuple[str, ...], int] = {}
-    prefix = f"{stack}.{{layer}}."
-    try:
-        for number, row in enumerate(table.rows):
-            parts = row.name.split(".")
-            for end in range(1, len(parts) + 1):
-                first.setdefault(tuple(parts[:end]), number)
-            start = prefix.count(".") if row.name.startswith(prefix) else 0
-            count = times_of(table.stacks[prefix[:-1]], scope) if start else None
-            for inner in _bounded(row, list(numbers_of(table, parts, scope, start)), count or 1):
-                place = [(first[tuple(parts[: end + 1])], inner.get(part[1:-1], 0)) for end, part in enumerate(parts)]
-                name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
-                for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
-                    found.append((place, Repeated(name, shape, row, layers)))
-    except ExpressionError as error:
-        raise TableError(str(error), error.key) from None
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    scope, prefix = follow(table, given), f"{stack}.{{layer}}."
+
+    def instances(row: Row, parts: list[str]) -> Iterator[tuple[dict[str, int], Derived]]:
+        start = prefix.count(".") if row.name.startswith(prefix) else 0
+        count = times_of(table.stacks[prefix[:-1]], scope) if start else None
+        for inner in _bounded(row, list(numbers_of(table, parts, scope, start)), count or 1):
+            name = row.name.format(**({"layer": "{layer}"} if start else {}), **inner)
+            for shape, layers in _by_shape(row, {**scope, **inner}, count, own):
+                yield inner, Derived(name, shape, row, layers)
+
+    return _registered(table, instances)
 
 
 def _bounded(row: Row, instances: list[dict[str, int]], layers: int) -> list[dict[str, int]]:
     if len(instances) > 1 and len(instances) * layers > MOST_IN_LAYERS:
         times = f"{row.name} stands {len(instances):,} times in each of {layers:,} layers"
-        raise ExpressionError(f"{times}: at most {MOST_IN_LAYERS:,} in all are counted", "num_hidden_layers")
+        raise TableError(f"{times}: at most {MOST_IN_LAYERS:,} in all are counted", "num_hidden_layers")
     return instances
 
 

@@ -6,17 +6,8 @@ import functools
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from .expression import ExpressionError, evaluate, names
+from .expression import TableError, evaluate, names
 from .reading import Table, table_of
-
-
-class TableError(ValueError):
-    """A configuration that the table of its type does not tell the parameters of: `key` is the one at fault."""
-
-    def __init__(self, message: str, key: str | None = None) -> None:
-        super().__init__(message)
-        self.key = key
-
 
 GIVEN = "given."
 """In what follows, before a key: its value before anything followed (`given.num_hidden_layers`)."""
@@ -73,8 +64,8 @@ def _by_own_names(table: Table, config: Mapping[str, Any], *, once: bool = False
         name = table.names.get(key, key.removeprefix(owner + dot))
         own, today = owner + dot + name, with_kinds_of_today(name, value)
         if once and own in found and found[own] != today:
-            first, second = sorted((said[own], key), key=table.names.__contains__)
-            raise TableError(f"{first} and {second} are the same key, and differ", second)
+            both = f"{said[own]} {str(found[own])[:60]} and {key} {str(today)[:60]}"
+            raise TableError(f"{both} are the same key, and differ", key, f"keep {said[own]} or {key}")
         found[own], said[own] = today, key
     return found
 
@@ -163,7 +154,7 @@ def follow(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
 def _following(key: str, text: str, scope: Mapping[str, Any]) -> Any:
     try:
         return evaluate(text, scope)
-    except ExpressionError as error:
+    except TableError as error:
         raise TableError(f"{key} does not follow from this configuration: {error}", error.key or key) from None
 
 

@@ -19,6 +19,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from parcompile.model import ModelConfigError
+
 # Primes: tables of hashed n-grams have as many rows as a prime says, one of its own for each head (Qwen4-Exp).
 
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -67,12 +69,8 @@ Scope = Mapping[str, Any]
 Compiled = Callable[[Scope], Any]
 
 
-class ExpressionError(ValueError):
-    """Text that is no expression, or one that has no value for a configuration: `key` is the one at fault."""
-
-    def __init__(self, message: str, key: str | None = None) -> None:
-        super().__init__(message)
-        self.key = key
+class TableError(ModelConfigError):
+    """A configuration that the table of its type does not tell the parameters of, or text that is no expression."""
 
 
 NULL = "{} is null, and parameters follow from it: write a number"
@@ -113,16 +111,16 @@ def evaluate(text: str, scope: Scope) -> Any:
     """The value of an expression for a configuration.
 
     Raises:
-        ExpressionError: the text is no expression, or it cannot be computed for this configuration.
+        TableError: the text is no expression, or it cannot be computed for this configuration.
     """
     try:
         return compiled(text)(scope)
     except _CANNOT as error:
-        if not isinstance(error, ExpressionError):
+        if not isinstance(error, TableError):
             for key in sorted(names(text)):
                 if scope.get(key) is None:
-                    raise ExpressionError(NULL.format(key), key) from None
-        raise ExpressionError(f"{text} cannot be computed: {error}") from None
+                    raise TableError(NULL.format(key), key) from None
+        raise TableError(f"{text} cannot be computed: {error}") from None
 
 
 @functools.cache
@@ -130,12 +128,12 @@ def compiled(text: str) -> Compiled:
     """The function from a configuration to the value of an expression.
 
     Raises:
-        ExpressionError: the text is no expression.
+        TableError: the text is no expression.
     """
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError:
-        raise ExpressionError(f"{text!r} is no expression") from None
+        raise TableError(f"{text!r} is no expression") from None
     return _compile(tree.body)
 
 
@@ -163,7 +161,7 @@ def _dotted(node: ast.expr) -> str:
 def _compile(node: ast.expr) -> Compiled:
     make = _MAKERS.get(type(node))
     if make is None:
-        raise ExpressionError(f"{ast.unparse(node)}: {type(node).__name__} is not part of the language")
+        raise TableError(f"{ast.unparse(node)}: {type(node).__name__} is not part of the language")
     return make(node)
 
 
@@ -180,7 +178,7 @@ def _key(node: ast.Name | ast.Attribute) -> Compiled:
 def _binary(node: ast.BinOp) -> Compiled:
     left, right, apply = _compile(node.left), _compile(node.right), _OPERATORS.get(type(node.op))
     if apply is None:
-        raise ExpressionError(f"{ast.unparse(node)}: this operator is not part of the language")
+        raise TableError(f"{ast.unparse(node)}: this operator is not part of the language")
     return lambda scope: apply(left(scope), right(scope))
 
 
@@ -190,7 +188,7 @@ def _unary(node: ast.UnaryOp) -> Compiled:
         return lambda scope: not operand(scope)
     if isinstance(node.op, ast.USub):
         return lambda scope: -operand(scope)
-    raise ExpressionError(f"{ast.unparse(node)}: this operator is not part of the language")
+    raise TableError(f"{ast.unparse(node)}: this operator is not part of the language")
 
 
 def _boolean(node: ast.BoolOp) -> Compiled:
@@ -202,7 +200,7 @@ def _boolean(node: ast.BoolOp) -> Compiled:
 
 def _comparison(node: ast.Compare) -> Compiled:
     if len(node.ops) != 1 or type(node.ops[0]) not in _COMPARISONS:
-        raise ExpressionError(f"{ast.unparse(node)}: this comparison is not part of the language")
+        raise TableError(f"{ast.unparse(node)}: this comparison is not part of the language")
     left, right, compare = _compile(node.left), _compile(node.comparators[0]), _COMPARISONS[type(node.ops[0])]
     if isinstance(node.ops[0], ast.In) and isinstance(node.comparators[0], ast.Name):
         right = _once_a_list(right, _as_set)
@@ -248,7 +246,7 @@ def _list(node: ast.List) -> Compiled:
 def _comprehension(node: ast.ListComp) -> Compiled:
     (loop,) = node.generators
     if not isinstance(loop.target, ast.Name):
-        raise ExpressionError(f"{ast.unparse(node)}: a list comprehension has one name")
+        raise TableError(f"{ast.unparse(node)}: a list comprehension has one name")
     name, source, element = loop.target.id, _compile(loop.iter), _compile(node.elt)
     tests = [_compile(test) for test in loop.ifs]
 
@@ -279,7 +277,7 @@ def _once_a_list(source: Compiled, made: Callable[[Any], Any]) -> Compiled:
 
 def _call(node: ast.Call) -> Compiled:
     if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords:
-        raise ExpressionError(f"{ast.unparse(node)}: this function is not part of the language")
+        raise TableError(f"{ast.unparse(node)}: this function is not part of the language")
     match node:
         case ast.Call(
             func=ast.Name("len"),

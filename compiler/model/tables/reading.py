@@ -13,6 +13,7 @@ from parcompile.user_files import shipped, shipped_text
 VERSION = "5.23.0"
 """The version of transformers that the tables come from."""
 _FILE = f"transformers-{VERSION}.json"
+_stored = functools.partial(shipped, __package__, _FILE)
 
 
 class Row(NamedTuple):
@@ -115,9 +116,3 @@ def table_from(model_type: str, stored: Mapping[str, Any]) -> Table:
         stored["stacks"],
         tuple(Row(row["name"], tuple(row["shape"]), row.get("when", "True"), row.get("tp")) for row in stored["rows"]),
     )
-
-
-@functools.cache
-def _stored() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shipped(__package__, _FILE)
-    return found

@@ -106,9 +106,9 @@ def _measure(mesh: Mesh, nodes: list[str], seconds: float) -> Answer:
 def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
     if job.plan is None:
         raise RunError(job.unread)
-    own, findings = Facts(**heard[0]["facts"]), session.found.findings
+    own, findings = Facts(**heard[0]["facts"]), session.findings
     facts = tuple(own.of_another(said["facts"]) for said in heard if said is not None)
-    session.found.arrived = arrived = Arrived(job.plan, session.channel.world_size, facts)
+    session.came = arrived = Arrived(job.plan, session.channel.world_size, facts)
     findings += compare_arrival(arrived, session.limits.wait_seconds)
     go = not _differing(findings)
     for compare in (compare_places, compare_memory, compare_cpu_adam, compare_shared_memory):
@@ -117,40 +117,40 @@ def _arrival(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
 
 
 def _disk(session: Session, heard: Sequence[Any]) -> Answer:
-    session.found.findings += compare_disk(session.arrived, heard)
+    session.findings += compare_disk(session.arrived, heard)
     return {}
 
 
 def _groups(session: Session, heard: Sequence[Any]) -> Answer:
     groups = [Finding.from_wire(one) for said in heard for one in said]
-    session.found.findings += groups
+    session.findings += groups
     return {"go": not _differing(groups)}
 
 
 def _links(job: Job, session: Session, heard: Sequence[Any]) -> Answer:
-    found, arrived = session.found, session.arrived
+    arrived = session.arrived
     if failures := [said["failure"] for said in heard if "failure" in said]:
-        found.findings.append(Finding(JOB, LINKS, "measured", "", Verdict.NOT_RUN, failures[0]))
+        session.findings.append(Finding(JOB, LINKS, "measured", "", Verdict.NOT_RUN, failures[0]))
     else:
         measured = [LinkMeasurements.from_json(said) for said in heard]
-        found.findings += compare_links(arrived, measured)
-        found.slow = remarks(arrived, measured)
+        session.findings += compare_links(arrived, measured)
+        session.slow = remarks(arrived, measured)
     why = ""
-    if differing := _differing(found.findings):
+    if differing := _differing(session.findings):
         why = f"the steps could hang or fail for what differs: {', '.join(dict.fromkeys(differing))}"
     elif arrived.plan.spec.model.shape.user_module is not None and job.model is None:
         why = "the model is a module of your own: call parcompile.runtime.live_check with model="
     if why:
-        found.findings.append(Finding(JOB, LOSSES, "finite, equal", "", Verdict.NOT_RUN, why))
+        session.findings.append(Finding(JOB, LOSSES, "finite, equal", "", Verdict.NOT_RUN, why))
     return {"go": not why}
 
 
 def _trial(session: Session, heard: Sequence[Any]) -> Answer:
     trials = [Trial(**said) for said in heard]
-    session.found.findings += compare_trials(session.arrived, trials)
+    session.findings += compare_trials(session.arrived, trials)
     estimate = timing(workload_of(session.arrived.plan.spec)).step.seconds
     seconds, peak = max(one.seconds[-1] for one in trials), max(one.peak_bytes for one in trials)
-    session.found.notes.append(
+    session.notes.append(
         f"step {STEPS} took {format_seconds(seconds)} on the slowest rank, the estimate is {format_seconds(estimate)}; "
         f"the fullest rank held {format_bytes(peak)}"
     )

@@ -67,19 +67,12 @@ class Outcome:
     report: LiveReport | None = None
 
 
-@dataclass(slots=True)
-class Found:
-    """What rank 0 gathers on the way."""
-
-    arrived: Arrived | None = None
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    slow: dict[str, list[str]] = field(default_factory=dict)
-    """By node."""
-
-
 class Session:
     """Of one rank.
+
+    Attributes:
+        came: on rank 0 the ranks that came, once it knows them.
+        findings: with `notes`, and by node what is `slow`: what it gathers on the way.
 
     Args:
         name: of the plan, for the report.
@@ -97,7 +90,9 @@ class Session:
         stages: Sequence[str],
         speak: Callable[[LiveReport], None],
     ) -> None:
-        self.name, self.channel, self.limits, self.found = name, channel, limits, Found()
+        self.name, self.channel, self.limits = name, channel, limits
+        self.came: Arrived | None = None
+        self.findings, self.notes, self.slow = list[Finding](), list[str](), dict[str, list[str]]()
         self.is_first = channel.rank == 0  # judges and reports
         self._stages, self._speak = stages, speak
         self._most = limits.wait_seconds + limits.whole_seconds
@@ -113,9 +108,9 @@ class Session:
 
     @property
     def arrived(self) -> Arrived:
-        """The ranks that came, once rank 0 knows them."""
-        assert self.found.arrived is not None
-        return self.found.arrived
+        """The ranks that came, where they are known."""
+        assert self.came is not None
+        return self.came
 
     def run(self, go_through: Callable[[], None]) -> Outcome:
         """Goes through the stages and ends the check. It raises nothing: what stops one rank stops all."""
@@ -210,8 +205,7 @@ class Session:
 
     def _dismiss(self, report: LiveReport) -> None:
         self.channel.reply("end", [report.passed, report.conclusion])
-        arrived = self.found.arrived
-        present = self.channel.world_size if arrived is None else len(arrived.facts)
+        present = self.channel.world_size if self.came is None else len(self.came.facts)
         self.channel.wait_for_departures(present - 1, PARTING_SECONDS)
 
     def _lost(self) -> None:
@@ -220,17 +214,16 @@ class Session:
             say(f"rank 0 ended or stopped during {self._stage}, before its report: see what it wrote last")
 
     def _report(self) -> LiveReport:
-        reason, found = "", self.found
+        reason = ""
         if self.channel.is_off():
             reason = self.channel.reason()
-            found.findings += self._culprits(reason)
-        nodes = () if found.arrived is None else nodes_of(found.arrived, found.findings, found.slow)
-        return LiveReport(self.name, self.channel.world_size, tuple(found.findings), nodes, tuple(found.notes), reason)
+            self.findings += self._culprits(reason)
+        nodes = () if self.came is None else nodes_of(self.came, self.findings, self.slow)
+        return LiveReport(self.name, self.channel.world_size, tuple(self.findings), nodes, tuple(self.notes), reason)
 
     def _culprits(self, reason: str) -> Iterator[Finding]:
         """The ranks on which it lies that the check ended early."""
-        arrived = self.found.arrived
-        homes = {} if arrived is None else {one.rank: one.node for one in arrived.facts}
+        homes = {} if self.came is None else {one.rank: one.node for one in self.came.facts}
         failures = self.channel.failures()
         for rank, failure in failures.items():
             detail = f"node {homes.get(rank, 'not known')}: {failure['why']}"

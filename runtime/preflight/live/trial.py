@@ -29,7 +29,7 @@ from parcompile.runtime.engine import initialize
 from parcompile.runtime.groups import Mesh
 from parcompile.runtime.inject.injection import random_model
 from parcompile.runtime.model.text_head import TORCH_DTYPES
-from parcompile.runtime.preflight.findings import Finding, Verdict
+from parcompile.runtime.preflight.findings import Finding, Verdict, group_in_words
 from parcompile.runtime.profiling.links import (
     NETWORK,
     NODE,
@@ -58,16 +58,12 @@ def compare_live_groups(mesh: Mesh) -> list[Finding]:
         live, planned = [int(one) for one in everyones], list(mesh.plan.groups.of_rank(name, mesh.rank))
         if live != planned:
             detail = f"group {name} of rank {mesh.rank} is {live}, the plan says {planned}"
-            found.append(Finding(mesh.rank, "process groups", _ranks(planned), _ranks(live), Verdict.DIFFERS, detail))
+            both = group_in_words(planned), group_in_words(live)
+            found.append(Finding(mesh.rank, "process groups", *both, Verdict.DIFFERS, detail))
     if not found:
         count = str(len(mesh.groups))
         found.append(Finding(mesh.rank, "process groups", count, f"{count} answered as planned", Verdict.AGREES))
     return found
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"[{shown}, … {ranks[-1]}]" if len(ranks) > 8 else f"[{shown}]"
 
 
 SLOW_AGAINST_PRESET = 0.5
