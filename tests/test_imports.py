@@ -94,7 +94,7 @@ def test_no_rooms_import_each_other_in_a_circle(graph: Graph, package: str) -> N
 def order_of_rooms() -> list[str]:
     """The rooms of the compiler as CONTRIBUTING orders them."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    line = re.search(r"^`(units .*? cli)`$", text, re.MULTILINE)
+    line = re.search(r"^`(records .*? cli)`$", text, re.MULTILINE)
     assert line is not None
     return line[1].split(" ‹ ")
 
@@ -124,7 +124,7 @@ def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:
     assert sorted(one for one in outside if not one.startswith(kernels)) == [table]
 
 
-MOST_MODULES = 120
+MOST_MODULES = 110
 """What `parcompile check spec.json` may import of ours, from a cold start: what a spec does not need is left alone."""
 COUNT = """
 import sys
@@ -146,4 +146,5 @@ def test_a_cold_check_of_a_spec_imports_few_modules() -> None:
     loaded = run.stdout.splitlines()[-1].split()
     assert "parcompile.pipeline" in loaded
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
-    assert not [name for name in loaded if name.startswith(("parcompile.plan.", "parcompile.lint.deepspeed"))]
+    others = ("parcompile.plan.", "parcompile.lint.deepspeed", "parcompile.model.blocks.recurrent")
+    assert not [name for name in loaded if name.startswith(others)]
