@@ -23,6 +23,7 @@ from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
+from .sections import static_parts
 from .sections import topology as topology_of
 
 ADAPTABLE = (
@@ -393,11 +394,7 @@ def _cost(plan: Plan) -> dict[str, Any]:
         "tokens/s per GPU, estimated": round(found.time.tokens_per_second_per_gpu, 1),
         "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
         "static memory per rank": memory.total_bytes,
-        "weights per rank": memory.weight_bytes,
-        "gradients per rank": memory.gradient_bytes,
-        "master weights per rank": memory.master_bytes,
-        "optimizer state per rank": memory.optimizer_bytes,
-        "reduce bucket per rank": memory.bucket_bytes,
+        **{f"{name} per rank": size for name, size in static_parts(memory).items()},
         "host memory per rank": sum(one.total_bytes for one in host),
         # Only a plan with ep sends anything in groups of experts.
         **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},
