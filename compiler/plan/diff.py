@@ -118,8 +118,10 @@ def _layers(plan: Plan) -> str:
 
 def by_runtime(before: Plan, after: Plan) -> Resumption:
     """By the runtime of this project, which resumes without a conversion."""
-    refused = tuple(f"the runtime refuses the new plan [{one.code}]" for one in after.refusals)
-    refused += tuple(f"the runtime refuses the old plan [{one.code}]" for one in before.refusals)
+    plans = (("new", after), ("old", before))
+    refused = tuple(
+        f"the runtime refuses the {word} plan [{one.code}]" for word, plan in plans for one in plan.refusals
+    )
     if refused:
         return Resumption(Resume.NO, refused)
     different = layout_differences(file_layout(before), file_layout(after))
