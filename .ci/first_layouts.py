@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from parcompile.cost.step import timing
-from parcompile.model.hf_config import shape_from_config
-from parcompile.model.presets import presets
 from parcompile.searching.first import first_spec
 from parcompile.searching.ranking import search
 from parcompile.searching.space import open_space
@@ -62,7 +60,6 @@ def compared(model: str, nodes: int, length: int) -> Outcome:
     first = None
     if found.spec is not None:
         first = timing(workload_of(Resolution(found.spec, (), Path()).spec())).step.seconds
-    shape = shape_from_config(presets()[model].config)
     batch = found.spec["training"]["global_batch_size"] if found.spec is not None else nodes * 8
     tree: dict[str, Any] = {
         "version": 1,
@@ -70,9 +67,7 @@ def compared(model: str, nodes: int, length: int) -> Outcome:
         "cluster": cluster,
         "training": {"sequence_length": length, "global_batch_size": batch, "precision": "bf16"},
     }
-    experts = shape.moe.num_experts if shape.moe else 0
-    space = open_space(tree, Path(), executable=True, layers=shape.num_hidden_layers, experts=experts)
-    best = search(space).best
+    best = search(open_space(Resolution(tree), executable=True)).best
     return Outcome(model, nodes, length, first, None if best is None else best.seconds, time.process_time() - began)
 
 

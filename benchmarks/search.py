@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
 from harness import JSON, heads, parsed, row, spread, write_json
 
-from parcompile.model.hf_config import shape_from_config
-from parcompile.model.presets import presets
 from parcompile.searching.ranking import search
 from parcompile.searching.space import open_space
+from parcompile.spec.resolve import Resolution
 
 WORLDS = {"llama-3-8b": (8, 64, 512, 4096, 16384), "llama-3-70b": (8, 64, 512, 4096, 16384), "deepseek-v3": (512,)}
 """GPUs for each model."""
@@ -32,10 +30,8 @@ def measure(model: str, world: int, rounds: int) -> dict[str, Any]:
         "training": {"sequence_length": 8192, "global_batch_size": max(256, world)},
     }
     found: dict[str, Any] = {"model": model, "gpus": world, "processor_seconds": []}
-    shape = shape_from_config(presets()[model].config)
-    experts = shape.moe.num_experts if shape.moe else 0
     for _ in range(rounds):
-        space = open_space(spec, Path(), executable=False, layers=shape.num_hidden_layers, experts=experts)
+        space = open_space(Resolution(spec), executable=False)
         start = time.process_time()
         found["layouts"] = search(space).enumerated
         found["processor_seconds"].append(time.process_time() - start)

@@ -29,9 +29,8 @@ from .searching.ranking import search as _search
 from .searching.space import Refused, open_space
 from .searching.variant import changed
 from .spec.resolve import Resolution, Unavailable
-from .spec.resolve.model import config_file
+from .spec.resolve.model import config_file, read_config
 from .text import Result, SourceError, SourceText, parse
-from .user_files import parse_json, read_text
 
 __all__ = [
     "CheckResult",
@@ -170,7 +169,7 @@ def check(
         ValueError: there is no target of that name, or the file is of a kind that has no checker.
     """
     checked = _checked(text_or_path, targets, kind, estimate=estimate)
-    return CheckResult(checked.diagnostics, checked.kind, checked.text)
+    return _result(checked)
 
 
 def compile(  # noqa: A001 -- the word of the command line
@@ -200,7 +199,7 @@ def compile(  # noqa: A001 -- the word of the command line
     """
     checked = _checked(text_or_path, targets, "spec", estimate=estimate)
     if not checked.valid or checked.document is None or checked.resolution is None:
-        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text))
+        raise SpecError(_result(checked))
     path = _path(text_or_path)
     if path is not None and is_plan(path):
         # Compiled already: its identity stays.
@@ -208,8 +207,7 @@ def compile(  # noqa: A001 -- the word of the command line
     else:
         plan = compile_plan(checked.resolution.spec(), checked.document.tree, list(checked.diagnostics))
     if output is not None:
-        contents = render(plan, chosen(targets))
-        write(contents, Path(output))
+        write(render(plan, chosen(targets)), Path(output))
     return plan
 
 
@@ -232,14 +230,11 @@ def search(text_or_path: TextOrPath, *, any_target: bool = False) -> Search:
     # A layout mends what rules find; syntax and schema errors stay.
     fatal = [one for one in checked.diagnostics if one.is_error and one.code[:1] in ("J", "K")]
     if fatal or checked.document is None or not isinstance(checked.document.tree, dict):
-        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text))
-    tree, folder = checked.document.tree, _folder(text_or_path)
+        raise SpecError(_result(checked))
     try:
-        shape = Resolution(tree, (), folder).shape
+        space = open_space(Resolution(checked.document.tree, (), _folder(text_or_path)), executable=not any_target)
     except Unavailable as error:
-        raise SpecError(CheckResult(checked.diagnostics, checked.kind, checked.text)) from error
-    experts = shape.moe.num_experts if shape.moe else 0
-    space = open_space(tree, folder, executable=not any_target, layers=shape.num_hidden_layers, experts=experts)
+        raise SpecError(_result(checked)) from error
     found: SearchResult = _search(space)
     spec = None if found.best is None else changed(space.tree, found.best.candidate.changes)
     return Search(spec, found.fitting, found.too_large, found.refused)
@@ -336,15 +331,10 @@ def _model(model: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     if preset is not None:
         return {"preset": preset.name}, dict(preset.config), preset.name
     file = config_file(path)
-    try:
-        config = parse_json(read_text(file))
-    except FileNotFoundError:
+    if not file.exists():
         near = ", ".join(near_presets(model) or filter(None, [closest(model, list(presets()))]))
-        raise ValueError(f"there is no preset and no file {model!r}{f'; near are {near}' if near else ''}") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} does not hold a JSON object")  # noqa: TRY004 -- a file's, not an argument's
+        raise ValueError(f"there is no preset and no file {model!r}{f'; near are {near}' if near else ''}")
+    config = read_config(file)
     return {"hf_config": file.as_posix()}, config, str(config.get("model_type") or file.resolve().parent.name)
 
 
@@ -357,6 +347,10 @@ def _checked(given: TextOrPath, targets: Sequence[str], kind: str | None, *, est
     if not recognition.is_checked:
         raise ValueError(f"{text.source.file} is of kind {recognition.kind}, which has no checker")
     return check_read(read, _folder(given), wanted, kind=recognition.kind)
+
+
+def _result(checked: Checked) -> CheckResult:
+    return CheckResult(checked.diagnostics, checked.kind, checked.text)
 
 
 def _read(given: TextOrPath) -> Result:

@@ -36,9 +36,9 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .user_files import MAX_BYTES, MAX_INDEX_BYTES, check_regular, parse_json, read_bytes
+from .user_files import MAX_INDEX_BYTES, check_regular, parse_json, read_bytes
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # Windows has none
@@ -58,6 +58,7 @@ _CLOSING_SECONDS = 1.0
 """How long a program that has a file open gets to close it."""
 _TRIES = 200
 """How often a reader begins again because a writer was faster."""
+Found = TypeVar("Found")
 _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 
 
@@ -242,18 +243,19 @@ def read_set(folder: Path, names: Collection[str]) -> dict[str, bytes | None]:
     """
     for turn in range(_TRIES):
         before = _generation(folder)
-        found = {name: _read_one(folder, name) for name in names}
+        found = {name: _of_file(folder, name, read_bytes) for name in names}
         if before == _generation(folder):
             return found
         time.sleep(0.001 * min(turn, 50))
     raise OSError(errno.EAGAIN, "its files change all the time", str(folder))
 
 
-def _read_one(folder: Path, name: str) -> bytes | None:
+def _of_file(folder: Path, name: str, what: Callable[[Path], Found]) -> Found | None:
+    """What is asked of a file of a set, wherever it is at this moment; None where there is no such file."""
     for _ in range(_TRIES):
         place = locate(folder, name)
         try:
-            return read_bytes(place, MAX_BYTES)
+            return what(place)
         except FileNotFoundError:
             if locate(folder, name) == place:
                 return None
@@ -262,16 +264,8 @@ def _read_one(folder: Path, name: str) -> bytes | None:
 
 def _generation(folder: Path) -> tuple[int, int] | None:
     """Which file stands for the set: a rename keeps both numbers, and a new file has others."""
-    for _ in range(_TRIES):
-        place = locate(folder, "plan.json")
-        try:
-            status = place.stat()
-        except OSError:
-            if locate(folder, "plan.json") == place:
-                return None
-        else:
-            return status.st_ino, status.st_mtime_ns
-    return None
+    status = _of_file(folder, "plan.json", Path.stat)
+    return None if status is None else (status.st_ino, status.st_mtime_ns)
 
 
 def recover(folder: Path, *, alone: bool = True) -> None:

@@ -10,16 +10,17 @@ import contextlib
 import functools
 import gc
 import os
-import pickle
 import select
-import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from .user_files import read_bytes
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -71,6 +72,34 @@ class Offer(NamedTuple):
 
 
 @functools.cache
+def _may_offer() -> bool:
+    """Whether an installed distribution may offer something: where none does, the module that reads all is not needed.
+
+    What is not sure counts as yes: finders of others, archives on the path, files that cannot be read.
+    """
+    if [one for one in sys.meta_path if hasattr(one, "find_distributions")] != [PathFinder]:
+        return True
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")  # noqa: PTH208 -- of many
+        except (FileNotFoundError, PermissionError):
+            continue
+        except OSError:
+            return True
+        for name in names:
+            if name.lower().endswith(("dist-info", "egg-info")):
+                try:
+                    content = read_bytes(os.path.join(folder, name, "entry_points.txt"))  # noqa: PTH118 -- of many
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except OSError:
+                    return True
+                if any(group.encode() in content for group in _NOUNS):
+                    return True
+    return False
+
+
+@functools.cache
 def _installed() -> Any:
     """Every entry point, of a type that differs between Pythons: files of all distributions are read for them."""
     from importlib.metadata import entry_points  # what has no plug-ins to look for does without it
@@ -81,7 +110,7 @@ def _installed() -> Any:
 @functools.cache
 def offers(group: str) -> Mapping[str, Offer]:
     """What is installed for a group, by name."""
-    if os.environ.get(VARIABLE) == "0":
+    if os.environ.get(VARIABLE) == "0" or not _may_offer():
         return MappingProxyType({})
     found: dict[str, list[EntryPoint]] = {}
     for point in _installed().select(group=group):
@@ -258,6 +287,9 @@ def _too_long(seconds: float) -> str:
 
 def _in_child(works: Sequence[Callable[[], Loaded]], seconds: float) -> list[Loaded | Failure]:
     """The outcomes up to the first work that ends its process or takes too long."""
+    import pickle  # what has no plug-ins does without
+    import signal
+
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -298,6 +330,8 @@ def _bound_memory() -> None:
 
 
 def _serve(works: Sequence[Callable[[], object]], writing: int) -> NoReturn:
+    import pickle
+
     try:
         os.dup2(2, 1)
         _bound_memory()

@@ -187,13 +187,10 @@ def import_tree(
     draft = Draft(dict(answers))
     try:
         source = Source(importer.options(tree), importer.defaults())
-    except WrongValueError as error:
-        raise RefusedError(f"{error}, as in {importer.tool}") from None
-    described = importer.model_options(source)
-    if described and ("model",) in answers:
-        names = ", ".join(described[:4]) + (" …" if len(described) > 4 else "")
-        raise ImportConflictError(f"the file describes its model ({names}); a preset or a config would replace it")
-    try:
+        described = importer.model_options(source)
+        if described and ("model",) in answers:
+            names = ", ".join(described[:4]) + (" …" if len(described) > 4 else "")
+            raise ImportConflictError(f"the file describes its model ({names}); a preset or a config would replace it")
         importer.read(source, draft)
     except WrongValueError as error:
         raise RefusedError(f"{error}, as in {importer.tool}") from None

@@ -109,7 +109,7 @@ def check_file(path: str | Path, targets: Collection[str] = DEFAULT_TARGETS) -> 
         SourceError: the file cannot be read.
         PlanError: the plan cannot be read.
     """
-    return check_read(read_spec(path), _folder(path), targets, kind=SPEC)
+    return check_read(read_spec(path), folder_of(path), targets, kind=SPEC)
 
 
 def check_any(
@@ -132,11 +132,12 @@ def check_any(
         named = str(path) == "-" or Path(path).suffix.lower() in (".json", ".yaml", ".yml")
         unread = found.diagnostics if found.document is None and named else ()
         return Checked(found.source, found.document, unread, None, recognition.kind, recognition.certainty)
-    checked = check_read(found, _folder(path), targets, kind=recognition.kind, usage=usage)
+    checked = check_read(found, folder_of(path), targets, kind=recognition.kind, usage=usage)
     return replace(checked, certainty=recognition.certainty)
 
 
-def _folder(path: str | Path) -> Path:
+def folder_of(path: str | Path) -> Path:
+    """What paths in a file are relative to; in standard input to where the command runs."""
     return Path() if str(path) == "-" else Path(path).resolve().parent
 
 

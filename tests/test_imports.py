@@ -124,7 +124,7 @@ def test_kernels_of_attention_know_nothing_of_the_ring(graph: Graph) -> None:
     assert sorted(one for one in outside if not one.startswith(kernels)) == [table]
 
 
-MOST_MODULES = 120
+MOST_MODULES = 110
 """What `parcompile check spec.json` may import of ours, from a cold start: what a spec does not need is left alone."""
 COUNT = """
 import sys
@@ -146,4 +146,5 @@ def test_a_cold_check_of_a_spec_imports_few_modules() -> None:
     loaded = run.stdout.splitlines()[-1].split()
     assert "parcompile.pipeline" in loaded
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
-    assert not [name for name in loaded if name.startswith(("parcompile.plan.", "parcompile.lint.deepspeed"))]
+    others = ("parcompile.plan.", "parcompile.lint.deepspeed", "parcompile.model.blocks.recurrent")
+    assert not [name for name in loaded if name.startswith(others)]

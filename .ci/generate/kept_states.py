@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from parcompile.cost.recurrent import PIECES, ROWS, SPREAD, StateCut
+from parcompile.cost.recurrent import PIECES, ROWS, SPREAD, state_answers, state_sizes
+from parcompile.model.blocks.block import StateCut
 from parcompile.model.blocks.recurrent import Recurrent
 
 DRAWS, FEWEST, UNSEEN = (40, 120, 240, 480), 14, 6
@@ -175,7 +176,7 @@ def features(layer: Any) -> dict[tuple[str, str], float]:
     """By basis and product, what may be a part of what a layer keeps."""
     part = part_of(layer)
     assert part is not None
-    numbers, bases = cut_of(layer).sizes(part)
+    numbers, bases = state_sizes(cut_of(layer), part)
     return {
         (basis, name): bases[basis] * math.prod(numbers[one] for one in name.split("·") if one)
         for step in STEPS
@@ -221,7 +222,7 @@ def answers(layer: Any) -> dict[str, bool]:
     part = part_of(layer)
     assert part is not None
     own = {name: answer for name, answer in layer.flags.items() if name.startswith(f"{type(part).__name__}.")}
-    return {name: answer for name, answer in own.items() if ">" not in name} | cut_of(layer).answers(part)
+    return {name: answer for name, answer in own.items() if ">" not in name} | state_answers(cut_of(layer), part)
 
 
 def rows_of(layers: Sequence[Any]) -> dict[str, dict[str, float]] | None:

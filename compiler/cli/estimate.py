@@ -23,7 +23,7 @@ from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Diagnostic
 from parcompile.diagnostics.reporters import Style, report
 from parcompile.layout.groups import Axis
-from parcompile.pipeline import Checked, check_file, is_plan, require_lossless_spec
+from parcompile.pipeline import Checked, check_file, folder_of, is_plan, require_lossless_spec
 from parcompile.plan import Plan, compile_plan, load_plan
 from parcompile.rules import MEMORY_RULES
 from parcompile.schema import validate
@@ -97,7 +97,7 @@ def command(
         raise click.UsageError(f"--sweep has {twice} twice: write its values together, as in tp=1,2,4")
     checked = checked_spec(spec, ignore_open=bool(axes), whole=bool(axes))
     assert checked.document is not None
-    folder = Path() if spec == "-" else Path(spec).resolve().parent
+    folder = folder_of(spec)
     if axes:
         assert isinstance(checked.document.tree, dict)
         _print_sweep(checked.document.tree, axes, folder, form, fitted, document_length)

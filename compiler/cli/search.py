@@ -19,6 +19,7 @@ from parcompile.cost.table import columns, headed, verdict
 from parcompile.diagnostics.reporters import Style, hanging, wrapped
 from parcompile.layout.groups import Axis
 from parcompile.machines import is_preset_file
+from parcompile.pipeline import folder_of
 from parcompile.searching.ranking import Ranked, SearchResult, search
 from parcompile.searching.space import VIRTUAL, Candidate, open_space
 from parcompile.searching.variant import changed
@@ -59,20 +60,12 @@ def command(
     """
     checked = checked_spec(spec, ignore_open=True, whole=True)
     assert checked.document is not None
-    tree, folder = checked.document.tree, Path() if spec == "-" else Path(spec).resolve().parent
+    tree, folder = checked.document.tree, folder_of(spec)
     assert isinstance(tree, dict)
     try:
         resolution = Resolution(tree, (), folder)
-        shape = resolution.shape
         refuse_longer(document_length, resolution.sequence_length)
-        space = open_space(
-            tree,
-            folder,
-            executable=not any_target,
-            layers=shape.num_hidden_layers,
-            experts=shape.moe.num_experts if shape.moe else 0,
-            document_length=document_length,
-        )
+        space = open_space(resolution, executable=not any_target, document_length=document_length)
     except Unavailable:
         refuse(checked, [one for one in checked.diagnostics if one.is_error])
     except ValueError as error:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING, cast
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
-from parcompile.model.blocks.delta import GatedDelta, KimiDelta
+from parcompile.model.blocks.block import StateCut
 from parcompile.model.blocks.indexer import Indexer
-from parcompile.model.blocks.lightning import Lightning
-from parcompile.model.blocks.mamba1 import Mamba1
-from parcompile.model.blocks.mamba2 import Mamba2
-from parcompile.model.blocks.recurrent import STATE_BYTES, Recurrent
 from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 
@@ -22,6 +19,9 @@ from .activations import LayerBytes
 from .blocks import compressed_layers, gathered_bytes, handed_bytes
 from .kept import SEVERAL, Sort, rows_for, sizes, sorts, types_with
 from .workload import Workload
+
+if TYPE_CHECKING:
+    from parcompile.model.blocks.recurrent import Recurrent
 
 INDEX_BYTES = 4
 """A chosen key is an int32."""
@@ -100,57 +100,45 @@ def _compressed_bytes(work: Workload, stage: Stage) -> float:
 
 def chunks_in_turn(work: Workload) -> int:
     """What the recurrence of a layer takes one after the other on a rank; 0 where no layer carries a state."""
-    if (one := work.shape.part(Recurrent)) is None:
+    if (one := _carrying(work.shape)) is None:
         return 0
-    pieces, length = _pieces(work)
-    return pieces * -(-length // one.chunk)
+    cut = _cut(work)
+    return cut.pieces * -(-cut.length // one.chunk)
 
 
-@dataclass(frozen=True, slots=True)
-class StateCut:
-    """What a rank has of a layer that carries a state, and of a micro-batch."""
+def state_answers(cut: StateCut, one: Recurrent) -> dict[str, bool]:
+    """To questions about a module that carries a state."""
+    of_piece = {CHUNKS: cut.length > one.chunk, WHOLE: cut.length % one.chunk == 0}
+    of_ranks = {SEVERAL: cut.tp > 1, ROWS: cut.rows > 1, SPREAD: cut.cp > 1, PIECES: cut.pieces > 1}
+    return {**of_ranks, **of_piece, SHARED: one.heads > one.groups}
 
-    tp: int
-    cp: int
-    rows: int
-    """Sequences of the micro-batch."""
-    pieces: int
-    """Of each sequence, on the rank."""
-    length: int
-    """Tokens of a piece."""
 
-    def answers(self, one: Recurrent) -> dict[str, bool]:
-        """To questions about a module that carries a state."""
-        of_piece = {CHUNKS: self.length > one.chunk, WHOLE: self.length % one.chunk == 0}
-        of_ranks = {SEVERAL: self.tp > 1, ROWS: self.rows > 1, SPREAD: self.cp > 1, PIECES: self.pieces > 1}
-        return {**of_ranks, **of_piece, SHARED: one.heads > one.groups}
-
-    def sizes(self, one: Recurrent) -> tuple[dict[str, float], dict[str, float]]:
-        """The sizes of a module that carries a state on its rank, by name; and what its rows are of."""
-        chunk = min(one.chunk, self.length) if isinstance(one, Lightning) else one.chunk  # others fill up their last
-        chunks, pieces = -(-self.length // chunk), self.rows * self.pieces
-        numbers: dict[str, float] = {
-            "heads": one.heads / self.tp,
-            "groups": one.groups_of_rank(self.tp),
-            "channels": one.channels_of_rank(self.tp),
-            "chunk": chunk,
-            "halo": one.kernel - 1,
-            **{name: getattr(one, name, 0) for name in ("key_dim", "value_dim", "step_rank", "gate_rank")},
-        }
-        bases: dict[str, float] = {
-            "tokens": pieces * self.length,
-            "whole": pieces * self.length * (self.length % chunk == 0),
-            "chunks": pieces * chunks,
-            "later": pieces * (chunks - 1),
-            "several": pieces * (chunks > 1),
-            "pairs": pieces * (chunks + 1) ** 2,
-            "pieces": pieces,
-            "slots": self.pieces,
-            "positions": self.pieces * self.length,
-            "squares": (chunks + 1) ** 2,
-            "layer": 1,
-        }
-        return numbers, bases
+def state_sizes(cut: StateCut, one: Recurrent) -> tuple[dict[str, float], dict[str, float]]:
+    """The sizes of a module that carries a state on its rank, by name; and what its rows are of."""
+    chunk = one.chunk_of(cut.length)
+    chunks, pieces = -(-cut.length // chunk), cut.rows * cut.pieces
+    numbers: dict[str, float] = {
+        "heads": one.heads / cut.tp,
+        "groups": one.groups_of_rank(cut.tp),
+        "channels": one.channels_of_rank(cut.tp),
+        "chunk": chunk,
+        "halo": one.kernel - 1,
+        **{name: getattr(one, name, 0) for name in ("key_dim", "value_dim", "step_rank", "gate_rank")},
+    }
+    bases: dict[str, float] = {
+        "tokens": pieces * cut.length,
+        "whole": pieces * cut.length * (cut.length % chunk == 0),
+        "chunks": pieces * chunks,
+        "later": pieces * (chunks - 1),
+        "several": pieces * (chunks > 1),
+        "pairs": pieces * (chunks + 1) ** 2,
+        "pieces": pieces,
+        "slots": cut.pieces,
+        "positions": cut.pieces * cut.length,
+        "squares": (chunks + 1) ** 2,
+        "layer": 1,
+    }
+    return numbers, bases
 
 
 @lru_cache(maxsize=1024)
@@ -160,13 +148,13 @@ def state_bytes(sort: Sort, cut: StateCut, element_bytes: int) -> float:
     Raises:
         StopIteration: they carry none.
     """
-    one = next(part for part in sort.parts if isinstance(part, Recurrent))
-    numbers, bases = cut.sizes(one)
+    one: Recurrent = next(part for part in sort.parts if part.states)
+    numbers, bases = state_sizes(cut, one)
     # A kind that no type has rows of, of a plug-in, keeps what that kind does which it is made from.
-    kinds = (kind.__name__ for kind in (*type(one).__mro__, GatedDelta))
+    kinds = (*(kind.__name__ for kind in type(one).__mro__), one.kept_as)
     group = next(kind for kind in kinds if types_with(kind))
     flags = {name.replace(type(one).__name__, group, 1): answer for name, answer in sizes(sort)[1].items()}
-    rows = rows_for(sort, group, {**flags, **cut.answers(one)}, element_bytes)
+    rows = rows_for(sort, group, {**flags, **state_answers(cut, one)}, element_bytes)
     return float(
         sum(
             bases[basis] * size * math.prod(numbers[each] for each in name.split("·") if each)
@@ -181,34 +169,28 @@ def kept_bytes(work: Workload) -> float:
     every = (sort for _, sort in sorts(work.shape, range(work.shape.num_hidden_layers)))
     if (sort := next((one for one in every if any(part.states for part in one.parts)), None)) is None:
         return 0.0
-    pieces, length = _pieces(work)
-    return state_bytes(sort, StateCut(work.tp, work.cp, work.micro_batch, pieces, length), work.element_bytes)
+    return state_bytes(sort, _cut(work), work.element_bytes)
 
 
-def _pieces(work: Workload) -> tuple[int, int]:
-    """Those that a rank has of a sequence, and their tokens."""
+def _carrying(shape: ModelShape) -> Recurrent | None:
+    """The mechanism of its layers that carry a state."""
+    return cast("Recurrent | None", next((part for part in shape.parts if part.states), None))
+
+
+def _cut(work: Workload) -> StateCut:
     pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
-    return pieces, -(-work.sequence_length // work.cp // pieces)
+    length = -(-work.sequence_length // work.cp // pieces)
+    return StateCut(work.tp, work.cp, work.micro_batch, pieces, length)
 
 
 def backward_bytes(work: Workload) -> float:
-    """What the backward pass of such a layer makes, and lets go of at its end.
+    """What the backward pass of such a layer makes, and lets go of at its end."""
+    return 0.0 if (one := _carrying(work.shape)) is None else one.backward_bytes(_cut(work))
 
-    Of a Mamba-1 layer, whose scan in transformers goes token by token: the gradients of all discrete A and of what is
-    written to the states, in fp32, and of both those of one token among zeros; for one piece at a time. Of Kimi delta
-    attention the gradient of what each channel of a key has with each token of its chunk, in fp32: the sum, what is
-    added to it and what comes of it. Of other layers nothing is counted.
-    """
-    one = work.shape.part(Recurrent)
-    if one is None or not isinstance(one, Mamba1 | KimiDelta):
-        return 0.0
-    _, length = _pieces(work)
-    if isinstance(one, KimiDelta):
-        padded = work.micro_batch * -(-length // one.chunk) * one.chunk
-        return 3.0 * STATE_BYTES * padded * one.heads * one.key_dim * one.chunk / work.tp
-    tokens = work.micro_batch * length
-    # The scan has let go of both tensors that a piece makes of a received state.
-    return (4.0 - 2 * (work.cp > 1)) * STATE_BYTES * tokens * one.state_numel / work.tp
+
+def forward_bytes(work: Workload) -> float:
+    """What such a layer holds at the end of its scan beyond what it keeps."""
+    return 0.0 if (one := _carrying(work.shape)) is None else one.forward_bytes(_cut(work), work.element_bytes)
 
 
 def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerBytes, largest: LayerBytes) -> float:
@@ -218,7 +200,7 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     alone, of the `largest` layer.
     """
     shape = work.shape
-    if (recurrent := shape.part(Recurrent)) is None:
+    if (recurrent := _carrying(shape)) is None:
         return 0.0
     blocks = shape.stack.blocks is not None  # a layer is a state or an MLP
     if work.recomputes_layers:
@@ -232,31 +214,8 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     return of_whole * work.local_tokens + len(behind) * dense.stream * work.split_tokens + choice
 
 
-def _kept_values(one: Mamba2) -> int:
-    """Fp32 numbers of each value that a Mamba-2 layer keeps."""
-    return 10 if one.gated_norm else 7
-
-
-def forward_bytes(work: Workload) -> float:
-    """What the scan of a Mamba-2 layer holds at its end beyond what the layer keeps; of other layers 0.
-
-    Its function holds two more fp32 numbers of each state feature, 11 of each value, where the layer goes on to keep 10
-    or 7, and a state of each chunk; its caller the channels behind their activation, but not yet the output. One piece
-    is scanned at a time.
-    """
-    one = work.shape.part(Recurrent)
-    if one is None or not isinstance(one, Mamba2):
-        return 0.0
-    pieces, length = _pieces(work)
-    of_heads: float = 4 * (2 * one.key_dim + (11 - _kept_values(one)) * one.value_dim)
-    of_heads += STATE_BYTES * one.key_dim * one.value_dim / one.chunk
-    beyond_output = one.channels_of_rank(work.tp) - one.values / work.tp
-    of_token = one.heads * of_heads / work.tp + pieces * work.element_bytes * beyond_output
-    return work.micro_batch * -(-length // one.chunk) * one.chunk * of_token
-
-
 def exchanged_bytes(work: Workload) -> float:
     """What recomputation finds again of a layer and micro-batch: the states and halos that its pieces received."""
-    if work.cp == 1 or (one := work.shape.part(Recurrent)) is None:
+    if work.cp == 1 or (one := _carrying(work.shape)) is None:
         return 0.0
-    return _pieces(work)[0] * sum(handed_bytes(work, one))
+    return _cut(work).pieces * sum(handed_bytes(work, one))

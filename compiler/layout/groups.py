@@ -57,6 +57,8 @@ AXES = (Axis.TP, Axis.CP, Axis.EP, Axis.DP, Axis.PP)
 """The axes in their default order, innermost first."""
 DENSE_AXES = (Axis.TP, Axis.CP, Axis.DP, Axis.PP)
 """The axes that multiply to the world. Experts are laid over the ranks of these, so ep takes none of its own."""
+FACTORS = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
+"""The same, as equations list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,25 +243,6 @@ class EmbeddingGroups(AxisGroups):
         return (group[0], group[-1]) if self.size == 2 else group[:1]
 
 
-def kv_replica_family(grid: Grid, replicas: int) -> AxisGroups:
-    """`replicas` consecutive ranks of each tp group: they hold the same kv heads."""
-    tp = grid.size((Axis.TP,))
-    return AxisGroups(grid.factored(Axis.TP, ("kv-replica", "kv-head"), (replicas, tp // replicas)), ("kv-replica",))
-
-
-def hierarchical_cp_families(grid: Grid, sizes: tuple[int, ...]) -> tuple[AxisGroups, ...]:
-    """One family for each level of a hierarchical context-parallel group, the innermost level first.
-
-    Megatron-Core calls the sizes `hierarchical_context_parallel_sizes`.
-
-    Raises:
-        ValueError: the sizes do not multiply to cp.
-    """
-    names = tuple(f"cp-{level}" for level in range(len(sizes)))
-    factored = grid.factored(Axis.CP, names, sizes)
-    return tuple(AxisGroups(factored, (name,)) for name in names)
-
-
 # The process groups of a plan, by name.
 
 GROUP_AXES: dict[str, tuple[Axis, ...]] = {
@@ -275,7 +258,10 @@ GROUP_AXES: dict[str, tuple[Axis, ...]] = {
 KV_REPLICA = "kv-replica"
 
 CP_LEVELS = ("cp-inner", "cp-outer")
-"""The groups of each level of a context-parallel group, as Megatron-Core's hierarchical ones."""
+"""The groups of each level of a context-parallel group, as Megatron-Core's hierarchical ones.
+
+Their sizes are its `hierarchical_context_parallel_sizes`.
+"""
 
 MEGATRON_AXES: dict[str, tuple[Axis, ...]] = {
     "tp-cp": (Axis.TP, Axis.CP),
@@ -376,9 +362,10 @@ class Groups:
             KeyError: there is no such group.
         """
         if name == KV_REPLICA:
-            return kv_replica_family(self.grid, self.kv_replicas)
+            sizes = (self.kv_replicas, self.grid.size((Axis.TP,)) // self.kv_replicas)
+            return AxisGroups(self.grid.factored(Axis.TP, (KV_REPLICA, "kv-head"), sizes), (KV_REPLICA,))
         if self.cp_sizes and name in CP_LEVELS:
-            return hierarchical_cp_families(self.grid, self.cp_sizes)[CP_LEVELS.index(name)]
+            return AxisGroups(self.grid.factored(Axis.CP, CP_LEVELS, self.cp_sizes), (name,))
         if name in EMBEDDING_GROUPS:
             return EmbeddingGroups(self.grid, (Axis.PP,), last=EMBEDDING_GROUPS[name])
         if name in EXPERT_AXES:

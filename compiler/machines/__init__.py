@@ -195,8 +195,8 @@ def preset_from_tree(tree: Mapping[str, Any], *, name: str | None = None) -> Acc
         flops_per_s=base.flops_per_s if flops is None else flops,
         fp32_flops_per_s=_fp32_flops(tree, flops, base),
         memory_bytes_per_s=tree.get("memory_bytes_per_s", base.memory_bytes_per_s),
-        node_link=base.node_link if "node_link" in assumed else _link("node_link", tree["node_link"]),
-        network_link=base.network_link if "network_link" in assumed else _link("network_link", tree["network_link"]),
+        node_link=base.node_link if "node_link" in assumed else Link("node_link", **tree["node_link"]),
+        network_link=base.network_link if "network_link" in assumed else Link("network_link", **tree["network_link"]),
         sources={
             key: f"assumed, as {base.name}" if key in assumed else note
             for key in ("memory_mib", "bf16_flops_per_s", "memory_bytes_per_s")
@@ -260,10 +260,6 @@ def preset_tree(machine: Accelerator) -> dict[str, Any]:
         "node_link": _link_tree(machine.node_link),
         "network_link": _link_tree(machine.network_link),
     }
-
-
-def _link(name: str, tree: Mapping[str, Any]) -> Link:
-    return Link(name, tree["title"], tree["bytes_per_s"], tree["source"], tree["latency_seconds"])
 
 
 def _link_tree(link: Link) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from parcompile.spec.values import MICRO_BATCH, router_scope, workload_of
 from parcompile.units import format_bytes, format_seconds
 
 from .plan import Plan
+from .sections import static_parts
 from .sections import topology as topology_of
 
 ADAPTABLE = (
@@ -117,8 +118,10 @@ def _layers(plan: Plan) -> str:
 
 def by_runtime(before: Plan, after: Plan) -> Resumption:
     """By the runtime of this project, which resumes without a conversion."""
-    refused = tuple(f"the runtime refuses the new plan [{one.code}]" for one in after.refusals)
-    refused += tuple(f"the runtime refuses the old plan [{one.code}]" for one in before.refusals)
+    plans = (("new", after), ("old", before))
+    refused = tuple(
+        f"the runtime refuses the {word} plan [{one.code}]" for word, plan in plans for one in plan.refusals
+    )
     if refused:
         return Resumption(Resume.NO, refused)
     different = layout_differences(file_layout(before), file_layout(after))
@@ -393,11 +396,7 @@ def _cost(plan: Plan) -> dict[str, Any]:
         "tokens/s per GPU, estimated": round(found.time.tokens_per_second_per_gpu, 1),
         "peak memory per rank, estimated": round(found.memory.peak.total_bytes),
         "static memory per rank": memory.total_bytes,
-        "weights per rank": memory.weight_bytes,
-        "gradients per rank": memory.gradient_bytes,
-        "master weights per rank": memory.master_bytes,
-        "optimizer state per rank": memory.optimizer_bytes,
-        "reduce bucket per rank": memory.bucket_bytes,
+        **{f"{name} per rank": size for name, size in static_parts(memory).items()},
         "host memory per rank": sum(one.total_bytes for one in host),
         # Only a plan with ep sends anything in groups of experts.
         **{f"sent in {name} per rank and step": size for name, size in topology["bytes_per_rank_and_step"].items()},

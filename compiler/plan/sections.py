@@ -12,14 +12,14 @@ from typing import Any
 
 from parcompile.cost.context_time import choices
 from parcompile.cost.footprint import footprint
-from parcompile.cost.memory import static_memory
+from parcompile.cost.memory import StaticMemory, static_memory
 from parcompile.cost.offload import host_activations, host_memory, host_text, node_bytes
 from parcompile.cost.step import timing
 from parcompile.cost.table import fit_text, peak_text, verdict
 from parcompile.cost.traffic import alternatives, placement, step_traffic
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics.reporters import hanging
-from parcompile.layout.groups import DENSE_AXES, Axis, AxisGroups, Grid, reach
+from parcompile.layout.groups import DENSE_AXES, FACTORS, Axis, AxisGroups, Grid, reach
 from parcompile.layout.groups import Groups as PlanGroups
 from parcompile.layout.pipeline import Schedule, Stage
 from parcompile.layout.sequence import (
@@ -326,26 +326,30 @@ def known_name(groups: PlanGroups, name: str) -> str:
     return found
 
 
-def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
-    """What the plan does and costs, for a terminal of `width` columns; without `estimate`, what is exact of it."""
-    spec, work = plan.spec, workload_of(plan.spec)
-    held = [static_memory(work, stage) for stage in work.stages]
-    fullest = max(range(len(held)), key=lambda stage: held[stage].total_bytes)
-    memory = held[fullest]
-    axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.PP, Axis.DP))
-    training, order = spec.training, "-".join(spec.parallelism.order)
-    total = plan.parameters.numel
-    nodes = f"{spec.cluster.nodes} node{'s' if spec.cluster.nodes > 1 else ''}"
-    ramp = training.rampup_batch_size
-    grown = "" if ramp is None else f", from {ramp.start} by {ramp.increment} each over {ramp.samples:,} samples"
-    sizes = {
+def static_parts(memory: StaticMemory) -> dict[str, int]:
+    """What a rank holds for the whole run, in bytes, by what it is."""
+    return {
         "weights": memory.weight_bytes,
         "gradients": memory.gradient_bytes,
         "master weights": memory.master_bytes,
         "optimizer state": memory.optimizer_bytes,
         "reduce bucket": memory.bucket_bytes,
     }
-    parts = [f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in sizes.items()]
+
+
+def summary(plan: Plan, width: int = 80, *, estimate: bool = True) -> str:
+    """What the plan does and costs, for a terminal of `width` columns; without `estimate`, what is exact of it."""
+    spec, work = plan.spec, workload_of(plan.spec)
+    held = [static_memory(work, stage) for stage in work.stages]
+    fullest = max(range(len(held)), key=lambda stage: held[stage].total_bytes)
+    memory = held[fullest]
+    axes = " × ".join(f"{axis} {spec.parallelism.size(axis)}" for axis in FACTORS)
+    training, order = spec.training, "-".join(spec.parallelism.order)
+    total = plan.parameters.numel
+    nodes = f"{spec.cluster.nodes} node{'s' if spec.cluster.nodes > 1 else ''}"
+    ramp = training.rampup_batch_size
+    grown = "" if ramp is None else f", from {ramp.start} by {ramp.increment} each over {ramp.samples:,} samples"
+    parts = [f"{name} {format_bytes(size, memory.total_bytes)}" for name, size in static_parts(memory).items()]
     of_stage = f" of stage {fullest}, which holds most" if len(held) > 1 else ""
     rows = {
         "model": f"{spec.model.source}: {total:,} parameters, {memory.numel:,} on a rank{of_stage}",

@@ -107,13 +107,20 @@ def exceeds_device(work: Workload) -> bool:
     Raises:
         Unavailable: the layout cannot be cut.
     """
-    device = work.machine.memory_bytes
-    if device is None or not work.names_machine or work.zero_stage > 1:
+    if work.zero_stage > 1:
         return False
     try:
-        return static_memory(work).total_bytes > device
+        return far_too_large(work)
     except (SplitError, ValueError):
         raise Unavailable("memory") from None
+
+
+def far_too_large(work: Workload, held: int | None = None) -> bool:
+    """Whether what is held for the whole run, which is exact (`held`, where it is known), is more than there is."""
+    device = work.machine.memory_bytes
+    if device is None or not work.names_machine:
+        return False
+    return (static_memory(work).total_bytes if held is None else held) > device
 
 
 @functools.lru_cache(maxsize=4096)
@@ -213,7 +220,7 @@ def static_memory_fits(spec: Resolution) -> Iterator[Finding]:
         help=f"raise tp (now {spec.axis(Axis.TP)}) or pp (now {spec.axis(Axis.PP)}): both shrink everything; at ZeRO "
         f"stage 1 a larger dp · cp (now {shards}) shrinks the fp32 master weights and the optimizer state",
         fixes=tuple(as_fix(spec, one) for one in changes(spec, work)),
-        related=also(spec, ("cluster", "accelerator"), ("parallelism", "tp"), ("parallelism", "pp"), ("zero", "stage")),
+        related=also(spec, *map(place_of, ("accelerator", "tp", "pp", "stage"))),
     )
 
 

@@ -8,23 +8,12 @@ from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
+from parcompile.spec.resolve.reader import CUT_KEYS
 
-from . import (
-    Finding,
-    also,
-    layout_change,
-    listed,
-    nearest_divisors,
-    nearest_multiples,
-    rule,
-)
+from . import Finding, also, layout_change, listed, nearest_divisors, nearest_multiples, rule
 
 _PP = ("parallelism", "pp")
-_FIRST = ("parallelism", "num_layers_in_first_pipeline_stage")
-_LAST = ("parallelism", "num_layers_in_last_pipeline_stage")
-_EMBEDDING = ("parallelism", "account_for_embedding_in_pipeline_split")
-_LOSS = ("parallelism", "account_for_loss_in_pipeline_split")
-_VIRTUAL = ("parallelism", "num_virtual_stages_per_pipeline_rank")
+_VIRTUAL, _FIRST, _LAST, _EMBEDDING, _LOSS = (("parallelism", key) for key in CUT_KEYS)
 
 
 def _counted(spec: Resolution) -> tuple[int, str]:

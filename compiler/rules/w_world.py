@@ -11,13 +11,11 @@ from parcompile.cost.step import timing
 from parcompile.cost.traffic import Placement, Traffic, placement, step_traffic
 from parcompile.cost.workload import Workload
 from parcompile.diagnostics import Fix, Related, Safety
-from parcompile.layout.groups import AXES, DENSE_AXES, Axis, Grid, Reach, divisors
+from parcompile.layout.groups import AXES, DENSE_AXES, FACTORS, Axis, Grid, Reach, divisors
 from parcompile.machines import accelerators
 from parcompile.spec.resolve import Resolution, Unavailable
 
 from . import Finding, also, axis_path, layout_change, listed, nearest_divisors, rule
-
-_DENSE = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
 
 
 @rule("W001")
@@ -25,15 +23,14 @@ def axes_multiply_to_the_world(spec: Resolution) -> Iterator[Finding]:
     if len(spec.auto_axes) > 1:
         return
     world, cluster = spec.world_size, spec.cluster
-    fixed = [axis for axis in _DENSE if axis not in spec.auto_axes]
+    fixed = [axis for axis in FACTORS if axis not in spec.auto_axes]
     sizes = {axis: spec.axis(axis) for axis in fixed}
     product = math.prod(sizes.values())
     equation = " · ".join(f"{axis} {size}" for axis, size in sizes.items())
     machines = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)} · {cluster.gpus_per_node} GPUs = {world}"
     given = [axis for axis in fixed if spec.given(*axis_path(axis)) and sizes[axis] > 1]
     path = axis_path(given[0]) if given else ("cluster", "gpus_per_node")
-    related = also(spec, ("cluster", "nodes"), ("cluster", "gpus_per_node"))
-    related += also(spec, *(axis_path(axis) for axis in given[1:]))
+    related = also(spec, ("cluster", "nodes"), ("cluster", "gpus_per_node"), *map(axis_path, given[1:]))
     if spec.auto_axes and world % product:
         yield Finding(
             f"{equation} = {product} does not divide the world of {machines}: {world} / {product} is not whole",

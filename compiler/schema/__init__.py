@@ -1,7 +1,8 @@
 """What a schema finds wrong in a document, said so that a person can mend it.
 
-`validation` runs a schema; `alternatives` and the modules behind it turn what jsonschema says into diagnostics: the
-deepest useful error, the branch that was meant, the key or value that was nearly written.
+`accepting` tells what is violated, or jsonschema of a schema with other keywords; `alternatives` and the modules behind
+it turn that into diagnostics: the deepest useful error, the branch that was meant, the key or value that was nearly
+written.
 
 The JSON Schemas of the package: what a document violates in them, their defaults, and draft-07 twins.
 

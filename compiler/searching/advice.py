@@ -129,9 +129,7 @@ def _of_experts(one: Diagnostic, spec: Resolution) -> Diagnostic:
     training["activation_checkpointing"] = written_word(work.recompute)
     training.pop("gradient_accumulation_steps", None)
     tree["zero"] = {**tree.get("zero", {}), "stage": work.zero_stage}
-    shape = spec.shape
-    experts = shape.moe.num_experts if shape.moe else 0
-    space = open_space(tree, spec.folder, executable=True, layers=shape.num_hidden_layers, experts=experts)
+    space = open_space(Resolution(tree, (), spec.folder), executable=True)
     best = search(replace(space, layers=None)).best
     seconds = timing(work).step.seconds
     if best is None or TIE * best.seconds >= seconds:

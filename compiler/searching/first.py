@@ -28,10 +28,11 @@ from parcompile.layout.shards import MASTER_BYTES
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.presets import text_part
+from parcompile.rules.h_memory import far_too_large
 from parcompile.spec.resolve import Resolution, Unavailable
 from parcompile.units import format_bytes, format_seconds
 
-from .ranking import Predictor, Progress, Ranked, SearchResult, far_too_large, search
+from .ranking import Predictor, Progress, Ranked, SearchResult, search
 from .space import ZERO_STAGES, ZERO_STAGES_TRIED, Refused, Setting, Space, expand, open_space
 from .variant import changed
 
@@ -187,9 +188,7 @@ def narrow_space(tree: Mapping[str, Any], folder: Path, *, widest: int | None = 
     Raises:
         Unavailable: the model cannot be read.
     """
-    shape = Resolution(tree, (), folder).shape
-    experts = shape.moe.num_experts if shape.moe else 0
-    space = open_space(tree, folder, executable=True, layers=shape.num_hidden_layers, experts=experts)
+    space = open_space(Resolution(tree, (), folder), executable=True)
     length = tree["training"]["sequence_length"]
     limits = {
         Axis.TP: widest or tree["cluster"]["gpus_per_node"],

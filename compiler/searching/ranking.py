@@ -26,9 +26,10 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.step import StepTerms, StepTime, Timing, timing_of, values_of
 from parcompile.cost.workload import Workload
 from parcompile.layout.groups import Axis
+from parcompile.rules.h_memory import far_too_large
 from parcompile.units import format_bytes, format_seconds
 
-from .space import ZERO_STAGES, Candidate, Refused, Remedy, Setting, Space, between, expand, is_open, remedies
+from .space import LISTED, ZERO_STAGES, Candidate, Refused, Remedy, Setting, Space, between, expand, is_open, remedies
 
 FAR = 1.15
 """Times the limit: more than what a larger micro-batch may save by having fewer logits wait."""
@@ -92,7 +93,7 @@ class Ranked:
     def layout_name(self) -> str:
         """Its sizes in words."""
         work = self.base.work
-        sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in _NAMED if work.size(axis) > 1 or axis is Axis.DP)
+        sizes = " · ".join(f"{axis} {work.size(axis)}" for axis in LISTED if work.size(axis) > 1 or axis is Axis.DP)
         recomputed = {"none": "", "full": ", full recomputation"}
         more = recomputed.get(work.recompute_text, f", recomputation {work.recompute_text}")
         virtual = f", {work.virtual_stages} virtual stages" if work.virtual_stages > 1 else ""
@@ -138,7 +139,6 @@ class Ranked:
         return is_safe(self.memory)
 
 
-_NAMED = (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP)
 _PREDICTED = ("base", "memory", "execution", "candidate", "time")
 
 
@@ -324,14 +324,6 @@ def _judged(setting: Setting, predictor: Predictor, fitting: Iterable[Ranked]) -
                 beyond[word] = True
                 if word == "full":
                     beyond = dict.fromkeys(words, True)
-
-
-def far_too_large(work: Workload, held: int | None = None) -> bool:
-    """Whether what is held for the whole run, which is exact (`held`, where it is known), is more than there is."""
-    device = work.machine.memory_bytes
-    if device is None or not work.names_machine:
-        return False
-    return (static_memory(work).total_bytes if held is None else held) > device
 
 
 def _is_far(memory: Footprint) -> bool:

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from parcompile.cost.changes import NAMES, Change, changes_that_fit, fewest_parts, fewest_stages, has_use_for
@@ -22,8 +21,8 @@ from parcompile.cost.workload import Workload
 from parcompile.layout.groups import AXES, DENSE_AXES, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import CpImplementation
+from parcompile.rules.facts.batches import whole_ramp
 from parcompile.schema import default
-from parcompile.spec import RampupBatchSize
 from parcompile.spec.resolve import Resolution
 from parcompile.spec.resolve.reader import CUT_KEYS
 from parcompile.units import format_bytes, format_seconds
@@ -103,6 +102,10 @@ OPTIONS: dict[str, dict[str, object]] = {
 """What lets a rank hold less, and is tried where nothing fits without: what it sets, by what it is called."""
 
 
+LISTED = (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP)
+"""The axes, as a layout's name lists them."""
+
+
 class Candidate(NamedTuple):
     """A layout: what it sets in the spec, and its step."""
 
@@ -113,7 +116,7 @@ class Candidate(NamedTuple):
     def name(self) -> str:
         """Short, for tables."""
         work = self.work
-        axes = " ".join(f"{axis}{work.size(axis)}" for axis in (Axis.TP, Axis.CP, Axis.EP, Axis.PP, Axis.DP))
+        axes = " ".join(f"{axis}{work.size(axis)}" for axis in LISTED)
         marks = [f"v{work.virtual_stages}"] * (work.virtual_stages > 1)
         counts = [len(stage.layers) for stage in work.stages]
         marks += [f"layers {counts[0]}-{counts[len(counts) // 2]}-{counts[-1]}"] * (len(set(counts)) > 1)
@@ -269,28 +272,19 @@ class Space:
         return [one for one in found if one]
 
 
-def open_space(
-    tree: Mapping[str, Any],
-    folder: Path,
-    *,
-    executable: bool,
-    layers: int,
-    experts: int,
-    document_length: int | None = None,
-) -> Space:
+def open_space(spec: Resolution, *, executable: bool, document_length: int | None = None) -> Space:
     """What a spec leaves open.
 
     Args:
-        tree: the spec, valid but for what is open.
-        folder: the spec's folder.
+        spec: valid but for what is open.
         executable: leave out what the project's own runtime refuses.
-        layers: layers of the model: no more stages than these.
-        experts: routed experts of the model, 0 without.
         document_length: tokens of each document that is packed into a sequence; None: a sequence is one document.
 
     Raises:
+        Unavailable: the model cannot be read.
         ValueError: the batch is not given, so that layouts cannot be compared, or the given axes do not make the world.
     """
+    tree, layers, experts = spec.tree, spec.shape.num_hidden_layers, spec.shape.moe.num_experts if spec.shape.moe else 0
     cluster, parallelism, training = (tree.get(name) or {} for name in ("cluster", "parallelism", "training"))
     batch = training.get("global_batch_size")
     if batch is None:
@@ -312,7 +306,7 @@ def open_space(
     micro = training.get("micro_batch_size")
     copies, levels = parallelism.get(Axis.DP, "auto"), parallelism.get("hierarchical_cp_sizes")
     space = Space(
-        variants=Variants(named, folder, executable),
+        variants=Variants(named, spec.folder, executable),
         assumes_accelerator="accelerator" not in cluster,
         world=world,
         axes=axes,
@@ -322,7 +316,7 @@ def open_space(
         sequence_parallel=True if split is None else split,
         whole_experts=experts > 0 and parallelism.get("expert_tp") is None,
         micro_batches=(micro,) if micro else tuple(one for one in MICRO_BATCHES if batch % one == 0),
-        common_batch=_common_batch(training, batch),
+        common_batch=batch if (ramp := whole_ramp(spec)) is None else gcd(*(size for *_, size in ramp.sizes(batch))),
         recompute=RECOMPUTE if training.get("activation_checkpointing") is None else None,
         zero_stages=ZERO_STAGES if (stage := (tree.get("zero") or {}).get("stage")) is None else (stage,),
         choices=OpenChoices(
@@ -337,12 +331,6 @@ def open_space(
         equation = " · ".join(f"{axis} {size}" for axis, size in given.items())
         raise ValueError(f"{equation} does not divide the world {world} so that the open axes fill it: leave one open")
     return space
-
-
-def _common_batch(training: Mapping[str, Any], full: int) -> int:
-    given = training.get("rampup_batch_size")
-    ramp = None if given is None else RampupBatchSize(*(int(given[key]) for key in ("start", "increment", "samples")))
-    return full if ramp is None or not ramp.fits(full) else gcd(*(batch for *_, batch in ramp.sizes(full)))
 
 
 def written_word(recompute: str | tuple[str, ...]) -> str | list[str]:

@@ -389,10 +389,7 @@ def learning_rate(training: Training, step: int, consumed: int | None = None) ->
     schedule, highest = training.lr_scheduler, training.optimizer.lr
     if schedule is None:
         return highest
-    unit, done, steps = 1, step - 1, training.train_steps
-    if training.rampup_batch_size is not None:
-        unit, done = training.global_batch_size, training.samples_after(step - 1) if consumed is None else consumed
-        steps = None if steps is None else training.samples_after(steps)
+    unit, done, steps = _counted(training, step, consumed)
     lowest, warmup = schedule.min_lr, schedule.warmup_steps * unit
     if done < warmup:
         return schedule.warmup_start_lr + (highest - schedule.warmup_start_lr) * done / warmup
@@ -409,18 +406,25 @@ def learning_rate(training: Training, step: int, consumed: int | None = None) ->
     return lowest + (highest - lowest) * _LEFT[shape](progress)
 
 
+def _counted(training: Training, step: int, consumed: int | None) -> tuple[int, int, int | None]:
+    """What one step of a schedule is, what is done before a step, and all of the training: samples where it grows."""
+    done, steps = step - 1, training.train_steps
+    if training.rampup_batch_size is None:
+        return 1, done, steps
+    before = training.samples_after(done) if consumed is None else consumed
+    return training.global_batch_size, before, None if steps is None else training.samples_after(steps)
+
+
 def weight_decay_of(training: Training, step: int, consumed: int | None = None) -> float:
     """The weight decay of an optimizer step, counted from 1, as Megatron-LM's OptimizerParamScheduler has it.
 
     `consumed` are the samples that the steps before took, where the batch grows; None: as many as the plan says.
     """
-    optimizer, steps = training.optimizer, training.train_steps
+    optimizer = training.optimizer
     if optimizer.start_weight_decay is None:
         return optimizer.weight_decay
-    assert steps is not None, "a rule wants an end for a weight decay that changes"
-    done, end = step - 1, steps
-    if training.rampup_batch_size is not None:
-        done, end = training.samples_after(step - 1) if consumed is None else consumed, training.samples_after(steps)
+    _, done, end = _counted(training, step, consumed)
+    assert end is not None, "a rule wants an end for a weight decay that changes"
     share = min(1.0, done / end)
     if optimizer.weight_decay_style == "cosine":
         share = (1 + math.cos(math.pi * (1 - share))) / 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from layout_cases import AXES, divisor_tuples, enumerated, orders
 
 from parcompile.layout.groups import AXES as ALL_AXES
-from parcompile.layout.groups import Axis, AxisGroups, Grid, hierarchical_cp_families, kv_replica_family
+from parcompile.layout.groups import CP_LEVELS, KV_REPLICA, Axis, AxisGroups, Grid, Groups
 
 MASKS = (
     ("tp",),
@@ -92,7 +92,7 @@ def test_a_rank_outside_the_world_is_refused(rank) -> None:
 
 def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() -> None:
     grid = Grid.of(("tp", "cp", "dp", "pp"), {"tp": 2, "cp": 8, "dp": 2})
-    inner, outer = hierarchical_cp_families(grid, (2, 4))
+    inner, outer = (Groups(grid, cp_sizes=(2, 4)).family(name) for name in CP_LEVELS)
     assert inner.of_rank(0) == (0, 2)
     assert outer.of_rank(0) == (0, 4, 8, 12)
     # The definition of Megatron-Core: a cp group as an array [outer, inner], its rows and its columns.
@@ -103,18 +103,20 @@ def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() 
                 expected = group[index // 2 * 2 : index // 2 * 2 + 2] if level == 0 else group[index % 2 :: 2]
                 assert family.of_rank(rank) == expected
     # The example of Megatron-Core's create_hierarchical_groups: sixteen ranks in levels of 2, 2 and 4.
-    levels = [list(family.all()) for family in hierarchical_cp_families(Grid.of(("cp",), {"cp": 16}), (2, 2, 4))]
+    names = ("inner", "middle", "outer")
+    factored = Grid.of((Axis.CP,), {Axis.CP: 16}).factored(Axis.CP, names, (2, 2, 4))
+    levels = [list(AxisGroups(factored, (name,)).all()) for name in names]
     assert levels[0] == [(first, first + 1) for first in range(0, 16, 2)]
     assert levels[1] == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
     assert levels[2] == [(first, first + 4, first + 8, first + 12) for first in range(4)]
     with pytest.raises(ValueError, match="2 · 3 = 6 ≠ cp 8"):
-        hierarchical_cp_families(grid, (2, 3))
+        Groups(grid, cp_sizes=(2, 3)).family(CP_LEVELS[0])
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(4, 2), (8, 4), (8, 8)])
 def test_kv_replicas_are_runs_of_each_tp_group(tp, replicas) -> None:
     grid = Grid.of(("cp", "tp", "dp", "pp"), {"tp": tp, "cp": 2, "dp": 2})
-    family = kv_replica_family(grid, replicas)
+    family = Groups(grid, replicas).family(KV_REPLICA)
     runs = {
         group[start : start + replicas] for group in grid.groups(("tp",)) for start in range(0, len(group), replicas)
     }

@@ -86,10 +86,7 @@ def test_init_is_as_fast_as_a_search_over_every_layout(
     tree = {**found.spec, "parallelism": {}}
     for key in ("micro_batch_size", "activation_checkpointing"):
         tree["training"] = {name: value for name, value in tree["training"].items() if name != key}
-    shape = Resolution(tree, (), tmp_path).shape
-    experts = shape.moe.num_experts if shape.moe else 0
-    space = open_space(tree, tmp_path, executable=True, layers=shape.num_hidden_layers, experts=experts)
-    best = search(space).best
+    best = search(open_space(Resolution(tree, (), tmp_path), executable=True)).best
     assert best is not None
     seconds = parcompile.compile(found.spec).estimate().time.step.seconds
     assert seconds <= 1.1 * best.seconds

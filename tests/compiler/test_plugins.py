@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +132,38 @@ def run(tmp_path: Path) -> Any:
 
 def with_seed(seed: int) -> dict[str, Any]:
     return {**SPEC, "training": {**SPEC["training"], "seed": seed}}
+
+
+def test_a_distribution_in_an_archive_offers_what_it_has(run: Any, tmp_path: Path) -> None:
+    site = install(tmp_path / "packed", "older", "[parcompile.targets]\nolder = older:TARGET\n", "TARGET = None")
+    archive = shutil.make_archive(str(tmp_path / "site"), "zip", site)
+    code, said = run("check", "spec.json", "--target", "older", PYTHONPATH=archive)
+    assert code == 2, said
+    assert "target 'older' of older 1.2 (older:TARGET) cannot be used" in said
+
+
+def test_whether_anything_may_be_offered_is_told_without_the_metadata_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("absent", "plain")])
+    (install(tmp_path / "plain", "other", "[console_scripts]\nparcompile = other:main", "") / "a.egg-info").touch()
+    may_offer = entry_points._may_offer.__wrapped__
+    assert not may_offer()
+    for name in ("with rules", "unreadable"):
+        folder = install(tmp_path / name, "acme", "[parcompile.rules]\nhouse = acme:RULES", "")
+        if name == "unreadable":
+            points = folder / "acme-1.2.dist-info" / "entry_points.txt"
+            points.unlink()
+            points.mkdir()
+        with monkeypatch.context() as inner:
+            inner.syspath_prepend(folder)
+            assert may_offer()
+    (tmp_path / "a.zip").touch()
+    with monkeypatch.context() as inner:
+        inner.syspath_prepend(tmp_path / "a.zip")
+        assert may_offer()
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_distributions=None, find_spec=None)])
+    assert may_offer()
 
 
 def test_a_rule_finds_is_explained_and_can_be_ignored(run: Any) -> None:

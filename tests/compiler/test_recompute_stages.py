@@ -30,6 +30,7 @@ from parcompile.plan.diff import difference
 from parcompile.searching.ranking import SearchResult, search
 from parcompile.searching.space import open_space
 from parcompile.show.pictures.timeline import timetable
+from parcompile.spec.resolve import Resolution
 
 LLAMA = presets()["llama-3-8b"].config
 MIXED = ("full", "full", "none", "none")
@@ -189,7 +190,7 @@ class TestSearch:
         tree = spec_tree(model={"preset": "llama-3-8b"}, parallelism={"tp": 2, "pp": 4, "dp": 1})
         tree["training"] = {"sequence_length": 8192, "global_batch_size": 32, "micro_batch_size": micro_batch}
         tree["training"] |= {"gradient_accumulation_dtype": "fp32", **training}
-        return search(open_space(tree, Path(), executable=executable, layers=32, experts=0))
+        return search(open_space(Resolution(tree), executable=executable))
 
     def test_less_is_recomputed_where_that_is_faster_than_all_and_none_does_not_fit(self) -> None:
         found = self._search(2)

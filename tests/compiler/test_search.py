@@ -38,12 +38,13 @@ from parcompile.searching.space import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL, ZE
 from parcompile.searching.variant import changed, variant
 from parcompile.show.pictures import WIDE, Box
 from parcompile.show.pictures.front import draw
+from parcompile.spec.resolve import Resolution
 
 FOLDER = Path()
 
 
-def space(tree: dict[str, Any], *, executable: bool = True, layers: int = 32, experts: int = 0) -> Space:
-    return open_space(tree, FOLDER, executable=executable, layers=layers, experts=experts)
+def space(tree: dict[str, Any], *, executable: bool = True) -> Space:
+    return open_space(Resolution(tree), executable=executable)
 
 
 def llama(nodes: int = 1, batch: int = 64, **parallelism: object) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def test_all_layouts_process_the_same_batch(found: SearchResult) -> None:
 def test_experts_open_their_axis() -> None:
     tree = spec_tree(nodes=2, model={"preset": "mixtral-8x7b"}, parallelism={"tp": 4, "cp": 1, "pp": 1})
     tree["training"] = {"sequence_length": 4096, "global_batch_size": 64}
-    choices = space(tree, executable=False, experts=8)
+    choices = space(tree, executable=False)
     assert choices.axes["ep"] == (1, 2, 4, 8)
     outcome = search(choices)
     works = [one.candidate.work for one in (*outcome.fitting, *outcome.too_large)]
@@ -135,7 +136,7 @@ def test_experts_open_their_axis() -> None:
     assert {one.expert_tp for one in works if one.ep == 4} == {None, 1}
     assert {one.expert_tp for one in works if one.ep == 2} == {None}
     tree["parallelism"]["expert_tp"] = 4
-    assert not space(tree, executable=False, experts=8).whole_experts
+    assert not space(tree, executable=False).whole_experts
 
 
 def test_layouts_without_a_common_batch_are_not_compared() -> None:
@@ -215,7 +216,7 @@ def test_a_search_asks_the_rules_that_a_check_asks(executable: bool, extra: dict
     """
     tree = {**llama(), "model": {"preset": "mixtral-8x7b"}, **extra}
     tree["training"] = {**llama()["training"], **extra.get("training", {})}
-    opened, answers = space(tree, executable=executable, experts=8), set()
+    opened, answers = space(tree, executable=executable), set()
     variants = opened.variants
     for changes in random.Random(1).sample(opened.combinations, 60):
         for more in ({"stage": 1, "micro_batch_size": 1}, {"stage": 3, "micro_batch_size": 2}, {"micro_batch_size": 4}):
@@ -395,7 +396,7 @@ def test_a_model_of_61_layers_is_searched_with_stages() -> None:
     tree = spec_tree(nodes=16, model={"preset": "deepseek-v3"}, parallelism={"tp": 1, "cp": 1, "pp": "auto", "ep": 64})
     tree["cluster"]["accelerator"] = "b200"
     tree["training"] = {"sequence_length": 4096, "global_batch_size": 512, "micro_batch_size": 1}
-    found = search(space(tree, executable=False, layers=61, experts=256))
+    found = search(space(tree, executable=False))
     depths = {one.candidate.work.pp for one in (*found.fitting, *found.too_large)}
     assert depths >= {2}
     assert not [one for one in found.refused if one.code == "L001"]
@@ -428,7 +429,7 @@ def test_when_nothing_fits_it_says_what_would_and_that_does() -> None:
     tree["training"] = {"sequence_length": 8192, "global_batch_size": 64}
     # With more of it the optimizer goes there.
     tree["cluster"]["host_memory_gib"] = 512
-    opened = space(tree, layers=80)
+    opened = space(tree)
     found = search(opened)
     assert found.best is None
     assert found.remedies
@@ -475,8 +476,7 @@ def test_the_stages_that_a_search_leaves_out_are_never_the_fullest(
     model: str, nodes: int, parallelism: dict[str, int]
 ) -> None:
     tree = llama(nodes, 256, **parallelism) | {"model": {"preset": model}}
-    shape = shape_from_config(presets()[model].config)
-    opened = space(tree, layers=shape.num_hidden_layers, experts=shape.moe.num_experts if shape.moe else 0)
+    opened = space(tree)
     every = search(opened)
     works = [one.base.work for one in (*every.fitting, *every.too_large)]
     assert works
@@ -513,7 +513,7 @@ def test_zero_stage_3_is_tried_where_else_tp_would_leave_its_node() -> None:
     # Both fit at the other stages only with tp 8, which takes longer; the search knows all of them.
     tree = {name: part for name, part in offer.spec.items() if name not in ("zero", "parallelism")}
     del tree["training"]["activation_checkpointing"], tree["training"]["micro_batch_size"]
-    whole = open_space({**tree, "parallelism": {}}, Path(), executable=True, layers=80, experts=0)
+    whole = space({**tree, "parallelism": {}})
     axes = {**whole.axes, Axis.PP: (1,), Axis.TP: (4, 8), Axis.CP: (4, 8)}
     found = search(replace(whole, axes=axes))
     assert found.best is not None

@@ -16,8 +16,9 @@ from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
 from parcompile.cost.kept import GROUPS, sorts
-from parcompile.cost.recurrent import StateCut, state_bytes
+from parcompile.cost.recurrent import state_bytes
 from parcompile.layout.pipeline import Schedule
+from parcompile.model.blocks.block import StateCut
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE

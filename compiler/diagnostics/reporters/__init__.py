@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +38,12 @@ class Style(NamedTuple):
             colour = True
         if os.environ.get("NO_COLOR"):
             colour = False
-        width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 120)) if terminal else 80
-        return cls(colour, terminal and _encodes(stream, "│╭─·…×≠"), width)
+        if not terminal:
+            return cls(colour)
+        import shutil  # and with it archives of three kinds
+
+        width = max(40, min(shutil.get_terminal_size((80, 24)).columns, 120))
+        return cls(colour, _encodes(stream, "│╭─·…×≠"), width)
 
     def paint(self, text: str, colour: str) -> str:
         """`text` in a colour given as an SGR code such as "1;31"."""

@@ -39,6 +39,19 @@ class Local(NamedTuple):
         return self.tp if self.sequence_parallel else 1
 
 
+class StateCut(NamedTuple):
+    """What a rank has of a layer that carries a state, and of a micro-batch."""
+
+    tp: int
+    cp: int
+    rows: int
+    """Sequences of the micro-batch."""
+    pieces: int
+    """Of each sequence, on the rank."""
+    length: int
+    """Tokens of a piece."""
+
+
 class Exchange(NamedTuple):
     """What a layer sends of a micro-batch over an axis, in forward, and `back` in backward."""
 

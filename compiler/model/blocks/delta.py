@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 from parcompile.model import Part
 from parcompile.model.layers import LayersError
 
-from .block import Size, Small
-from .recurrent import Columns, Recurrent, RecurrentTraits
+from .block import Size, Small, StateCut
+from .recurrent import STATE_BYTES, Columns, Recurrent, RecurrentTraits
 
 _WIDTH_OF_A_HEAD = 16
 """Of a small model."""
@@ -113,6 +113,14 @@ class KimiDelta(GatedDelta):
     def projected(self) -> int:
         """A decay for each channel, and gates that may come by way of a few features."""
         return self.channels + self.heads + 2 * (self.gate_rank or self.values)
+
+    def backward_bytes(self, cut: StateCut) -> float:
+        """The gradient of what each channel of a key has with each token of its chunk, of one piece at a time.
+
+        In fp32: the sum, what is added to it and what comes of it.
+        """
+        padded = cut.rows * -(-cut.length // self.chunk) * self.chunk
+        return 3.0 * STATE_BYTES * padded * self.heads * self.key_dim * self.chunk / cut.tp
 
     def matmul_parameters(self, hidden: int, streams: int) -> int:
         """Gates by way of a few features have a second projection."""

@@ -25,6 +25,10 @@ class Lightning(Recurrent):
 
     kind: ClassVar[str] = "lightning attention"
 
+    def chunk_of(self, length: int) -> int:
+        """Nothing is filled up."""
+        return min(self.chunk, length)
+
     def columns(self) -> Columns:
         """A head has its query, its key and its value one after the other; a norm is over all heads together."""
         values = (Part(self.values, self.groups),)

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from parcompile.model import Cut, Part, rows
 
-from .block import Divided, Exchange, Local, Size, Small
-from .recurrent import Columns, Recurrent, RecurrentTraits
+from .block import Divided, Exchange, Local, Size, Small, StateCut
+from .recurrent import STATE_BYTES, Columns, Recurrent, RecurrentTraits
 
 SELECTING, STEPPING = "x_proj", "dt_proj"
 """The projections inside a layer: of its channels, and of the step sizes. They take no hidden states of the model."""
@@ -90,6 +90,14 @@ class Mamba1(Recurrent):
     def flops_per_token(self, *, carried: bool) -> float:
         """Of all channels."""
         return float(self.heads * self.key_dim * (13 if carried else 8))
+
+    def backward_bytes(self, cut: StateCut) -> float:
+        """Of one piece at a time, in fp32: of all discrete A and of what is written to the states.
+
+        The scan in transformers goes token by token, and makes both gradients, and both of one token among zeros. It
+        has let go of both tensors that a piece makes of a received state.
+        """
+        return (4.0 - 2 * (cut.cp > 1)) * STATE_BYTES * (cut.rows * cut.length) * self.state_numel / cut.tp
 
     def exchanges(self, local: Local) -> Iterator[Exchange]:
         """What the channels of all ranks give together, and the gradients of what each rank uses of it."""

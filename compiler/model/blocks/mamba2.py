@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from parcompile.model import Part
 from parcompile.model.layers import LayersError
 
-from .block import Exchange, Local, Size, Small
-from .recurrent import SCALARS, Columns, Recurrent, RecurrentTraits
+from .block import Exchange, Local, Size, Small, StateCut
+from .recurrent import SCALARS, STATE_BYTES, Columns, Recurrent, RecurrentTraits
 
 _FP32_BYTES = 4
 
@@ -91,6 +91,20 @@ class Mamba2(Recurrent):
         """In chunks."""
         states = self.key_dim * self.value_dim * (6 if carried else 4)
         return float(self.heads * (states + 2 * self.chunk * (self.key_dim + self.value_dim)))
+
+    def forward_bytes(self, cut: StateCut, width: int) -> float:
+        """Of one piece at a time.
+
+        The function of the scan holds two more fp32 numbers of each state feature, 11 of each value, where the layer
+        goes on to keep 10 or 7, and a state of each chunk; its caller the channels behind their activation, but not
+        yet the output.
+        """
+        kept = 10 if self.gated_norm else 7
+        of_heads: float = 4 * (2 * self.key_dim + (11 - kept) * self.value_dim)
+        of_heads += STATE_BYTES * self.key_dim * self.value_dim / self.chunk
+        beyond_output = self.channels_of_rank(cut.tp) - self.values / cut.tp
+        of_token = self.heads * of_heads / cut.tp + cut.pieces * width * beyond_output
+        return cut.rows * -(-cut.length // self.chunk) * self.chunk * of_token
 
     def exchanges(self, local: Local) -> Iterator[Exchange]:
         """Squares of a norm over more heads than a rank has, and their gradient."""

@@ -20,7 +20,7 @@ from parcompile.model import PARTIAL, STREAM, Cut, Part, Split, rows
 from parcompile.model.layers import LayerPeriod, LayersError
 from parcompile.model.tables import OLDER_KINDS
 
-from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits
+from .block import Block, Divided, Exchange, Halo, Local, Size, Small, StateCut, Traits
 
 STATE_BYTES = 4
 """Of an element of a state: fp32."""
@@ -38,6 +38,8 @@ class Recurrent(Block):
     kind: ClassVar[str]
     """What such a layer is called."""
     told_apart: ClassVar[bool] = False
+    kept_as: ClassVar[str] = "GatedDelta"
+    """A kind that `kept.json` has rows of, where it has none of this one and of those that it is made from."""
     layers: tuple[int, ...]
     heads: int
     groups: int
@@ -109,6 +111,18 @@ class Recurrent(Block):
     def groups_of_rank(self, tp: int) -> int:
         """Groups that a tensor-parallel rank has heads of."""
         return max(1, self.groups // tp)
+
+    def chunk_of(self, length: int) -> int:  # noqa: ARG002
+        """Tokens of a chunk in a piece of so many: the last one is filled up."""
+        return self.chunk
+
+    def backward_bytes(self, cut: StateCut) -> float:  # noqa: ARG002
+        """What the backward pass of a layer makes of a micro-batch, and lets go of at its end; 0: it is not counted."""
+        return 0.0
+
+    def forward_bytes(self, cut: StateCut, width: int) -> float:  # noqa: ARG002
+        """What a layer holds at the end of its scan beyond what it keeps, its activations of `width` bytes."""
+        return 0.0
 
     def columns(self) -> Columns:
         """What tensor parallelism splits of the modules that come before the output projection."""

@@ -12,6 +12,7 @@ from parcompile.rules import listed
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.spec.rampup import RampupBatchSize
 from parcompile.spec.resolve import Resolution
+from parcompile.spec.resolve.training import WARMUP_UNITS
 
 
 def wrong_groups(spec: Resolution, steps: int | None = None) -> str | None:
@@ -67,9 +68,6 @@ def wrong_batch(spec: Resolution) -> tuple[str, str] | None:
     return None
 
 
-_UNITS = ("steps", "ratio", "samples", "tokens")
-
-
 class _End(NamedTuple):
     """Where a schedule ends, as it counts steps, and what says so; and its warm-up, as it is given."""
 
@@ -96,7 +94,7 @@ def end_of_schedule(spec: Resolution) -> _End | None:
     if (ramp := whole_ramp(spec)) is not None and steps is not None and counted:
         steps = ramp.samples_after(steps, full) // full  # as the schedule counts them
         said = f"the {steps} global batches of {said}"
-    key = next((key for unit in _UNITS if spec.given(*path, key := f"warmup_{unit}")), "warmup_steps")
+    key = next((key for unit in WARMUP_UNITS if spec.given(*path, key := f"warmup_{unit}")), "warmup_steps")
     return _End(steps, place, said, key, "" if key == "warmup_steps" else f"{key} {spec.get(*path, key)}: ")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
 from parcompile.diagnostics import Path, format_path
-from parcompile.layout.groups import AXES, Axis
+from parcompile.layout.groups import AXES, FACTORS, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import ContextParallel, CpLayout
 from parcompile.machines import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
@@ -159,10 +159,6 @@ class Switch(Value[bool]):
         return bool(reader.if_given(*self.path))
 
 
-_SIZED = (Axis.TP, Axis.CP, Axis.PP, Axis.DP)
-"""The axes that multiply to the world, as equations list them."""
-
-
 class ParallelismValues(SpecReader):
     """What the sections `cluster` and `parallelism` say."""
 
@@ -181,7 +177,8 @@ class ParallelismValues(SpecReader):
         given, preset = self.get("cluster", "accelerator"), None
         name = given if isinstance(given, str) else ""
         if isinstance(given, Mapping):
-            preset = self.described_accelerator(given)
+            is_wrong = any(found[:2] == ("cluster", "accelerator") for found in self.invalid)
+            preset = None if is_wrong else preset_from_tree(given)
             name = default("spec", ("cluster", "accelerator"))
         elif is_preset_file(name):
             # Rule H002 speaks of a file that cannot be used; the other rules need the number of ranks.
@@ -193,11 +190,6 @@ class ParallelismValues(SpecReader):
             accelerator=preset.like if preset else name,
             preset=preset,
         )
-
-    def described_accelerator(self, given: Mapping[str, Any]) -> Accelerator | None:
-        """The machine that the spec itself describes; None where the schema finds a value of it wrong."""
-        place = ("cluster", "accelerator")
-        return None if any(found[:2] == place for found in self.invalid) else preset_from_tree(given)
 
     def accelerator_preset(self, name: str) -> Accelerator:
         """The machine that a file beside the spec describes.
@@ -215,7 +207,7 @@ class ParallelismValues(SpecReader):
     @functools.cached_property
     def auto_axes(self) -> tuple[Axis, ...]:
         """The axes that the world size decides: those that are "auto", and dp when it is left out."""
-        return tuple(axis for axis in _SIZED if self._axis_text(axis) == "auto")
+        return tuple(axis for axis in FACTORS if self._axis_text(axis) == "auto")
 
     def _axis_text(self, axis: Axis) -> object:
         path = ("parallelism", axis.value)
@@ -224,7 +216,7 @@ class ParallelismValues(SpecReader):
             return node
         found = default("spec", path)
         # Left out, dp takes what the world leaves, unless another axis is to.
-        others = (self._axis_text(other) for other in _SIZED if other is not axis)
+        others = (self._axis_text(other) for other in FACTORS if other is not axis)
         return 1 if found == "auto" and "auto" in others else found
 
     @functools.cached_property
@@ -251,7 +243,7 @@ class ParallelismValues(SpecReader):
             return int(self.get(*path) if is_given else self.record(path, self._axis_text(axis), Origin.DEFAULT))
         if len(self.auto_axes) > 1:
             raise Unavailable(axis)
-        others = {other: self.axis(other) for other in _SIZED if other is not axis}
+        others = {other: self.axis(other) for other in FACTORS if other is not axis}
         rest = math.prod(others.values())
         if self.world_size % rest:
             raise Unavailable(axis)

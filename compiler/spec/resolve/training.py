@@ -33,6 +33,9 @@ from parcompile.units import format_milliseconds
 from .model import ModelValues
 from .reader import MISSING, ParallelismValues, Switch, Unavailable, Value
 
+WARMUP_UNITS = ("steps", "ratio", "samples", "tokens")
+"""What a warm-up may be counted in."""
+
 
 class TrainingValues(ParallelismValues):
     """What the sections `training` and `zero` say."""
@@ -179,8 +182,7 @@ class TrainingValues(ParallelismValues):
         Raises:
             Unavailable: the warm-up or what it is a share of is missing or wrong, which other diagnostics say.
         """
-        units = ("steps", "ratio", "samples", "tokens")
-        unit = next((unit for unit in units if self.lookup((*path, f"warmup_{unit}")) is not MISSING), None)
+        unit = next((unit for unit in WARMUP_UNITS if self.lookup((*path, f"warmup_{unit}")) is not MISSING), None)
         if unit is None:
             raise Unavailable("warmup_steps")
         given = self.get(*path, f"warmup_{unit}")
@@ -334,12 +336,10 @@ class Resolution(ModelValues, TrainingValues):
 
     def _context_parallel(self) -> ContextParallel:
         cp, name, sizes = self.axis(Axis.CP), self.named_implementation, self.given_sizes
-        if cp == 1:
-            # Nobody shares a sequence: there is nothing to choose.
-            self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, "cp 1")
-            return ContextParallel(CpImplementation.RING, 1)
-        if name == AUTO and not self.shape.attends:
-            self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, "no layer attends")
+        if cp == 1 or (name == AUTO and not self.shape.attends):
+            # Nobody shares a sequence, or asks for keys: there is nothing to choose.
+            why = "cp 1" if cp == 1 else "no layer attends"
+            self.record(_NAME, CpImplementation.RING.value, Origin.DERIVED, why)
             return ContextParallel(CpImplementation.RING, cp)
         if name == AUTO or (sizes is None and CpImplementation(name).has_levels):
             return self._chosen(name, sizes)
