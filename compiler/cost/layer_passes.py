@@ -265,11 +265,12 @@ def _numbers(work: Workload) -> int:
 
 
 def _of_mlp(work: Workload, width: float) -> float:
-    """Of a dense MLP with so many features on a rank: the gradients of what its gate takes; or under the last product, those of its input and weight.
+    """Of a dense MLP with so many features on a rank.
 
-    Beside the gradient of a rank's own tokens is all that is gathered of it: one row in pieces, of which three more are
-    there, or one and the gradient of the weight; several rows that travel whole, and what CPUs exchange, are laid out
-    anew. A norm behind the MLP has a gradient of its own for it, beside that of the residual stream.
+    These are the gradients of what its gate takes; or under the last product, those of its input and weight. Beside the
+    gradient of a rank's own tokens is all that is gathered of it: one row in pieces, of which three more are there, or
+    one and the gradient of the weight; several rows that travel whole, and what CPUs exchange, are laid out anew. A
+    norm behind the MLP has a gradient of its own for it, beside that of the residual stream.
     """
     row, tokens = work.local_tokens * work.shape.hidden_size, work.local_tokens
     gates, out = _gates(work) * tokens * width, (tokens + work.shape.hidden_size) * width

@@ -16,12 +16,14 @@ from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
 from parcompile.cost.kept import GROUPS, sorts
+from parcompile.cost.layer_passes import SHARED_FIRST
 from parcompile.cost.recurrent import state_bytes
 from parcompile.layout.pipeline import Schedule
 from parcompile.model.blocks.block import StateCut
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
+from parcompile.model.families import family_of
 from parcompile.plan import Plan
 from parcompile.runtime.model.text_head import causal_model
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
@@ -184,13 +186,16 @@ def test_caps_of_logits_are_those_of_the_classes(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in RUNTIME_FAMILIES if FAMILIES[name].experts is not None])
-def test_types_whose_routers_weight_rows_in_the_type_of_the_weights_are_listed(family: str) -> None:
+def test_types_are_listed_by_the_rows_of_their_routers_and_the_place_of_their_shared_experts(family: str) -> None:
     from transformers import CONFIG_MAPPING
 
     config = {key: value for key, value in tiny_config(family).items() if key != "model_type"}
     with torch.device("meta"):
         model = causal_model(CONFIG_MAPPING[family](**config)).to(torch.bfloat16)
     given: set[torch.dtype] = set()
+    traits, order = family_of(family).experts, list[str]()
+    assert traits is not None
+    shared = traits.shared or traits.beside
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.Tensor)]
@@ -199,10 +204,14 @@ def test_types_whose_routers_weight_rows_in_the_type_of_the_weights_are_listed(f
     for name, module in model.named_modules():
         if name.endswith("experts"):
             module.register_forward_pre_hook(note, with_kwargs=True)
+        if (kind := name.rpartition(".")[2]) in ("experts", shared):
+            module.register_forward_pre_hook(lambda *_, kind=kind: order.append(kind))
     with contextlib.suppress(NotImplementedError):  # torch has no meta kernel for some choices
         model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"))
     if given:  # else experts take tokens that are weighted, or were not reached
         assert (family in WEIGHTED_IN_TYPE) == (given == {torch.bfloat16})
+    if shared and {"experts", shared} <= {*order}:
+        assert (family in SHARED_FIRST) == (order[0] == shared)
 
 
 def test_every_type_has_rows() -> None:
