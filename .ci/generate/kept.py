@@ -6,8 +6,9 @@ Draws small configurations of each type, builds a rank of each on the meta devic
 every storage that autograd saves in a layer, and the module in which it is saved. Layers that save the same are told
 apart by what the compiler knows of them (`parcompile.cost.kept.sizes`). The elements of each tensor are the same
 product of sizes in all draws; rows add up those of one product. A type is done when the rows give what layers of unseen
-draws keep. Modules that carry a state have rows of their own (`kept_states.py`). What an indexer chose is left out: it
-is counted by itself (`cost/recurrent.py`). Each finished type is written at once: the command goes on where it ended.
+draws keep. Modules that carry a state have rows of their own (`kept_states.py`), and so have mechanisms that stand
+beside attention and MLP, what hides keys that were not chosen, and what is kept in front of the layers and behind them.
+Each finished type is written at once: the command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +45,8 @@ from kept_states import Spread, changed, part_of, tree_of  # noqa: E402
 from training_runs import make_plan  # noqa: E402
 
 from parcompile.cost import kept as table_of_rows  # noqa: E402
-from parcompile.cost.kept import BASES, FEWEST, GROUPS, KV_HEADS, QKV_HEADS, Sort, sizes, sort_bytes, sorts  # noqa: E402
-from parcompile.model.blocks.indexer import IndexerTraits  # noqa: E402
+from parcompile.cost.kept import FEWEST, FURTHER, GROUPS, KV_HEADS, QKV_HEADS, Sort, sizes, sort_bytes, sorts  # noqa: E402
+from parcompile.model.blocks.indexer import Indexer, IndexerTraits  # noqa: E402
 from parcompile.model.blocks.recurrent import RecurrentTraits  # noqa: E402
 from parcompile.plan import Plan  # noqa: E402
 from parcompile.runtime.preflight.stand_in import META, MetaTracker, stand_in  # noqa: E402
@@ -53,6 +54,8 @@ from parcompile.runtime.preflight.step import _batch as batch_of  # noqa: E402
 from parcompile.runtime.preflight.step import build_sharded  # noqa: E402
 from parcompile.spec.values import workload_of  # noqa: E402
 
+BESIDE, CHOICE, *ENDS = FURTHER
+FRONT, BEHIND = ENDS
 WORDS = {"16": "bf16", "32": "fp32"}
 """Of weights of 16 bits and in fp32, and a type of each."""
 FEW, ALIKE, MOST, UNSEEN, SERIES = 8, 7, 80, 4, 4
@@ -99,9 +102,11 @@ STREAM = re.compile(r"norm|_hc$|hyper_connection$")
 STEPS = re.compile(r"_hc$")
 """Modules that norm numbers step by step, and keep those of each step."""
 SHARED = re.compile(r"(?:shared_transformer|linear\b)\.?(\w*)")
-"""Of a layer that uses a shared block: that block, and what projects its result (`cost/blocks.py: kept_of_use`)."""
+"""Of a layer that uses a shared block: that block, and what projects its result."""
 CUT = re.compile(r"(heads|intermediate_size)/tp$")
 """Sizes that tp divides, where draws tell both apart no more than neither."""
+LAST = re.compile(r"ln_f|\w*norm")
+"""The norm behind the last layer, which is counted with the head (`cost/layer_passes.py`)."""
 STACKS = ("layers", "h", "blocks", "block", "layer")
 """Names of lists of layers."""
 STATES = re.compile(r"mamba|linear_attn|ssm")
@@ -132,15 +137,30 @@ class Kept:
 
     def of(self, group: str) -> Kept:
         """What one of the groups of modules keeps; without what is counted by itself."""
-        own = [
-            one
-            for index, one in enumerate(self.tensors)
-            if _group(self.sort, one[0]) == group and not self.is_choice(index) and not self.is_small(index)
-        ]
-        steps = Counter(one for one in own if STEPS.search(one[0]))
+        own = [one for index, one in enumerate(self.tensors) if self.group(index) == group]
+        if group in FURTHER:
+            own = [(re.sub(r"\.\d+", "", name), *one) for name, *one in own]
+        steps = Counter(one for one in own if STEPS.search(one[0]) or group in FURTHER)
         found = [one for one in own if one not in steps]
         found += [(name, dtype, count * times, size) for (name, dtype, count, size), times in steps.items()]
         return replace(self, tensors=tuple(found))
+
+    def group(self, index: int) -> str | None:
+        """Of which group a tensor is; None: it is left out."""
+        if (group := _group(self.sort, self.tensors[index][0])) not in GROUPS:
+            return group
+        return CHOICE if self.is_choice(index) else None if self.is_small(index) else group
+
+    @property
+    def pairs(self) -> int:
+        """Of a token with another of its sequence."""
+        return self.tokens * self.length
+
+    @property
+    def seen(self) -> int:
+        """Tokens, with those before its pieces of sequences that a rank sees of the pieces before."""
+        pieces = self.tokens * self.cp // self.length * self.pieces
+        return self.tokens + pieces * table_of_rows.halo_beside(self.sort.parts)
 
     def is_of_state(self, module: str) -> bool:
         """Whether a module is one that carries a state."""
@@ -149,9 +169,9 @@ class Kept:
     def is_choice(self, index: int) -> bool:
         """Whether a tensor has numbers of each token with each other one, as an indexer makes them."""
         keys = self.sort.shape.attention.compressed
-        if keys is None and not self.flags.get("Indexer", False):
+        if keys is None and self.sort.shape.part(Indexer) is None:  # of the layer, or of one that hands its choice on
             return False
-        return self.tensors[index][2] * (1 if keys is None else keys.rate) % (self.tokens * self.length) == 0
+        return self.tensors[index][2] * (1 if keys is None else keys.rate) % self.pairs == 0
 
     def is_small(self, index: int) -> bool:
         """Whether a tensor holds a few choices of each token, or a number of each position: these are left out."""
@@ -233,6 +253,12 @@ def drawn(
         config |= dict.fromkeys({"num_attention_heads", "num_key_value_heads"} & config.keys(), pick.choice([4, 8, 12]))
     config |= {key: 4096 for key in ("max_position_embeddings", "n_positions") if key in config}
     tp = tps[number % len(tps)]
+    if "activation_sparsity_pattern" in config:  # meta has no kernel for it, which the layers of tp do without
+        of_layers = {key: value for key, value in tiny_config(kind).items() if isinstance(value, list)}
+        of_layers["activation_sparsity_pattern"] = [share * (tp > 1) for share in config["activation_sparsity_pattern"]]
+        times = pick.choice([1, 2, 3])
+        config |= {key: times * value for key, value in of_layers.items()}
+        config["num_hidden_layers"] = len(config["activation_sparsity_pattern"])
     chooses = FAMILIES[kind].part(IndexerTraits) is not None or FAMILIES[kind].low_rank is not None
     states = FAMILIES[kind].part(RecurrentTraits) is not None
     # Of no length that goes with choices of keys a size is a multiple.
@@ -290,8 +316,8 @@ def _of_layers(runs: Saved, of_module: int) -> Saved:
 def saved(plan: Plan, rank: int) -> Saved:
     """By run of a layer, each storage that autograd saves in it and that was made there, or goes into it.
 
-    Those of numbers that were made before the first layer stand apart. A layer runs once, where no stack of layers runs
-    several times.
+    With the first those at the ends of the model. Those of numbers that were made before the first layer stand apart.
+    A layer runs once, where no stack of layers runs several times.
     """
     with stand_in(plan, rank) as mesh:
         tracker = MetaTracker(mesh)
@@ -302,9 +328,11 @@ def saved(plan: Plan, rank: int) -> Saved:
             seen = {one._cdata for one in alive}
             before: dict[int, Any] = {}
             first: set[int] = set()
-            inside: list[tuple[int, str]] = []
+            inside: list[tuple[int | None, str]] = []
             runs = itertools.count()
             found: Saved = defaultdict(list)
+            ends: dict[int, tuple[str, str, int, int]] = {}
+            bases = {one.rpartition(".")[0].rpartition(".")[0] for one in layers}
 
             def enter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
                 owner = next((one for one in layers if name == one or name.startswith(f"{one}.")), None)
@@ -317,47 +345,51 @@ def saved(plan: Plan, rank: int) -> Saved:
                     for one in given:
                         if isinstance(one, Tensor):
                             before.pop(_storage(one), None)
-                    if not found and not first:
+                    if not first:
                         first.update(before)
                 if owner is not None:  # a module that layers share has the name of the first
-                    layer = inside[-1][0] if inside else next(runs)
+                    layer = inside[-1][0] if inside and inside[-1][0] is not None else next(runs)
                     inside.append((layer, name.removeprefix(owner).removeprefix(".")))
+                else:
+                    inside.append((None, name))
 
-            def leave(name: str) -> None:
-                if inside and any(name == one or name.startswith(f"{one}.") for one in layers):
-                    inside.pop()
+            def leave() -> None:
+                inside.pop()
 
             def pack(tensor: Tensor) -> Tensor:
-                storage = _storage(tensor)
-                if inside and storage not in seen and storage not in before:
+                storage, size = _storage(tensor), tensor.element_size()
+                count, (layer, name) = tensor.untyped_storage().nbytes() // size, inside[-1]
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                dtype = f"part of {dtype}" if tensor.numel() < count else dtype
+                if layer is None:
+                    parent, _, own = name.rpartition(".")
+                    of_end = name in bases or (parent and not (parent in bases and LAST.match(own)))
+                    if tensor.is_floating_point() and (of_end or not first):
+                        alive.append(tensor.untyped_storage())
+                        ends.setdefault(storage, (f"{BEHIND if first else FRONT}:{name}", dtype, count, size))
+                elif storage not in seen:
+                    if storage not in before:
+                        found[layer].append((name, dtype, count, size))
+                    elif storage in first and (tensor.is_floating_point() or tensor.is_complex()):
+                        found[OUTSIDE].append(("", "", count, size))
+                    else:
+                        return tensor
                     seen.add(storage)
                     alive.append(tensor.untyped_storage())
-                    layer, name = inside[-1]
-                    size = tensor.element_size()
-                    count = tensor.untyped_storage().nbytes() // size
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    found[layer].append((name, f"part of {dtype}" if tensor.numel() < count else dtype, count, size))
-                elif (
-                    inside
-                    and storage in first
-                    and storage not in seen
-                    and (tensor.is_floating_point() or tensor.is_complex())
-                ):
-                    seen.add(storage)
-                    alive.append(tensor.untyped_storage())
-                    size = tensor.element_size()
-                    found[OUTSIDE].append(("", "", tensor.untyped_storage().nbytes() // size, size))
                 return tensor
 
             for name, module in model.named_modules():
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
                 )
-                module.register_forward_hook(lambda *_, name=name: leave(name), always_call=True)
+                module.register_forward_hook(lambda *_: leave(), always_call=True)
             batch = batch_of(mesh)
             with META, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 model(**batch)
     gc.collect()
+    for storage, one in ends.items():
+        if storage not in seen:
+            found[0].append(one)
     return found
 
 
@@ -459,7 +491,7 @@ def rows_of(layers: Sequence[Kept], group: str) -> tuple[dict[str, Any], list[st
     rows: dict[str, Counter[str]] = defaultdict(Counter)
     for index, (module, dtype) in enumerate(layers[0].signature):
         counts, size = [one.tensors[index][2] for one in layers], layers[0].tensors[index][3]
-        for basis in ("own", "tokens", "layer") if group == "stream" else ("tokens", "own", "layer"):
+        for basis in ("tokens", "own", "layer") if group in GROUPS[1:] else ("own", "tokens", "seen", "pairs", "layer"):
             each = [count / getattr(one, basis, 1) for count, one in zip(counts, layers, strict=True)]
             if (product := products.find(each)) is not None:
                 rows[basis]["·".join(product[1])] += product[0] * size
@@ -481,12 +513,14 @@ def counted(layer: Kept, element_bytes: int) -> float:
 
 
 def _group(sort: Sort, module: str) -> str | None:
-    """Of which group a module of a layer is; None: it is counted by itself (`cost/recurrent.py`, `blocks.py`)."""
-    if module.startswith("ple."):  # n-grams
-        return None
+    """Of which group a module of a layer or of an end is; None: it carries a state (`kept_states.py`)."""
+    if (end := module.partition(":")[0]) in ENDS:
+        return end
+    if module == "ple" or module.startswith("ple."):  # n-grams
+        return BESIDE
     if (shared := SHARED.match(module)) is not None:
         of_use = re.search("adapter|q_proj$|gate_up_proj$", module)  # adapters, and what goes into both
-        return None if of_use else {"self_attn": "attention", "feed_forward": "mlp"}.get(shared.group(1))
+        return BESIDE if of_use else {"self_attn": "attention", "feed_forward": "mlp"}.get(shared.group(1), BESIDE)
     module = re.sub(r"^mamba_decoder\.?", "", module)
     top = module.partition(".")[0]
     replaced = any(one.replaces_attention for one in sort.parts)
@@ -498,8 +532,7 @@ def _group(sort: Sort, module: str) -> str | None:
     return "attention" if attention else "mlp"
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """A type, what was read of it, and what is wrong with that."""
 
     kind: str
@@ -507,15 +540,15 @@ class Read:
     wrong: list[str]
 
 
-def read(kind: str) -> Read:
+def read(kind: str, groups: Sequence[str] = (*GROUPS, *FURTHER)) -> Read:
     """The rows of a type, of the first series of draws whose rows give what unseen ones of it keep."""
     for series in range(SERIES):
-        if not (found := _read(kind, series)).wrong:
+        if not (found := _read(kind, series, groups)).wrong:
             break
     return found
 
 
-def _read(kind: str, series: int) -> Read:
+def _read(kind: str, series: int, groups: Sequence[str]) -> Read:
     """Of the first series those of a type that was read before, if layers of this one keep the same; else learned."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
@@ -534,16 +567,19 @@ def _read(kind: str, series: int) -> Read:
                 (
                     one[word][group]
                     for one in others
-                    if all(abs(off(one[word], each.of(group), [group])) < EXACT for each in layers)
+                    if group in one[word]
+                    and all(abs(off(one[word], each, [group])) < EXACT for each in of_group(layers, group))
                 ),
                 None,
             )
-            for group in GROUPS
+            for group in groups
         }
         if None in found[word].values():
             _learn(found[word], layers, draws, word, wrong)
         whole = _draws(f"{seed} whole", kind, precision, wrong, WHOLE)
-        offs = [off(found[word], one) for some in (draws, whole) for _ in range(UNSEEN) for one in next(some, [])]
+        unseen = [one for some in (draws, whole) for _ in range(UNSEEN) for one in next(some, [])]
+        judged = [one for one in (GROUPS, *((one,) for one in FURTHER)) if one[0] in groups]
+        offs = [off(found[word], one, own) for own in judged for one in of_group(unseen, own[0])]
         if any(abs(one) > NEAR for one in offs):
             wrong.append(f"{word}: off by {[f'{one:+.2%}' for one in sorted(offs, key=abs)[-3:]]} of {len(offs)}")
         found["always"] = answered_alike(layers, found.get("always"))
@@ -577,7 +613,7 @@ def read_tables(kind: str) -> tuple[str, dict[str, dict[str, float]], str]:
     return kind, found, wrong
 
 
-def read_states(kind: str) -> tuple[str, dict[str, Any], list[str]]:
+def read_states(kind: str) -> Read:
     """The rows of a type's modules that carry a state by the bits of the weights, and what is wrong."""
     found: dict[str, Any] = {}
     wrong: list[str] = []
@@ -594,7 +630,7 @@ def read_states(kind: str) -> tuple[str, dict[str, Any], list[str]]:
         known = [one[word][name]["tree"] for one in others if name in one[word]]
         if (tree := tree_of(layers, known, wrong, word)) is not None:
             found[word] = {name: {"tree": tree, "rows": []}}
-    return kind, found, wrong
+    return Read(kind, found, wrong)
 
 
 def _draws(
@@ -617,20 +653,26 @@ def _learn(found: dict[str, Any], layers: list[Kept], draws: Iterator[list[Kept]
     """Fills in the groups that are None."""
     unknown = [group for group, one in found.items() if one is None]
     for number in range(MOST):
-        ends = {group: leaves([one.of(group) for one in layers]) for group in unknown} if number % 5 == 0 else {}
-        if ends and min(_unlike(own, layers) for _, every in ends.values() for own in every) >= FEW:
+        held = {group: of_group(layers, group) for group in unknown} if number % 5 == 0 else {}
+        if held and min(_unlike(own, of) for of in held.values() for own in leaves(of)[1]) >= FEW:
             break
         layers += next(draws, [])
     for group in unknown:
-        tree, every = leaves([one.of(group) for one in layers])
+        kept_here = of_group(layers, group)
+        tree, every = leaves(kept_here)
         rows = []
         for own in every:
             read_rows, missed = rows_of(own, group)
             rows.append(read_rows)
             wrong += [f"{word} ({len(own)} layers): {one}" for one in missed]
-            if _unlike(own, layers) < FEW and own[0].tensors:
-                wrong.append(f"{word}: {group} of {_unlike(own, layers)} draws only")
+            if _unlike(own, kept_here) < FEW and own[0].tensors:
+                wrong.append(f"{word}: {group} of {_unlike(own, kept_here)} draws only")
         found[group] = {"tree": tree, "rows": rows}
+
+
+def of_group(layers: Sequence[Kept], group: str) -> list[Kept]:
+    """What a group of modules keeps of these layers; an end of those that are the first of their model."""
+    return [one.of(group) for one in layers if one.sort.first or group not in ENDS]
 
 
 def _unlike(layers: Sequence[Kept], every: Sequence[Kept]) -> int:
@@ -682,8 +724,8 @@ def off(trees: Mapping[str, Any], layer: Kept, groups: Sequence[str] = GROUPS) -
         while not isinstance(leaf, int):
             leaf = leaf[1] if layer.flags.get(leaf[0]) else leaf[2]
         rows = trees[group]["rows"][leaf]
-        for basis in BASES:
-            for name, size in rows.get(basis, {}).items():
+        for basis in rows.keys() - {"activation_numbers"}:
+            for name, size in rows[basis].items():
                 names = [one for one in name.split("·") if one]
                 counted += getattr(layer, basis, 1) * size * math.prod(layer.numbers.get(one, 0) for one in names)
         kept += sum(count * size for _, _, count, size in layer.of(group).tensors)
@@ -698,6 +740,7 @@ def main() -> int:
     parser.add_argument("types", nargs="*", help="by default those that the file does not have")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--tables", action="store_true", help="only tables of rotary positions, of types that it has")
+    parser.add_argument("--only", nargs="+", choices=(*GROUPS, *FURTHER), help="only these, of types that it has")
     parser.add_argument("--states", action="store_true", help="only modules that carry a state, of types that it has")
     given = parser.parse_args()
     logging.set_verbosity_error()
@@ -710,9 +753,10 @@ def main() -> int:
                 types[kind]["tables"] = found
         FILE.write_text(table(types), encoding="utf-8")
         return 0
-    if given.states:
+    if given.states or given.only:
+        reading = read_states if given.states else partial(read, groups=given.only)
         with ProcessPoolExecutor(given.jobs) as pool:
-            for done in as_completed(pool.submit(read_states, kind) for kind in given.types or sorted(types)):
+            for done in as_completed(pool.submit(reading, kind) for kind in given.types or sorted(types)):
                 wrong = _told(types, *done.result()) or wrong
         return int(wrong)
     with ProcessPoolExecutor(given.jobs) as pool:
@@ -729,12 +773,12 @@ def main() -> int:
 
 
 def _told(types: dict[str, Any], kind: str, found: dict[str, Any], wrong: list[str]) -> bool:
-    """Writes what was read of a type's states, if nothing is wrong with it; whether something is."""
+    """Writes what was read of some groups of a type, if nothing is wrong with it; whether something is."""
     if found or wrong:
-        print(f"{kind}, states: {'; '.join(wrong) or 'exact'}"[:900], flush=True)
+        print(f"{kind}, {', '.join(next(iter(found.values()), ()))}: {'; '.join(wrong) or 'exact'}"[:900], flush=True)
     if not wrong:
-        for word, groups in found.items():
-            types[kind][word].update(groups)
+        for word in found.keys() & WORDS:
+            types[kind][word].update(found[word])
         FILE.write_text(table(types), encoding="utf-8")
     return bool(wrong)
 
@@ -750,7 +794,7 @@ def stored() -> dict[str, Any]:
         for word in WORDS:
             found[kind][word] = {
                 group: {"tree": tree, "rows": known["rows"]}
-                if group in GROUPS
+                if group in (*GROUPS, *FURTHER)
                 else {"tree": _with_rows(tree, known["rows"]), "rows": []}
                 for group, tree in words[word].items()
             }

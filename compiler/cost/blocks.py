@@ -37,9 +37,9 @@ from parcompile.model.compressed_keys import CompressedKeys
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.family import types_with
 from parcompile.model.shape import ModelShape
-from parcompile.model.shared_blocks import INPUTS
 
 from .context_exchanges import ContextExchange
+from .kept import BEHIND, FRONT, group_bytes, halo_beside, sorts
 from .workload import Workload
 
 # What the blocks of a model (`parcompile.model.blocks`) cost together: sums over those that stand in some layers.
@@ -59,25 +59,30 @@ def local(work: Workload) -> Local:
     )
 
 
-def kept_by_blocks(work: Workload, layers: range) -> float:
-    """What these layers keep of a micro-batch for their blocks."""
-    return sum((one.count(layers) * one.kept_bytes(local(work)) for one in work.shape.parts), 0.0)
+def kept_apart(work: Workload, layers: range, group: str) -> list[tuple[int, float]]:
+    """How many of these layers keep how much of a micro-batch in a further group of modules (`kept.py: FURTHER`)."""
+    share = work.tp if work.sequence_parallel else 1
+    pieces = 2 if work.cp > 1 and work.cp_layout == "zigzag" else 1
+    bases = {
+        "own": work.split_tokens / share,
+        "tokens": work.local_tokens,
+        "pairs": work.local_tokens * work.sequence_length,
+        "seen": work.local_tokens + work.micro_batch * pieces * halo_beside(work.shape.parts),
+        "layer": 1,
+    }
+    cut = (work.tp, work.sequence_parallel, work.element_bytes)
+    every = ((count, group_bytes(sort, group, *cut)) for count, sort in sorts(work.shape, layers))
+    return [(count, sum((bases[of] * size for of, size in kept.items()), 0.0)) for count, kept in every]
 
 
-def kept_by_one(work: Workload, layers: range) -> float:
-    """The same of the layer that keeps most."""
-    if not work.shape.parts or not layers:
-        return 0.0
-    here = local(work)
-    kept = [one.kept_bytes(here) for one in work.shape.parts]
-    every = _counts_of_layers(work.shape, layers)
-    return max(sum((count * size for count, size in zip(counts, kept, strict=True)), 0.0) for counts in every)
+def front_bytes(work: Workload, stage: Stage) -> float:
+    """What is kept of a micro-batch in front of the layers, the input of the first one left out."""
+    return kept_apart(work, range(1), FRONT)[0][1] if stage.has_embedding else 0.0
 
 
-@lru_cache(maxsize=1024)
-def _counts_of_layers(shape: ModelShape, layers: range) -> frozenset[tuple[int, ...]]:
-    """How often each part stands in a layer, of all layers that differ in that."""
-    return frozenset(tuple(one.count(range(layer, layer + 1)) for one in shape.parts) for layer in layers)
+def head_bytes(work: Workload, stage: Stage) -> float:
+    """What is kept of a micro-batch behind the last layer, the norm and the head there left out."""
+    return kept_apart(work, range(1), BEHIND)[0][1] if stage.has_head else 0.0
 
 
 def exchanges(work: Workload, layers: range, axis: str) -> Iterator[tuple[Exchange, int]]:
@@ -151,9 +156,6 @@ def _is_late(shape: ModelShape, row: Parameter) -> bool:
 
 # What a second embedding costs in memory, of which every layer gets a part (Gemma 3n, Gemma 4).
 
-NORM_BYTES = 8
-"""Of a norm in fp32: its input and, before the weight, its output."""
-
 
 def parts_bytes(work: Workload) -> float:
     """The parts of all layers for the tokens of a rank, in the type of the weights."""
@@ -162,11 +164,6 @@ def parts_bytes(work: Workload) -> float:
         return 0.0
     share = work.tp if work.sequence_parallel else 1
     return work.split_tokens * work.shape.num_hidden_layers * inputs.width * work.element_bytes / share
-
-
-def projection_bytes(work: Workload, stage: Stage) -> float:
-    """What computing the parts keeps of a micro-batch: the norm of the projected embedding, in front of all layers."""
-    return NORM_BYTES / work.element_bytes * parts_bytes(work) if stage.has_embedding else 0.0
 
 
 def table_gradient_bytes(work: Workload, stage: Stage) -> float:
@@ -178,7 +175,7 @@ def table_gradient_bytes(work: Workload, stage: Stage) -> float:
     return work.element_bytes * rows * work.shape.num_hidden_layers * inputs.width + parts_bytes(work)
 
 
-# What the uses of shared transformer blocks keep and exchange beside the attention and the MLP in them.
+# How often shared transformer blocks are used.
 
 
 def uses(shape: ModelShape, layers: range) -> int:
@@ -186,22 +183,6 @@ def uses(shape: ModelShape, layers: range) -> int:
     return (
         0 if shape.stack.shared_blocks is None else sum(layer in layers for layer in shape.stack.shared_blocks.layers)
     )
-
-
-def kept_of_use(work: Workload) -> tuple[float, float]:
-    """Bytes that one use keeps for each token: of a rank's own tokens, and of those of the whole sequence.
-
-    The first norm keeps the hidden states and the embedding in fp32 and normalised, the second the attention's result;
-    the layer's projection keeps its input. Attention and MLP keep their inputs whole, and adapters what is between
-    their two matrices.
-    """
-    shared, width, hidden = work.shape.stack.shared_blocks, work.element_bytes, work.shape.hidden_size
-    if shared is None:
-        return 0.0, 0.0
-    own = (INPUTS + 1) * hidden * (4 + width) + width * hidden
-    adapters = shared.adapter_rank * (4 if shared.attention_adapters else 1)
-    whole = width * ((INPUTS + 1) * hidden + adapters)
-    return own / (work.tp if work.sequence_parallel else 1), float(whole)
 
 
 # What hyper-connections cost: every block reads all residual streams of a token and writes to all of them.
@@ -237,32 +218,6 @@ def added_bytes(shape: ModelShape, element_bytes: float) -> float:
 def has_mixture(work: Workload, stage: Stage) -> bool:
     """Whether a mixture reads the streams behind the last layer."""
     return stage.has_head and work.shape.residual.streams > 0 and work.shape.model_type not in MEANS
-
-
-def head_bytes(work: Workload, stage: Stage) -> float:
-    """What is kept of a micro-batch behind the last layer for what makes one stream of several."""
-    share = work.tp if work.sequence_parallel else 1
-    mixed = work.split_tokens * _streams(work.shape, work.element_bytes) / share if has_mixture(work, stage) else 0.0
-    return mixed + sum(one.kept_at_ends(local(work))[1] for one in work.shape.parts) * stage.has_head
-
-
-def front_bytes(work: Workload, stage: Stage) -> float:
-    """What is kept of a micro-batch in front of the layers, the input of the first one left out."""
-    own = sum(one.kept_at_ends(local(work))[0] for one in work.shape.parts) if stage.has_embedding else 0.0
-    return own + projection_bytes(work, stage)
-
-
-def _streams(shape: ModelShape, element_bytes: float) -> float:
-    """All streams of a token, their copy in fp32, where they are not, and what a norm makes of them.
-
-    With gates of all features: the streams and what a norm makes of them in fp32, times its weight, and the gates.
-    """
-    if shape.residual.mixture_rank:
-        kept = shape.residual.streams * shape.hidden_size * (2 * FP32_BYTES + 2 * element_bytes)
-        return kept + 2 * element_bytes * shape.residual.mixture_rank
-    copied = FP32_BYTES if element_bytes < FP32_BYTES else 0
-    copied += FP32_BYTES if shape.residual.square_mixtures else 0
-    return shape.residual.streams * shape.hidden_size * (element_bytes + copied)
 
 
 # What keys that stand for windows of tokens send over cp, and what they keep there.

@@ -2,8 +2,10 @@
 
 A row of the table says how many bytes a layer keeps of a product of sizes: `{"intermediate_size/tp": 8}` are 8 bytes of
 each feature of a rank's MLP. Rows are of each token that a rank has itself (`own`; under sequence parallelism a share
-of tp), of each token that it works on (`tokens`), or of a layer whatever its tokens. Which rows hold for a layer
-follows from questions about it: `["routed", 3, 4]` are rows 3 where it has experts, and rows 4 where it has none.
+of tp), of each token that it works on (`tokens`), or of a layer whatever its tokens; in further groups of modules also
+of each token that a convolution sees, of other ranks too (`seen`), and of each token with each one of its sequence
+(`pairs`). Which rows hold for a layer follows from questions about it: `["routed", 3, 4]` are rows 3 where it has
+experts, and rows 4 where it has none.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from parcompile.model.families import family_of
@@ -32,8 +35,9 @@ LEFT_OUT = {
 """Fields that say nothing of what a layer keeps, or lists."""
 GROUPS = ("stream", "attention", "mlp")
 """Of the modules of a layer: norms and the layer itself, attention, and the MLP or experts."""
-BASES = ("own", "tokens", "layer")
-"""What rows are of: each token of a rank's own, each of those that it works on, the layer."""
+BESIDE, CHOICE, FRONT, BEHIND = FURTHER = ("beside", "choice", "front", "behind")
+"""Groups that are counted by themselves: mechanisms beside attention and MLP, keys that were chosen, and at the ends of
+a model, of which the first layer tells, what stands in front of its layers and behind them."""
 KV_HEADS = "kv"
 """The kv heads of a rank."""
 FEWEST = "fewest_kv"
@@ -130,8 +134,7 @@ def mean_bytes(
 @lru_cache(maxsize=8192)
 def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int) -> LayerBytes:
     """What a layer of a sort keeps of a token."""
-    numbers, flags = sizes(sort)
-    flags = {**flags, SEQUENCE_PARALLEL: sequence_parallel, SEVERAL: tp > 1, WIDE: tp > 2}
+    numbers, flags = sizes(sort)[0], _answers(sort, tp, sequence_parallel)
     rows = {group: rows_for(sort, group, flags, element_bytes) for group in GROUPS}
 
     def kept(basis: str, *groups: str, only: str | None = None) -> float:
@@ -150,6 +153,23 @@ def sort_bytes(sort: Sort, tp: int, sequence_parallel: bool, element_bytes: int)
     # That of a state is left out of the rows.
     gathered = width * blocks if any(part.states for part in sort.parts) else sum(taken)
     return LayerBytes(own, attention - taken[0], mlp, float(gathered), kept("layer", *GROUPS))
+
+
+def _answers(sort: Sort, tp: int, sequence_parallel: bool) -> dict[str, bool]:
+    return {**sizes(sort)[1], SEQUENCE_PARALLEL: sequence_parallel, SEVERAL: tp > 1, WIDE: tp > 2}
+
+
+@lru_cache(maxsize=8192)
+def group_bytes(sort: Sort, group: str, tp: int, sequence_parallel: bool, element_bytes: int) -> Mapping[str, float]:
+    """What a further group of modules keeps in a layer of a sort, by what it is of."""
+    rows, numbers = rows_for(sort, group, _answers(sort, tp, sequence_parallel), element_bytes), sizes(sort)[0]
+    every = ((of, sum(size * _product(name, numbers, tp) for name, size in own.items())) for of, own in rows.items())
+    return MappingProxyType(dict(every))
+
+
+def halo_beside(parts: Iterable[Any]) -> int:
+    """Tokens before a piece of a sequence that convolutions see which belong to no state."""
+    return sum(one.tokens for part in parts if not part.states and (one := part.halo()) is not None)
 
 
 @lru_cache(maxsize=1024)
@@ -243,6 +263,10 @@ def sizes(sort: Sort) -> tuple[dict[str, float], dict[str, bool]]:
     if streams := sort.shape.residual.streams:
         steps = sort.shape.residual.square_mixtures
         numbers |= {"residual.mixture": streams * (streams + 2), "residual.steps": steps + 1}
+    if sort.shape.layer_inputs is not None:
+        numbers["layer_inputs.layers"] = sort.shape.num_hidden_layers
+    if (blocks := sort.shape.stack.shared_blocks) is not None and sort.attends:
+        numbers["adapter_rank"], flags["attention_adapters"] = blocks.adapter_rank, blocks.attention_adapters
     if (keys := sort.shape.attention.compressed) is not None:
         numbers |= {"attention.compressed.keys_of_token": 1 / keys.rate, "attention.keys_of_token": 1 + 1 / keys.rate}
     if sort.shape.positions.alibi:

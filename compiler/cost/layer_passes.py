@@ -9,14 +9,13 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.blocks.experts import MoeShape
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.families import family_of
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
 
 from . import kept
 from .activations import BLOCKS, ROW_COPIES
-from .blocks import MEANS, NORM_BYTES, added_bytes, has_mixture, head_bytes, table_gradient_bytes
+from .blocks import MEANS, added_bytes, has_mixture, head_bytes, table_gradient_bytes
 from .collectives import hidden_bytes, norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
@@ -142,14 +141,6 @@ def _of_last_norm(work: Workload) -> float:
     of_feature = norm_bytes(work) / work.shape.hidden_size
     most = of_feature if _is_centred(work) else 6 if work.element_bytes < 4 else 4
     return min(of_feature, most) + stream_bytes(work) - work.element_bytes
-
-
-def embedding_norm_bytes(work: Workload, stage: Stage) -> float:
-    """What a norm behind the embedding keeps of a micro-batch: what goes into it, which many norms copy in fp32."""
-    if not stage.has_embedding or not family_of(work.shape.model_type).embedding_norm:
-        return 0.0
-    width = max(work.element_bytes, 4 * computes_norms(work))
-    return work.split_tokens * work.shape.hidden_size * width / (work.tp if work.sequence_parallel else 1)
 
 
 def embedding_backward_bytes(work: Workload, stage: Stage) -> float:
@@ -554,6 +545,10 @@ def received_bytes(work: Workload, stage: Stage) -> float:
 def tiles_norms(work: Workload) -> bool:
     """Whether the norms of layers with a dense MLP, and that behind the last layer, run in tiles."""
     return work.mlp_tiles > 1 and bool(tiled_norms(work.shape))
+
+
+NORM_BYTES = 8
+"""Of a norm in fp32: its input and, before the weight, its output."""
 
 
 def behind_mlp_bytes(work: Workload) -> float:

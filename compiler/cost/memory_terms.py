@@ -17,15 +17,13 @@ from .activations import layer_bytes, score_bytes
 from .blocks import (
     front_bytes,
     head_bytes,
-    kept_by_blocks,
-    kept_by_one,
-    kept_of_use,
+    kept_apart,
     late_gradient,
     parts_bytes,
     uses,
 )
 from .collectives import buffer_bytes, norms_mlp_output, routed_layers
-from .kept import LayerBytes, mean_bytes, rotary_table_bytes, sort_bytes, sorts
+from .kept import BESIDE, LayerBytes, mean_bytes, rotary_table_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_in_flight,
     attention_sizes,
@@ -33,7 +31,6 @@ from .layer_passes import (
     counted_logits,
     dealt_rows,
     embedding_backward_bytes,
-    embedding_norm_bytes,
     ends_bytes,
     entering_bytes,
     gathered_again_bytes,
@@ -302,9 +299,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
-        before = front_bytes(work, stage) + embedding_norm_bytes(work, stage) + received_bytes(work, stage)
+        before = front_bytes(work, stage) + received_bytes(work, stage) + parts
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
-        kept["stream"] += (before + parts) * one.copies
+        kept["stream"] += before * one.copies
         # With full recomputation it is gone when a layer is computed again.
         kept["stream"] += head_bytes(work, stage) * (not work.recomputes_layers)
     if FRAMEWORKS[work.framework].stores_scores:
@@ -389,11 +386,7 @@ def _kept(one: _Held) -> dict[str, float]:
     for part in ("stream", "gathered"):
         # A sequence that is shorter than cp leaves ranks without a token: other rules refuse it.
         kept[part] *= work.split_tokens / max(1, tokens)
-    of_own, of_whole = kept_of_use(work)
-    used = uses(work.shape, stage.layers)
-    kept["stream"] += used * of_own * work.split_tokens * held
-    kept["gathered"] += used * of_whole * tokens * held
-    kept["stream"] += kept_by_blocks(work, one.with_blocks) * held
+    kept["stream"] += sum(count * size for count, size in kept_apart(work, one.with_blocks, BESIDE)) * held
     return kept
 
 
@@ -436,10 +429,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
     carried = kept_bytes(work) if one.states else 0.0
     if uses(work.shape, stage.layers):
         # A layer with a shared block has all of them.
-        of_own, of_whole = kept_of_use(work)
         kept["attention"] += carried
-        kept["stream"] += of_own * work.split_tokens
-        kept["gathered"] += of_whole * tokens
     elif work.shape.stack.blocks is not None:
         # A layer is one block: the largest counts.
         kept["attention"] = max(kept["attention"] * (one.attending > 0), carried)
@@ -448,7 +438,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
     else:
         beside = one.attending == len(stage.layers)
         kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
-    kept["stream"] += kept_by_one(work, one.with_blocks)
+    kept["stream"] += max((size for _, size in kept_apart(work, one.with_blocks, BESIDE)), default=0.0)
     one_layer = sum(kept.values())
     inputs = input_bytes(work)
     modules = (len(stage.layers) - one.untrained) / together

@@ -16,8 +16,8 @@ from parcompile.model.compressed_keys import CompressedKeys, KeyChoice
 from parcompile.model.shape import ModelShape
 
 from .activations import LayerBytes
-from .blocks import compressed_layers, gathered_bytes, handed_bytes
-from .kept import SEVERAL, Sort, rows_for, sizes, sorts, types_with
+from .blocks import compressed_layers, gathered_bytes, handed_bytes, kept_apart
+from .kept import CHOICE, SEVERAL, Sort, rows_for, sizes, sorts, types_with
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -53,49 +53,37 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
 
 
 def choice_bytes(work: Workload, stage: Stage) -> float:
-    """What the layers of a stage keep for backward of one micro-batch: what hides keys; recomputed, the choice."""
+    """What the layers of a stage keep for backward of one micro-batch: what hides keys; recomputed, the choice.
+
+    And the keys of other ranks' windows.
+    """
+    length, others = work.sequence_length, gathered_bytes(work, stage.layers)
+    if not work.recomputes_layers:
+        return others + sum(count * size for count, size in kept_apart(work, stage.layers, CHOICE))
     if work.shape.heads.low_rank is not None:
-        return _compressed_bytes(work, stage)
+        # A choice is of 64-bit numbers.
+        of_kinds = _choices(work.shape, stage.layers)
+        chosen = sum(count * min(choice.top_k, keys.count(length)) for count, keys, choice in of_kinds)
+        return others + work.local_tokens * 2 * INDEX_BYTES * chosen
     indexer = work.shape.part(Indexer)
     if indexer is None:
         return 0.0
-    if not work.recomputes_layers:
-        return hiding_bytes(work, stage) * len(within(indexer.attending, stage.layers))
     # The places of chosen pools are padded to as many as there may be, with the rest of a pool behind them.
-    most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, work.sequence_length)
+    most = indexer.top_k + indexer.pool - 1 if indexer.pool else min(indexer.top_k, length)
     # Of blocks what each query sees is kept, a byte for each key.
-    chosen = work.sequence_length if indexer.block else INDEX_BYTES * most
+    chosen = length if indexer.block else INDEX_BYTES * most
     return float(work.local_tokens * chosen * len(within(indexer.layers, stage.layers)))
 
 
 def hiding_bytes(work: Workload, stage: Stage) -> float:
     """What hides keys from the queries of one layer: of compressed keys the most, of later windows too."""
-    length, indexer = work.sequence_length, work.shape.part(Indexer)
-    hidden = float(length) if indexer is not None and within(indexer.attending, stage.layers) else 0.0
-    if work.shape.heads.low_rank is not None:
-        hidden = max((keys.count(length) for _, keys, _ in compressed_layers(work.shape, stage.layers)), default=0.0)
-    return work.local_tokens * work.element_bytes * hidden
+    return max((size for _, size in kept_apart(work, stage.layers, CHOICE)), default=0.0)
 
 
 def _choices(shape: ModelShape, layers: range) -> Iterator[tuple[int, CompressedKeys, KeyChoice]]:
     """The same of those among whose compressed keys an indexer chooses."""
     of_kinds = compressed_layers(shape, layers)
     return ((count, keys, keys.choice) for count, keys, _ in of_kinds if keys.choice is not None)
-
-
-def _compressed_bytes(work: Workload, stage: Stage) -> float:
-    """What hides compressed keys, of later windows and such as were not chosen, and the keys of other ranks' windows.
-
-    Recomputed, the choice of each layer. A choice is of 64-bit numbers.
-    """
-    length, others = work.sequence_length, gathered_bytes(work, stage.layers)
-    if not work.recomputes_layers:
-        hiding = sum(count * keys.count(length) for count, keys, _ in compressed_layers(work.shape, stage.layers))
-        return others + work.local_tokens * work.element_bytes * hiding
-    chosen = sum(
-        count * min(choice.top_k, keys.count(length)) for count, keys, choice in _choices(work.shape, stage.layers)
-    )
-    return others + work.local_tokens * 2 * INDEX_BYTES * chosen
 
 
 def chunks_in_turn(work: Workload) -> int:

@@ -15,7 +15,7 @@ from test_preflight import script
 from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
-from parcompile.cost.kept import GROUPS, sorts
+from parcompile.cost.kept import FURTHER, GROUPS, group_bytes, sorts
 from parcompile.cost.layer_passes import SHARED_FIRST
 from parcompile.cost.recurrent import state_bytes
 from parcompile.layout.pipeline import Schedule
@@ -257,6 +257,35 @@ def test_rows_give_what_the_layers_of_drawn_models_keep(family: str, precision: 
         counted = kept.counted(layer, width)
         most = held + choices + taken
         assert held <= counted * (1 + 1e-3) and counted <= most * (1 + 1e-3), "python .ci/generate/kept.py"
+
+
+OF_GROUPS = {
+    "beside": ("qwen4_exp_text", "zamba2"),
+    "choice": ("deepseek_v32", "glm5_next_text", "deepseek_v4", "qwen4_exp_text"),
+    "front": ("gemma3n_text", "gemma4_text", "bloom", "muse_spark_text"),
+    "behind": ("gemma3n_text", "hy_v4", "deepseek_v4", "qwen4_exp_text"),
+}
+"""Of each group that is counted by itself types that keep unlike things in it."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("group", "family"), [(group, one) for group, types in OF_GROUPS.items() for one in types])
+def test_rows_give_what_mechanisms_and_the_ends_of_drawn_models_keep(group: str, family: str, precision: str) -> None:
+    kept = script("generate/kept")
+    pick, found, width = random.Random(f"{group} {family}"), [], 4 if precision == "fp32" else 2
+    while len(found) < 4 or not any(one.tensors for one in found):
+        with contextlib.suppress(Exception):  # a draw that the type refuses
+            found += kept.of_group(kept.drawn(family, pick, precision, len(found), (2, 4, 1)), group)
+    for layer in found:
+        held = sum(count * size for _, _, count, size in layer.tensors)
+        of_each = group_bytes(layer.sort, group, layer.tp, layer.own < layer.tokens, width)
+        counted = sum(getattr(layer, basis, 1) * size for basis, size in of_each.items())
+        assert counted == pytest.approx(held, rel=kept.NEAR), f"python .ci/generate/kept.py {family} --only {group}"
+
+
+def test_every_type_has_rows_of_further_groups() -> None:
+    every = script("generate/kept").stored().items()
+    assert not [(kind, word) for kind, one in every for word in ("16", "32") if not {*FURTHER} <= one[word].keys()]
 
 
 STATES = ["lfm2", "jamba", "mamba", "bamba", "mamba2", "qwen3_next", "olmo_hybrid", "kimi_linear", "minimax"]

@@ -3,7 +3,6 @@
 | quantity | for a layer |
 |---|---|
 | multiply each token | LAuReL's two matrices, and two routers among the streams |
-| kept of a token | all streams, and what corrects each; three norms; two routers' inputs; the stream that is scaled |
 | over tp, of layers whose MLP keeps its largest activations | the mean of the features, and that of their squares |
 
 Source: transformers models/gemma3n/modeling_gemma3n.py (Gemma3nTextAltUp, Gemma3nTextLaurelBlock).
@@ -44,17 +43,14 @@ class AltUp(Block):
         """LAuReL and the routers."""
         return 2 * hidden * (self.laurel_rank + streams)
 
+    @property
+    def made(self) -> int:
+        """Streams that are made of one, and made one of."""
+        return self.num_streams - 1
+
     def end_parameters(self, hidden: int) -> int:
         """What makes streams of one, and one of them."""
-        return 2 * (self.num_streams - 1) * hidden**2
-
-    def kept_at_ends(self, local: Local) -> tuple[float, float]:
-        """Of each stream that is made of one, and made one of, what is projected and that in its magnitude.
-
-        In front the one, too; behind all of the last layer. The first layer keeps its own input.
-        """
-        made, hidden = 2 * (self.num_streams - 1), local.split_tokens * local.hidden * local.width / local.share
-        return (made + 1) * hidden, (made + self.num_streams) * hidden
+        return 2 * self.made * hidden**2
 
 
 @dataclass(frozen=True, slots=True)

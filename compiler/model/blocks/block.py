@@ -208,14 +208,6 @@ class Block:
         """Outside of the layers, those that multiply each token."""
         return 0
 
-    def kept_bytes(self, local: Local) -> float:  # noqa: ARG002
-        """What a layer keeps of a micro-batch for backward."""
-        return 0.0
-
-    def kept_at_ends(self, local: Local) -> tuple[float, float]:  # noqa: ARG002
-        """What is kept of a micro-batch in front of the layers, and behind the last one."""
-        return 0.0, 0.0
-
     def exchanges(self, local: Local) -> Iterator[Exchange]:  # noqa: ARG002
         """What a layer sends of a micro-batch."""
         yield from ()

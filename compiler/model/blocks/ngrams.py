@@ -9,7 +9,6 @@ weights, and passes a short convolution along the sequence.
 | over tp | what all heads look up, E features of each token, summed over the ranks, each with other rows of it |
 | the same, sequence parallel | the streams, N h features, gathered for the convolution, too |
 | over cp | the numbers of all tokens, and a halo of the convolution: N h features of each token that it sees |
-| kept of a token | 24 N h bytes of three norms in fp32, 4 w N h, w (E + h) |
 
 N streams of h features, w bytes of an activation. Counted in transformers' modules with autograd's hooks.
 
@@ -31,11 +30,6 @@ TABLE = "ple.ple_embedding.ngram_embedding.weight"
 """What a layer calls the table."""
 TOKEN_BYTES = 8
 """Of the number of a token."""
-_NORMS = 3
-_KEPT_OF_NORM = 8
-"""Bytes of a feature: the input of a norm in fp32, and what it makes of it."""
-_WHOLE_COPIES, _OWN_COPIES = 2, 2
-"""In the type of the weights: what goes into the convolution and comes out of it; the keys and the streams, normed."""
 _FEW_ROWS, _FEW_FEATURES = 500, 8
 """Of a small model: rows of each head of a table, about, and its features."""
 
@@ -78,13 +72,6 @@ class Ngrams(Block):
     def matmul_parameters(self, hidden: int, streams: int) -> int:
         """The projections to a value and to a key of each stream."""
         return self.width * hidden * (streams + 1)
-
-    def kept_bytes(self, local: Local) -> float:
-        """Norms, projections and the convolution; hashes are 64-bit numbers, with a byte that hides each."""
-        width, streams = local.width, local.streams * local.hidden
-        own = (_NORMS * _KEPT_OF_NORM + _OWN_COPIES * width) * streams + width * (self.width + local.hidden)
-        hashes = (TOKEN_BYTES + 1) * self.heads
-        return local.split_tokens * own / local.share + local.tokens * (_WHOLE_COPIES * width * streams + hashes)
 
     def exchanges(self, local: Local) -> Iterator[Exchange]:
         """Sums of what is looked up in rows of tables, the streams in front of a convolution, tokens, and a halo."""
