@@ -53,7 +53,7 @@ def test_operations_count_every_matrix_that_a_token_passes(name: str) -> None:
 def test_a_layer_keeps_its_streams_for_both_of_its_mixtures() -> None:
     shape = shape_of("hy_v4", hc_mult=4)
     two = shape_of("hy_v4", hc_mult=2)
-    wide, narrow = (mean_bytes(found, False, 2, True, 2) for found in (shape, two))
+    wide, narrow = (mean_bytes(found, range(found.num_hidden_layers), False, 2, True, 2) for found in (shape, two))
     more = (4 - 2) * shape.hidden_size * (2 + 4) + (4 - 2) * 8 * 4  # in the type of the weights, and in fp32
     assert wide.stream - narrow.stream == pytest.approx(2 * more / 2)
     assert replace(wide, stream=0.0, layer=0.0) == replace(narrow, stream=0.0, layer=0.0)
