@@ -47,7 +47,7 @@ def ends_bytes(
     *,
     recomputed_layer: float,
     in_flight: float,
-    absent: tuple[float, float] = (0.0, 0.0),
+    absent: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> float:
     """What the two ends of a forward add in the runtime: the head's inputs, and the first gradients of backward.
 
@@ -57,9 +57,10 @@ def ends_bytes(
     two in the type of the weights where that is another; of one kernel what goes in and comes out); what is in flight
     in the last MLP, or with full recomputation a layer: these do not stand in memory together, the largest counts. The
     gradient of a tied head waits for that of the embedding. Logits and layers are counted elsewhere, so what is
-    returned may be negative. What is `absent` of what is held, while the loss goes backward and behind it, goes off.
+    returned may be negative. What is `absent` of what is held, while the loss goes backward, behind it, and behind the
+    head, goes off.
     """
-    at_loss, behind = absent
+    at_loss, behind, later = absent
     width, hidden = work.element_bytes, work.split_tokens * work.shape.hidden_size
     share = work.tp if work.sequence_parallel else 1
     weight = width * work.shape.hidden_size * work.head_columns
@@ -81,13 +82,13 @@ def ends_bytes(
         loss += _logit_bytes(work) * logits * work.shape.caps.logits
         head = max(loss, width * (logits + inputs) + weight)
     head = normed + max(head - at_loss, weight * stage.has_head - behind)
-    mixture = mixture_in_flight(work, stage) + waiting - behind
+    mixture = mixture_in_flight(work, stage) + waiting - later
     if work.recomputes_layers:
         head = max(head, mixture) + head_bytes(work, stage)
-        return max(recomputed_layer + waiting - behind, head) - recomputed_layer - counted
+        return max(recomputed_layer + waiting - later, head) - recomputed_layer - counted
     in_fp32 = (2 * width if width < 4 else 0) + 3 * 4
     first = hidden * (in_fp32 if computes_norms(work) else 2 * copied + 2 * width) / share
-    return max(head, mixture, max((normed + first) * stage.has_head, in_flight) + waiting - behind) - counted
+    return max(head, mixture, max((normed + first) * stage.has_head, in_flight) + waiting - later) - counted
 
 
 def mixture_in_flight(work: Workload, stage: Stage) -> float:

@@ -339,9 +339,9 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
                 reducing = max(reducing, beside + of_each * layers + last)
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
-        reduces = work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST
+        reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST)
         reduced = static.reductions[-2].behind if reduces and len(static.reductions) > 1 else 0.0
-        _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static), reduced=reduced)
+        _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
     return kept, reducing
 
 
@@ -356,17 +356,19 @@ _FIRST_AND_LAST = 2
 """Micro-batches of a step in which none is between the first and the last."""
 
 
-def _absent(work: Workload, static: _Static) -> tuple[float, float]:
-    """What is counted as held and is not there yet while the loss goes backward, and behind that.
+def _absent(work: Workload, static: _Static, stage: Stage) -> tuple[float, float, float]:
+    """What is counted as held and is not there yet: while the loss goes backward, behind that, and when the head has.
 
     At ZeRO stage 2 these are the bucket, which is there from the first gradient on, and the sums of a step's only
     micro-batch, which are there from the first reduction on. At stage 1 the gradients of the head lie in the bucket
     in a step's last micro-batch; in one between the first and the last all gradients are held.
     """
     if work.zero_stage != 2 or not static.reductions:
-        return 0.0, static.in_bucket * (work.micro_batches <= _FIRST_AND_LAST)
-    sums = static.held[1] if work.micro_batches == 1 else 0.0
-    return static.bucket + sums, sums
+        behind = static.in_bucket * (work.micro_batches <= _FIRST_AND_LAST)
+        return 0.0, behind, behind
+    sums, first = static.held[1] if work.micro_batches == 1 else 0.0, static.reductions[0]
+    # A head that no bucket takes is reduced before the last norm goes on backward, and may stay.
+    return static.bucket + sums, sums, -first.behind if first.layers > len(stage.layers) else sums
 
 
 def _kept(one: _Held) -> dict[str, float]:
@@ -478,7 +480,7 @@ def _add_ends(
     one_layer: float,
     in_flight: float,
     *,
-    absent: tuple[float, float],
+    absent: tuple[float, float, float],
     reduced: float,
 ) -> None:
     """Adds what is held at the ends of a stage beside `kept`, where another moment is the largest."""
