@@ -84,7 +84,7 @@ def _may_offer() -> bool:
             names = os.listdir(folder or ".")  # noqa: PTH208 -- of many
         except (FileNotFoundError, PermissionError):
             continue
-        except OSError:
+        except (OSError, ValueError):
             return True
         for name in names:
             if name.lower().endswith(("dist-info", "egg-info")):

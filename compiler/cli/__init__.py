@@ -18,8 +18,10 @@ import click
 from parcompile.entry_points import PluginError, end
 from parcompile.version import __version__, how_to_install
 
-_ALLOCATIONS, _USUAL = 100_000, gc.get_threshold()
+_ALLOCATIONS = 100_000
 """After so many more objects garbage is looked for: modules and tables, which stay, load without a look at them."""
+_USUAL = gc.get_threshold()
+"""What Python has, for what runs models."""
 _TOGETHER = {
     "accelerators": "reference",
     "advisories": "reference",
@@ -66,7 +68,10 @@ def told(*kinds: type[Exception], by: Callable[[str], click.ClickException] = cl
 
 @contextlib.contextmanager
 def needing(extras: str) -> Iterator[None]:
-    """Imports of the runtime, only where a command uses it: the compiler itself works without torch."""
+    """Imports of the runtime, only where a command uses it: the compiler itself works without torch.
+
+    Garbage is looked for as Python does from then on.
+    """
     try:
         yield
         gc.set_threshold(*_USUAL)  # cycles may hold the memory of a device

@@ -47,8 +47,17 @@ class ConfigReader:
 
     def aliased(self, name: str, default: int | None) -> int:
         """The value of a key that has another name, under which it may stand instead."""
-        alias = self.alias(name)
-        return self.size(name, default) if alias is None or self._config.get(alias) is None else self.size(alias)
+        if (alias := self.alias(name)) is None or self._config.get(alias) is None:
+            return self.size(name, default)
+        if self._config.get(name) not in (None, self._config[alias]):
+            raise self.differing(name, self._config[name], alias, self._config[alias])
+        return self.size(alias)
+
+    @staticmethod
+    def differing(name: str, value: Any, alias: str, other: Any) -> ModelConfigError:
+        """One value under two names of its key."""
+        message = f"{name} {value} and {alias} {other} are the same key, and differ"
+        return ModelConfigError(message, alias, f"keep {name} or {alias}")
 
     def counts(self, name: str) -> bool:
         """Whether parameters follow from a key."""

@@ -18,7 +18,7 @@ from .compressed_keys import LowRank
 from .layers import LayerRuns, LayerShape
 from .shape import LayerInputs, ModelShape
 from .tables import frozen
-from .tables.expression import compiled
+from .tables.expression import evaluate
 
 T = TypeVar("T", bound=Traits)
 
@@ -183,8 +183,8 @@ def family_from(stored: Mapping[str, Any]) -> Family:
 def _refusal(stored: Mapping[str, Any]) -> Refusal:
     """Of a function, or an expression (`of_keys`)."""
     when = _read(stored["when"])
-    applies = when if callable(when) else functools.partial(of_keys, text=when, defaults=stored.get("defaults"))
-    return Refusal(stored["key"], applies, stored["reason"])
+    asked = when if callable(when) else functools.partial(of_keys, text=when, defaults=stored.get("defaults"))
+    return Refusal(stored["key"], lambda config: bool(asked(config)), stored["reason"])
 
 
 def _read(value: Any) -> Any:
@@ -211,9 +211,9 @@ def of_keys(
     A key that is left out has its value in `defaults`, else null; `section.key` is one inside another. Lists become
     tuples.
     """
-    sections = [(name, section) for name, section in config.items() if isinstance(section, Mapping)]
+    sections = [(name, section) for name, section in config.items() if "." in text and isinstance(section, Mapping)]
     inner = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
-    return frozen(compiled(text)({**(defaults or {}), **config, **inner, "given": given}))
+    return frozen(evaluate(text, {**(defaults or {}), **config, **inner, "given": given}))
 
 
 def by_type(trait: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import ModelConfigError
 from .blocks.experts import MoeShape, experts_from
-from .blocks.latent import Projections
+from .blocks.latent import MlaShape
 from .catalogue import CAPPED_LOGITS, CAPPED_SCORES, DROPPED_SCORES, LOGIT_CAP, SCORE_CAP, SCORE_DROPOUTS, refusal
 from .config_reader import ConfigReader
 from .derived_rows import facts_of
@@ -85,8 +85,7 @@ def _shape(config: Config) -> ModelShape:
         raise ModelConfigError(sentence, "model_type", instead)
     if (wrong := mistyped(name, config)) is not None:
         raise ModelConfigError(wrong[1], wrong[0])
-    family, table = FAMILIES[name], table_of(name)
-    assert table is not None, name
+    family = FAMILIES[name]
     read = ConfigReader(config, family.defaults, family.keys)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads") if family.attends else 0
     if heads and hidden % heads and whole_heads(name):
@@ -103,6 +102,8 @@ def _shape(config: Config) -> ModelShape:
         config, read = by_modules, ConfigReader(by_modules, family.defaults, family.keys)
     if (block_kinds := family.layer_blocks and family.layer_blocks(config)) is None and LISTS_OF_KINDS & config.keys():
         check_lists(config, read.size("num_hidden_layers"))
+    table = table_of(name)
+    assert table is not None, name
     of_few = family.latent.read(config, hidden // heads, read.size) if family.latent else None
     kv_heads = _kv_heads(read, family, config, heads)
     blocks = None if block_kinds is None else LayerBlocks.of(block_kinds)
@@ -289,9 +290,7 @@ def _width(read: ConfigReader, family: Family, name: str, hidden: int, config: C
     return read.size(*(family.experts.width if missing else (key, default)))
 
 
-def _gate(
-    read: ConfigReader, family: Family, config: Config, hidden: int, heads: int, of_few: Projections | None
-) -> int:
+def _gate(read: ConfigReader, family: Family, config: Config, hidden: int, heads: int, of_few: MlaShape | None) -> int:
     if not family.query_gate and not (family.gate and family.is_on(family.gate_key, config)):
         return 0
     of_heads = family.gate_of_heads is not None and family.gate_of_heads(config)

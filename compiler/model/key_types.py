@@ -39,8 +39,6 @@ _LISTED: Mapping[str, tuple[str, ...]] = {
     "activation_sparsity_pattern": ("whole", "fraction"),
 }
 """What lists hold that families read, also of types whose class does not check them."""
-_SECTION = "sparse_attention_config"
-"""A mapping that families read, also of types whose class does not check it."""
 _OR_ONE = "activation_sparsity_pattern"
 """One number may stand for its list."""
 _FITS: Mapping[str, Callable[[float], bool]] = {
@@ -101,8 +99,9 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
         if value is not None and not {*map(_kind, listed)} <= {*_LISTED[key]}:
             said = json.dumps(value, default=str)[:60]
             return key, f"{key} is {said}: it has to be a list, each entry of it {_meant(_LISTED[key])}"
-    if not isinstance(section := config.get(_SECTION), Mapping | None):
-        return _SECTION, f"{_SECTION} is {json.dumps(section)[:60]}: it has to be {_MEANT['mapping']}"
+    for key in shipped("parcompile.model", "families.json").get(model_type, {}).get("sections", ()):
+        if (section := config.get(key)) and not isinstance(section, Mapping):
+            return key, f"{key} is {json.dumps(section, default=str)[:60]}: it has to be {_MEANT['mapping']}"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:

@@ -16,7 +16,7 @@ from .compressed_keys import CompressedKeys
 from .tables import OLDER_KINDS
 
 if TYPE_CHECKING:
-    from .blocks.latent import Projections
+    from .blocks.latent import MlaShape
 
 
 class KeysAndValues(enum.Enum):
@@ -30,7 +30,7 @@ class KeysAndValues(enum.Enum):
 
 
 class LayersError(ModelConfigError):
-    """A configuration whose layers cannot be told apart."""
+    """A configuration whose layers cannot be told apart, or whose counts and lists of them are no such thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LayerAttention:
     keys_and_values: KeysAndValues = KeysAndValues.OWN
     sinks: bool = True
     """Whether there are attention sinks, where the family knows them."""
-    projections: Projections | None = None
+    projections: MlaShape | None = None
     """None: of hidden states, in heads of `head_dim`; of a kind of layers: as the model has them."""
     compressed: CompressedKeys | None = None
     """Keys that stand for windows of tokens, beside those of the tokens in the layer's own window."""

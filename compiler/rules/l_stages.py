@@ -8,12 +8,13 @@ from parcompile.diagnostics import Edit, Fix, Safety
 from parcompile.layout.groups import Axis, divisors
 from parcompile.layout.pipeline import PipelineSplit, Stage, stages_from_counts
 from parcompile.spec.resolve import Resolution, Unavailable
-from parcompile.spec.resolve.reader import CUT_KEYS
+from parcompile.spec.resolve.reader import EMBEDDING, FIRST, LAST, LOSS, VIRTUAL
 
 from . import Finding, also, layout_change, listed, nearest_divisors, nearest_multiples, rule
 
 _PP = ("parallelism", "pp")
-_VIRTUAL, _FIRST, _LAST, _EMBEDDING, _LOSS = (("parallelism", key) for key in CUT_KEYS)
+_VIRTUAL, _FIRST, _LAST = ("parallelism", VIRTUAL), ("parallelism", FIRST), ("parallelism", LAST)
+_EMBEDDING, _LOSS = ("parallelism", EMBEDDING), ("parallelism", LOSS)
 
 
 def _counted(spec: Resolution) -> tuple[int, str]:

@@ -24,14 +24,13 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.rules.facts.batches import whole_ramp
 from parcompile.schema import default
 from parcompile.spec.resolve import Resolution
-from parcompile.spec.resolve.reader import CUT_KEYS
+from parcompile.spec.resolve.reader import CUT_KEYS, EMBEDDING, FIRST, LAST, LOSS, VIRTUAL
 from parcompile.units import format_bytes, format_seconds
 
 from .variant import Variants, variant
 
 # How the layers of a model are cut into stages where a spec leaves it open: evenly if they divide, else nearly so.
 
-VIRTUAL, FIRST, LAST, EMBEDDING, LOSS = CUT_KEYS
 INTERLEAVED = {2: 2, 8: 4}
 """Virtual stages of a rank that are tried, each from so many stages on: a short pipeline has little to win by more."""
 

@@ -102,7 +102,7 @@ def test_hierarchical_context_parallel_levels_are_slices_of_the_factored_axis() 
                 index = group.index(rank)
                 expected = group[index // 2 * 2 : index // 2 * 2 + 2] if level == 0 else group[index % 2 :: 2]
                 assert family.of_rank(rank) == expected
-    # The example of Megatron-Core's create_hierarchical_groups: sixteen ranks in levels of 2, 2 and 4.
+    # The grid under it, on the example of Megatron-Core's create_hierarchical_groups: sixteen ranks, 2 · 2 · 4.
     names = ("inner", "middle", "outer")
     factored = Grid.of((Axis.CP,), {Axis.CP: 16}).factored(Axis.CP, names, (2, 2, 4))
     levels = [list(AxisGroups(factored, (name,)).all()) for name in names]

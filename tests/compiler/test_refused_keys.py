@@ -36,24 +36,9 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
 @pytest.mark.parametrize(
     ("name", "config", "key", "message"),
     [
-        (
-            "gpt2",
-            {**GPT, "num_hidden_layers": 4},
-            "num_hidden_layers",
-            "n_layer 2 and num_hidden_layers 4 are the same",
-        ),
-        (
-            "bloom",
-            {**BLOOM, "num_hidden_layers": 3},
-            "num_hidden_layers",
-            "n_layer 2 and num_hidden_layers 3 are the same",
-        ),
-        (
-            "gptj",
-            {**GPT, "num_attention_heads": None},
-            "num_attention_heads",
-            "n_head 4 and num_attention_heads None are",
-        ),
+        ("gpt2", {**GPT, "num_hidden_layers": 4}, "num_hidden_layers", "n_layer and num_hidden_layers are the same"),
+        ("bloom", {**BLOOM, "num_hidden_layers": 3}, "num_hidden_layers", "n_layer and num_hidden_layers are the same"),
+        ("gptj", {**GPT, "num_attention_heads": None}, "num_attention_heads", "n_head and num_attention_heads are"),
         ("mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts": None}, "num_experts", "are the same key"),
         ("minimax_m3_vl_text", {**EXPERTS, "sparse_attention_config": 7}, "sparse_attention_config", "be a mapping"),
         ("ministral", SMALL, "head_dim", "head_dim is null, and parameters follow from it"),
@@ -164,3 +149,18 @@ def test_two_names_of_a_key_may_say_the_same() -> None:
     table = parameter_table(shape_from_config({"model_type": "gpt2", **GPT}))
     both = parameter_table(shape_from_config({"model_type": "gpt2", **GPT, "num_hidden_layers": 2, "hidden_size": 32}))
     assert list(both.expanded()) == list(table.expanded())
+
+
+def test_sections_are_mappings_or_nothing_where_a_type_reads_them() -> None:
+    config = {**EXPERTS, "model_type": "minimax_m3_vl_text", "num_local_experts": 4}
+    for nothing in (None, False, [], {}):
+        shape_from_config({**config, "sparse_attention_config": nothing})
+    shape_from_config({**SMALL, "model_type": "llama", "sparse_attention_config": "none"})
+    with pytest.raises(ModelConfigError, match="linear_attn_config is 7: it has to be a mapping"):
+        shape_from_config({**SMALL, "model_type": "kimi_linear", "linear_attn_config": 7})
+
+
+def test_of_two_names_of_the_experts_neither_is_taken_for_right() -> None:
+    config = {**EXPERTS, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 4}
+    with pytest.raises(ModelConfigError, match="n_routed_experts 8 and num_local_experts 2 are the same key"):
+        shape_from_config({**config, "num_local_experts": 2})

@@ -226,7 +226,11 @@ def experts_from(
     shared = 0
     if experts.shared_count:
         alias = read.alias(experts.shared_count[0])
-        shared = read.number(*((alias, 0) if alias is not None and read.has(alias) else experts.shared_count))
+        shared = read.number(*experts.shared_count)
+        if alias is not None and read.has(alias):
+            if read.has(experts.shared_count[0]) and read.number(alias, 0) != shared:
+                raise read.differing(experts.shared_count[0], shared, alias, read.number(alias, 0))
+            shared = read.number(alias, 0)
     if experts.shared_count and not shared and not experts.shared_is_optional:
         key = experts.shared_count[0]
         raise LayersError(f"{key} is 0: transformers builds a shared expert of width 0, which is not split", key)

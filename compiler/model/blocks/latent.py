@@ -61,10 +61,6 @@ class MlaShape:
         return {"use_dsa": None, **{f"swa_{name}": value for name, value in sizes.items()}}
 
 
-Projections = MlaShape
-"""Queries, keys and values that come of fewer features, in heads whose widths `head_dim` does not say."""
-
-
 @dataclass(frozen=True, slots=True)
 class Latent:
     """Defaults of its keys. The query rank may be None: queries are not compressed."""

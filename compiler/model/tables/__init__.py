@@ -1,6 +1,9 @@
 """Parameters of every causal model type of transformers, derived by building its models with drawn configurations.
 
-Names, order and shapes of a model's parameters, from the derived table of its type and its configuration.
+Names, order and shapes of a model's parameters, from the derived table of its type and its configuration; and which
+dim transformers' own plan of tensor parallelism cuts.
+
+Source: the styles of `transformers.distributed.tensor_parallel` and `.expert_parallel` (5.23).
 """
 
 from __future__ import annotations

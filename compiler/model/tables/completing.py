@@ -64,8 +64,8 @@ def _by_own_names(table: Table, config: Mapping[str, Any], *, once: bool = False
         name = table.names.get(key, key.removeprefix(owner + dot))
         own, today = owner + dot + name, with_kinds_of_today(name, value)
         if once and own in found and found[own] != today:
-            both = f"{said[own]} {str(found[own])[:60]} and {key} {str(today)[:60]}"
-            raise TableError(f"{both} are the same key, and differ", key, f"keep {said[own]} or {key}")
+            first, second = sorted((said[own], key), key=table.names.__contains__)
+            raise TableError(f"{first} and {second} are the same key, and differ", second)
         found[own], said[own] = today, key
     return found
 

@@ -17,7 +17,7 @@ from parcompile.machines import Accelerator, PresetError, is_preset_file, preset
 from parcompile.schema import NoDefaultError, default
 from parcompile.spec import Cluster, Origin, Parallelism, Provenance
 
-CUT_KEYS = (
+VIRTUAL, FIRST, LAST, EMBEDDING, LOSS = CUT_KEYS = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from parcompile.runtime.ring_attention import UspGroups, attention, blockwise, ring_attention, split_sequence
+from parcompile.runtime.ring_attention.execution import attention_call
 
 LENGTH = 24
 TERMS: dict[str, dict[str, Any]] = {
@@ -114,3 +116,10 @@ def test_ranks_agree_with_one_process_eager_and_compiled() -> None:
         assert len(found) == len(NAMES) + 2
         for name, error in found.items():
             assert_within(error, 1e-5, name)
+
+
+def test_options_that_nobody_gives_are_those_of_the_call() -> None:
+    called = inspect.signature(attention_call).parameters
+    assert [*blockwise._PLAIN] == [option.split()[1] for option in blockwise._OPTIONS.split(", ")[3:]]
+    for name, value in blockwise._PLAIN.items():
+        assert value == (called[name].default if name in called else None)
