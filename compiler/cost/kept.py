@@ -203,19 +203,25 @@ def _activated(sort: Sort) -> int:
 def rows_of(sort: Sort, group: str = GROUPS[0]) -> str:
     """The model type whose rows of a group of modules hold for a sort of layers.
 
-    Its own, where it answers as all layers that these were read off. Of a type that was not read, of a plug-in or of a
-    module of a user, and where a configuration is like none that was drawn: the type whose layers answer most like it;
-    of several the one whose rows most types have.
+    Its own, where it answers as all layers that these were read off; of further groups, which depend on little, always.
+    Of a type that was not read, of a plug-in or of a module of a user, and where a configuration is like none that was
+    drawn: the type whose layers answer most like it; of several the one whose rows most types have, or for further
+    groups that which has most in common with it.
     """
     table, own, answers = shipped("parcompile.cost", "kept.json"), sort.shape.model_type, sizes(sort)[1]
     types = types_with(group)
 
-    def unlike(kind: str) -> int:
-        asked = table["answers"][types[kind]["always"]].items()
-        return sum(answers.get(question, False) != answer for question, answer in asked)
+    def asked(kind: str) -> Mapping[str, bool]:
+        found: Mapping[str, bool] = table["answers"][types[kind]["always"]]
+        return found
 
-    if own in types and not unlike(own):
+    def unlike(kind: str) -> int:
+        return sum(answers.get(question, False) != answer for question, answer in asked(kind).items())
+
+    if own in types and (group in FURTHER or not unlike(own)):
         return own
+    if group in FURTHER:
+        return min(types, key=lambda kind: (unlike(kind), -len(asked(kind)), kind))
     alike = Counter(str(one["16"]) for one in types.values())
     return min(types, key=lambda kind: (unlike(kind), kind != own, -alike[str(types[kind]["16"])], kind))
 

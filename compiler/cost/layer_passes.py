@@ -228,18 +228,17 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
 
 def _beside_shared(work: Workload, found: float, width: float) -> float:
-    """What is in flight in a layer with experts, which have `found`, and a shared one of so many features on a rank.
-
-    What one that runs before the others gave waits for dealt ones, and its gathered gradient for theirs: it runs while
-    rows travel. One that runs behind them goes backward first, and leaves the gradient of what it took, for which it
-    gathered that.
-    """
-    whole, apart = work.element_bytes * work.local_tokens, work.sequence_parallel and work.tp > 1
-    experts = family_of(work.shape.model_type).experts
+    """What a layer with experts, which have `found` in flight, and a shared one of so many features has in flight."""
+    experts, gathers = family_of(work.shape.model_type).experts, work.sequence_parallel and work.tp > 1
+    whole = work.element_bytes * work.local_tokens * work.shape.hidden_size
     if work.shape.model_type in SHARED_FIRST or (work.ep > 1 and experts is not None and not experts.beside):
-        return found + whole * work.shape.hidden_size * apart
-    gone = whole * (_numbers(work) * width - work.shape.hidden_size * (not apart))
-    return max(found - gone, _of_mlp(work, width))
+        # The shared expert runs before the others, or while rows travel to them. What it gave waits for theirs, and on
+        # the way back its gathered gradient does.
+        return found + whole * gathers
+    # It runs behind the others, and so goes backward first. Then what it kept is gone, and the gradient of what it took
+    # is there; under sequence parallelism in the place of what was gathered for it.
+    kept_by_it = work.element_bytes * work.local_tokens * _numbers(work) * width
+    return max(found + whole * (not gathers) - kept_by_it, _of_mlp(work, width))
 
 
 def _gates(work: Workload) -> float:
@@ -297,7 +296,10 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
         again = work.recomputes_layers or MLP in work.parts_again
         cast = work.element_bytes * (work.element_bytes < weighted and not again)
         came = work.element_bytes * rows * h * (work.shape.model_type not in SCALED_INPUTS)
-        return max(of_weight, max((IN_FLIGHT_COPIES * weighted + cast) * rows * h, gates - came) + given)
+        # Before, under the last product: the gradients of what it gave, of what it took, and of its weight.
+        last = work.element_bytes * (rows * (h + width) + experts * width * h)
+        weighting = (IN_FLIGHT_COPIES * weighted + cast) * rows * h
+        return max(of_weight, max(weighting, max(gates, last) - came) + given)
     came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
@@ -480,7 +482,7 @@ def attention_in_flight(work: Workload, stage: Stage, layer: LayerBytes) -> floa
         gone -= given * work.split_tokens * (not stage.has_head)
         # The norm in front of attention is left, if there is one.
         norms = work.shape.norms.per_layer
-        behind = 1.0 if norms_mlp_output(work.shape) and norms == BLOCKS else 1 - 1 / max(norms, BLOCKS)
+        behind = 1.0 if _begins_bare(work) else 1 - 1 / max(norms, BLOCKS)
         gone += layer.stream * behind * (layer.stream > _ONE_INPUT * given) * work.split_tokens
         gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
     return _attention_gradients(work) - gone
@@ -532,14 +534,27 @@ def input_bytes(work: Workload) -> float:
 
 
 def keeps_input(work: Workload) -> bool:
-    """Whether a layer keeps what goes into it, and no copy: its first norm, in fp32; or attention without a norm."""
-    projects = norms_mlp_output(work.shape) and work.shape.norms.per_layer == BLOCKS and not work.sequence_parallel
-    return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work) or projects
+    """Whether a layer keeps what goes into it, and no copy of it in fp32.
+
+    A norm does that in fp32, as a kernel, and in tiles. Attention that no norm stands in front of keeps it, too, if it
+    is not gathered for it.
+    """
+    projected = _begins_bare(work) and not work.sequence_parallel
+    return norm_bytes(work) == 0 or work.element_bytes == 4 or tiles_norms(work) or projected
+
+
+def _begins_bare(work: Workload) -> bool:
+    """Whether no norm stands in front of attention: a layer's two norms are both behind its blocks."""
+    return norms_mlp_output(work.shape) and work.shape.norms.per_layer == BLOCKS
 
 
 def received_bytes(work: Workload, stage: Stage) -> float:
-    """What a stage received of a micro-batch, which waits for its gradient, where layers keep nothing but a copy."""
-    if work.pp == 1 or work.recomputes_layers or keeps_input(work) or work.shape.residual.streams:
+    """What a stage received of a micro-batch, for each of its chunks but the model's first; it waits for its gradient.
+
+    Where the first norm keeps a copy in fp32 alone, it lies beside that; elsewhere layers keep it, and count it.
+    """
+    kept_anyway = work.recomputes_layers or NORMS in work.parts_again or keeps_input(work)
+    if work.pp == 1 or kept_anyway or work.shape.residual.streams:
         return 0.0
     return (work.virtual_stages - stage.has_embedding) * hidden_bytes(work)
 

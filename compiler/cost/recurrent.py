@@ -197,9 +197,13 @@ def let_go_bytes(work: Workload, stage: Stage, dense: LayerBytes, sparse: LayerB
     last = within(recurrent.layers, stage.layers)[-1]
     behind, reach = range(last + 1, stage.layers.stop), range(last + blocks, stage.layers.stop)
     of_whole = shape.routed(reach) * sparse.mlp + shape.dense(reach) * dense.mlp
-    of_whole += shape.attending(behind) * dense.attention + len(behind) * dense.gathered
+    routed = shape.routed(behind)
+    kinds = ((routed, sparse), (len(behind) - routed, dense))
+    of_whole += sum(count * one.gathered for count, one in kinds)
+    of_whole += shape.attending(behind) * (sparse if routed else dense).attention
     choice = choice_bytes(work, replace(stage, layers=behind)) if work.framework == "deepspeed" else 0.0
-    return of_whole * work.local_tokens + len(behind) * dense.stream * work.split_tokens + choice
+    streams = sum(count * one.stream for count, one in kinds)
+    return of_whole * work.local_tokens + streams * work.split_tokens + choice
 
 
 def exchanged_bytes(work: Workload) -> float:

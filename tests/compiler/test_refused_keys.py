@@ -40,6 +40,7 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
         ("bloom", {**BLOOM, "num_hidden_layers": 3}, "num_hidden_layers", "n_layer and num_hidden_layers are the same"),
         ("gptj", {**GPT, "num_attention_heads": None}, "num_attention_heads", "n_head and num_attention_heads are"),
         ("mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts": None}, "num_experts", "are the same key"),
+        ("lfm2", {**SMALL, "block_multiple_of": 0}, "block_multiple_of", "block_multiple_of is 0"),
         ("minimax_m3_vl_text", {**EXPERTS, "sparse_attention_config": 7}, "sparse_attention_config", "be a mapping"),
         ("ministral", SMALL, "head_dim", "head_dim is null, and parameters follow from it"),
         ("bamba", {**MAMBA2, "mamba_n_groups": None, "attn_layer_indices": [1]}, "mamba_n_groups", "is null, and"),

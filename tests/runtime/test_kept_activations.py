@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, tiny_config
+from families import FAMILIES, VARIANTS, tiny_config
 from test_preflight import script
 from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
-from parcompile.cost.kept import FURTHER, GROUPS, group_bytes, sorts
+from parcompile.cost.kept import CHOICE, FURTHER, GROUPS, group_bytes, sorts
 from parcompile.cost.layer_passes import SHARED_FIRST
 from parcompile.cost.recurrent import state_bytes
 from parcompile.layout.pipeline import Schedule
 from parcompile.model.blocks.block import StateCut
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.blocks.mamba2 import Mamba2
 from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
+from parcompile.model.hf_config import shape_from_config
 from parcompile.plan import Plan
 from parcompile.runtime.model.text_head import causal_model
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
@@ -334,3 +336,13 @@ def test_states_of_a_type_or_kind_without_rows_keep_what_those_do_that_are_most_
     assert state_bytes(sort._replace(parts=(own,)), cut, 2) == known > 0
     unknown = sort._replace(shape=replace(sort.shape, model_type="llama"))  # whose layers carry none
     assert state_bytes(unknown, cut, 2) == pytest.approx(known, rel=0.2)
+
+
+@pytest.mark.parametrize("family", [name for name in (*FAMILIES, *VARIANTS) if "index" in str(tiny_config(name))])
+def test_every_layer_that_takes_a_choice_keeps_what_hides_keys(family: str) -> None:
+    shape = shape_from_config(tiny_config(family))
+    if (indexer := shape.part(Indexer)) is None:
+        return
+    for layer in range(shape.num_hidden_layers):
+        [(_, sort)] = sorts(shape, range(layer, layer + 1))
+        assert (sum(group_bytes(sort, CHOICE, 1, False, 2).values()) > 0) == (layer in indexer.attending)

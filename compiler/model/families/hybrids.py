@@ -7,7 +7,7 @@ from typing import Any
 
 from parcompile.model.blocks.delta import KimiDelta
 from parcompile.model.blocks.indexer import FULL, SHARED, Indexer
-from parcompile.model.layers import STATE, LayersError, nemotron_kinds
+from parcompile.model.layers import STATE, LayersError, nemotron_kinds, whole
 from parcompile.model.shape import ModelShape
 from parcompile.model.shared_blocks import zamba2_kinds
 
@@ -18,7 +18,7 @@ def _adjusted(config: Mapping[str, Any], width: int) -> int:
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)
-    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
+    factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), whole(config, "block_multiple_of", 256)
     return width if factor is None else multiple * -(-int(factor * width) // multiple)
 
 

@@ -29,7 +29,7 @@ def _angles_differ(config: Mapping[str, Any]) -> bool:
     if not isinstance(rope, Mapping):
         return False  # its class has a rotary embedding that fits
     rotated, passed = config.get("qk_rope_head_dim", 64), config.get("qk_nope_head_dim", 64)
-    width = config.get("head_dim") or rotated + passed
+    width = whole(config, "head_dim", None) if config.get("head_dim") else rotated + passed
     part = rope.get("partial_rotary_factor", rotated / (rotated + passed))
     return bool(int(width if rope.get("rope_type") == "default" else width * part) != rotated)
 
