@@ -157,14 +157,8 @@ def _swept(every: Sequence[_Flat], changes: Mapping[int, Sequence[int]]) -> _Run
     for rank in sorted(changes):
         for change in changes[rank]:
             (here.add if change >= 0 else here.discard)(max(change, ~change))
-        runs.append(
-            (
-                rank,
-                _Kept(
-                    sum([every[number].numel for number in here]), min(here, default=-1), max(here, default=-1), rank
-                ),
-            )
-        )
+        numel = sum([every[number].numel for number in here])
+        runs.append((rank, _Kept(numel, min(here, default=-1), max(here, default=-1), rank)))
     return runs
 
 
@@ -438,7 +432,6 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
         fill(0, 0, 0)
     if in_backward:
         return found
-    ends = {
-        one for order in (found, found[::-1]) for one in {(one.numels, one.is_large): one for one in order}.values()
-    }
+    first, last = ({(one.numels, one.is_large): one for one in order} for order in (found[::-1], found))
+    ends = {*first.values(), *last.values()}
     return [one for one in found if one in ends]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 from dataclasses import fields, replace
 from typing import Any
@@ -26,10 +27,12 @@ from parcompile.model.blocks.recurrent import RecurrentTraits
 from parcompile.model.catalogue import CAPPED_LOGITS, LOGIT_CAP, RUNTIME_FAMILIES, WEIGHTED_IN_TYPE
 from parcompile.model.families import family_of
 from parcompile.model.hf_config import shape_from_config
-from parcompile.plan import Plan
+from parcompile.plan import Plan, compile_plan
+from parcompile.rules import check
 from parcompile.runtime.model.text_head import causal_model
 from parcompile.runtime.preflight.stand_in import MetaTracker, stand_in
 from parcompile.runtime.preflight.step import build_sharded, run_step
+from parcompile.spec.resolve import Resolution
 from parcompile.spec.values import workload_of
 
 NEAR = 0.04
@@ -346,3 +349,58 @@ def test_every_layer_that_takes_a_choice_keeps_what_hides_keys(family: str) -> N
     for layer in range(shape.num_hidden_layers):
         [(_, sort)] = sorts(shape, range(layer, layer + 1))
         assert (sum(group_bytes(sort, CHOICE, 1, False, 2).values()) > 0) == (layer in indexer.attending)
+
+
+BF16: dict[str, Any] = {"precision": "bf16"}
+FP32 = {"precision": "fp32"}
+LONG = {**BF16, "sequence_length": 8192}
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("family", "axes", "training", "stage", "config"),
+    [
+        ("llama", {"pp": 2}, BF16, 0, {}),  # what a stage received
+        ("llama", {"pp": 2}, {**BF16, "activation_checkpointing": "attention+norms"}, 0, {}),
+        ("olmo2", {"tp": 2, "pp": 2}, {**BF16, **FULL}, 0, {}),  # norms behind both blocks
+        ("gemma2", {"tp": 2, "pp": 2}, BF16, 0, {}),
+        ("glm4", {"tp": 2, "pp": 2, "sequence_parallel": True}, FP32, 0, {}),
+        ("mamba2", {"pp": 2}, FP32, 0, {}),  # a scan, and no head behind it
+        ("mixtral", {"pp": 2}, FP32, 0, {}),
+        ("granitemoeshared", {"pp": 2}, LONG, 0, {}),  # shared experts behind the others, and before them
+        ("hunyuan_v1_moe", {"pp": 2}, FP32, 0, {}),
+        ("llama4_text", {"pp": 2}, LONG, 0, {}),  # layers of two kinds
+        ("phi3", {"tp": 4, "cp": 2, "pp": 2, "sequence_parallel": True}, {**FP32, **FULL}, 1, {"vocab_size": 128256}),
+        ("llama", {"cp": 2}, {**FP32, **FULL}, 2, {"vocab_size": 128256, "tie_word_embeddings": True}),
+        (
+            "qwen2",
+            {"tp": 2},
+            {**LONG, "global_batch_size": 1},
+            2,
+            {"vocab_size": 128256},
+        ),  # a head that no bucket takes
+    ],
+)
+def test_peaks_are_those_that_preflight_counts(
+    family: str, axes: dict[str, Any], training: dict[str, Any], stage: int, config: dict[str, Any]
+) -> None:
+    peaks = script("preflight_peaks")
+    model = {**peaks._of_type(family, random.Random(1)), "vocab_size": 32000, **config}
+    ranks = math.prod(size for size in axes.values() if size is not True)
+    batch = {"sequence_length": 2048, "micro_batch_size": 1, "global_batch_size": 2, **training}
+    tree = {
+        "version": 1,
+        "name": "peaks",
+        "model": model,
+        "zero": {"stage": stage},
+        "cluster": {"gpus_per_node": ranks, "accelerator": "h200"},
+        "parallelism": axes,
+        "training": batch,
+    }
+    resolution = Resolution(tree)
+    found = check(resolution)
+    assert not [one.message for one in found if one.is_error]
+    plan = compile_plan(resolution.spec(), tree, found)
+    for rank in peaks._one_of_each_stage(plan):
+        estimated, counted, _ = peaks.measured(plan, rank)
+        assert estimated == pytest.approx(counted, rel=0.004)
