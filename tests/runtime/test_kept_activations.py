@@ -360,7 +360,7 @@ FULL = {"activation_checkpointing": "full"}
 @pytest.mark.parametrize(
     ("family", "axes", "training", "stage", "config"),
     [
-        ("llama", {"pp": 2}, BF16, 0, {}),  # what a stage received
+        ("llama", {"pp": 2}, LONG, 0, {}),  # what a stage received
         ("llama", {"pp": 2}, {**BF16, "activation_checkpointing": "attention+norms"}, 0, {}),
         ("olmo2", {"tp": 2, "pp": 2}, {**BF16, **FULL}, 0, {}),  # norms behind both blocks
         ("gemma2", {"tp": 2, "pp": 2}, BF16, 0, {}),
