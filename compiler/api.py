@@ -205,7 +205,7 @@ def compile(  # noqa: A001 -- the word of the command line
         # Compiled already: its identity stays.
         plan = load_plan(path)
     else:
-        plan = compile_plan(checked.resolution.spec(), checked.document.tree, list(checked.diagnostics))
+        plan = compile_plan(checked.resolution.spec(), checked.resolution.tree, list(checked.diagnostics))
     if output is not None:
         write(render(plan, chosen(targets)), Path(output))
     return plan

@@ -261,9 +261,8 @@ def compile_file(
     errors = [one for one in checked.diagnostics if one.is_error]
     if any(must_fit or one.code not in MEMORY_RULES for one in errors):
         return None, checked
-    assert checked.document is not None
     assert checked.resolution is not None
     from .plan import compile_plan
 
     spec = checked.resolution.spec()
-    return compile_plan(spec, checked.document.tree, list(checked.diagnostics)), checked
+    return compile_plan(spec, checked.resolution.tree, list(checked.diagnostics)), checked

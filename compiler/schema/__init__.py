@@ -24,7 +24,7 @@ from parcompile.text import Document
 from parcompile.user_files import shipped_text
 
 from .accepting import accepted
-from .values import Findings, SchemaView, resolved
+from .values import Findings, SchemaView, resolved, types_of
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -194,15 +194,37 @@ def default(name: str, path: tuple[str, ...]) -> Any:
 
 def example(name: str, path: tuple[str, ...]) -> Any:
     """A value that may stand at a path: the schema's example, one of its choices, its default; else an ellipsis."""
-    root = node = load(name)
-    for step in path:
-        branches = [node, *(resolved(one, root) for key in ("anyOf", "oneOf", "allOf") for one in node.get(key, ()))]
-        found = (one["properties"][step] for one in branches if step in one.get("properties", {}))
-        node = resolved(next(found, {}), root)
+    node = next(iter(_nodes(name, path)), {})
     for key in ("examples", "enum"):
         if node.get(key):
             return node[key][0]
     return node.get("default", "…")
+
+
+def whole(tree: Any, name: str, path: tuple[str | None, ...] = ()) -> Any:
+    """A tree with an integer for each whole number where its schema takes no others: JSON Schema counts 64.0 as one."""
+    if isinstance(tree, float):
+        kinds = {kind for node in _nodes(name, path) for kind in types_of(node)} if tree.is_integer() else set()
+        return int(tree) if "integer" in kinds and "number" not in kinds else tree
+    if not isinstance(tree, dict | list) or not _nodes(name, path):
+        return tree
+    if isinstance(tree, list):
+        return [whole(one, name, (*path, None)) for one in tree]
+    return {key: whole(one, name, (*path, key)) for key, one in tree.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _nodes(name: str, path: tuple[str | None, ...]) -> tuple[dict[str, Any], ...]:
+    """What a schema says of a place, and each of its alternatives; None is a step into a list."""
+    root = load(name)
+    around = _nodes(name, path[:-1]) if path else ()
+    if path and path[-1] is not None:
+        inside = [one.get("properties", {}).get(path[-1], one.get("additionalProperties")) for one in around]
+    else:
+        inside = [one.get("items") for one in around] if path else [root]
+    nodes = [resolved(one, root) for one in inside if isinstance(one, dict)]
+    chosen = [one for node in nodes for key in ("anyOf", "oneOf", "allOf") for one in node.get(key, ())]
+    return (*nodes, *(resolved(one, root) for one in chosen))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -162,6 +162,7 @@ def first_spec(
     validation = schema.validate(base, "spec")
     if not validation.valid:
         raise ValueError(validation.diagnostics[0].message)
+    base = schema.whole(base, "spec")
     try:
         space = narrow_space(base, folder)
     except Unavailable as error:

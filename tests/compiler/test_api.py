@@ -12,6 +12,7 @@ import pytest
 
 import parcompile
 from parcompile.model.presets import find_preset
+from parcompile.plan import plan_tree
 from parcompile.plan.sections import rank_groups
 
 
@@ -171,3 +172,63 @@ def test_what_is_shown_of_an_object_is_a_line() -> None:
     objects += [checked, *checked.diagnostics, checked.source, plan.spec, plan.parameters]
     shown = [repr(one) for one in objects]
     assert [one for one in shown if len(one) > 200 or not one] == []
+
+
+def with_points(tree: Any) -> Any:
+    """A tree whose whole numbers are written with a point."""
+    if isinstance(tree, dict):
+        return {key: with_points(one) for key, one in tree.items()}
+    if isinstance(tree, list):
+        return [with_points(one) for one in tree]
+    return float(tree) if type(tree) is int else tree
+
+
+INLINE = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 512,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
+TRAINING = {
+    "sequence_length": 512,
+    "global_batch_size": 64,
+    "micro_batch_size": 1,
+    "rampup_batch_size": {"start": 32, "increment": 32, "samples": 320},
+    "optimizer": {"type": "muon", "ns_steps": 5},
+    "lr_scheduler": {"type": "cosine", "warmup_steps": 10, "total_steps": 100},
+    "train_steps": 200,
+    "seed": 7,
+}
+EVERY_PLACE = {
+    "version": 1,
+    "model": INLINE,
+    "cluster": {"nodes": 1, "gpus_per_node": 8, "accelerator": "h200"},
+    "parallelism": {"tp": 2, "cp": 4, "dp": 1, "hierarchical_cp_sizes": [2, 2], "make_vocab_size_divisible_by": 64},
+    "training": TRAINING,
+    "zero": {"stage": 1},
+}
+
+
+@pytest.mark.parametrize("tree", [llama(), EVERY_PLACE], ids=["few", "many"])
+def test_a_whole_number_with_a_point_is_that_number(tree: dict[str, Any]) -> None:
+    pointed, plain = (plan_tree(parcompile.compile(one)) for one in (with_points(tree), tree))
+    assert json.dumps(pointed) == json.dumps(plain)
+
+
+def test_a_number_that_may_have_a_fraction_keeps_its_point() -> None:
+    tree = {**llama(), "training": {**llama()["training"], "gradient_clipping": 1.0}}
+    assert type(parcompile.compile(tree).spec.provenance["training.gradient_clipping"].value) is float
+
+
+def test_a_search_and_a_first_spec_take_whole_numbers_with_a_point() -> None:
+    found, pointed = parcompile.search(llama()), parcompile.search(with_points(llama()))
+    assert json.dumps(pointed.spec) == json.dumps(found.spec)
+    assert [one.candidate.name for one in pointed.fitting] == [one.candidate.name for one in found.fitting]
+    first, of_points = (
+        parcompile.init("llama-3-8b", nodes=kind(2), training={"micro_batch_size": kind(1)})  # type: ignore[arg-type]
+        for kind in (int, float)
+    )
+    assert json.dumps(of_points.spec) == json.dumps(first.spec)

@@ -14,7 +14,7 @@ from parcompile.layout.groups import AXES, FACTORS, Axis
 from parcompile.layout.pipeline import PipelineSplit
 from parcompile.layout.sequence import ContextParallel, CpLayout
 from parcompile.machines import Accelerator, PresetError, is_preset_file, preset_from_tree, read_preset
-from parcompile.schema import NoDefaultError, default
+from parcompile.schema import NoDefaultError, default, whole
 from parcompile.spec import Cluster, Origin, Parallelism, Provenance
 
 VIRTUAL, FIRST, LAST, EMBEDDING, LOSS = CUT_KEYS = (
@@ -63,7 +63,7 @@ class SpecReader:
     """
 
     def __init__(self, tree: object, invalid: Collection[Path] = (), folder: FilePath | None = None) -> None:
-        self._tree: Mapping[str, Any] = tree if isinstance(tree, dict) else {}
+        self._tree: Mapping[str, Any] = whole(tree, "spec") if isinstance(tree, dict) else {}
         self.invalid = frozenset(invalid)
         self.folder = folder or FilePath()
         self.provenance: dict[str, Provenance] = {}
