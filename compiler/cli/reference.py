@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from parcompile.lint.registry import Page, pages
 from parcompile.machines import Accelerator, accelerators
 from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, model_types
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
-from parcompile.model.hf_config import ModelConfigError
+from parcompile.model.hf_config import ModelConfigError, shape_from_config
+from parcompile.model.key_types import mistyped
 from parcompile.model.presets import text_part
-from parcompile.model.tables import counts_of, table_of
+from parcompile.model.tables import Counts, counts_of, table_of
 from parcompile.schema import draft07
 from parcompile.spec.resolve.model import config_file, read_config
 from parcompile.units import format_bandwidth, format_bytes, format_compute
@@ -311,19 +312,35 @@ def _config(file: Path, name: str | None) -> Mapping[str, Any]:
     return config
 
 
-def _parameters(one: ModelType, config: Mapping[str, Any] | None) -> str | None:
-    """A line with the number of parameters; None where it is not known."""
-    table = table_of(one.name)
-    if table is None:
+def _counts(one: ModelType, config: Mapping[str, Any] | None) -> Counts | None:
+    """The parameters of a configuration, or of the defaults of the class; None where they are not known."""
+    if config is not None and mistyped(one.name, config) is not None:
         return None
-    if config is None:
-        counts, whose = counts_of({"model_type": one.name}), f"with the defaults of {table.model_class}"
-    else:
-        counts, whose = counts_of(config), "in this configuration"
-    if counts is None:
-        return None if config is None else "parameters: the derived table does not cover this configuration"
-    experts = f", {counts.experts:,} of them in routed experts" if counts.experts else ""
-    return f"parameters {whose}: {counts.total:,} ({counts.layers:,} in the layers{experts})"
+    return counts_of(config or {"model_type": one.name})
+
+
+def _refusal(one: ModelType, config: Mapping[str, Any] | None) -> str | None:
+    """Why `check` refuses a configuration of a type that works; None where it does not."""
+    if config is not None and one.works:
+        try:
+            shape_from_config(config)
+        except ModelConfigError as error:
+            return str(error)
+    return None
+
+
+def _parameters(one: ModelType, config: Mapping[str, Any] | None) -> Iterator[str]:
+    """What is wrong with a configuration, and the number of parameters; nothing of what is not known."""
+    if (refused := _refusal(one, config)) is not None:
+        yield f"this configuration of {one.name} is refused: {refused}"
+    if (table := table_of(one.name)) is None:
+        return
+    if (counts := _counts(one, config)) is not None:
+        whose = f"with the defaults of {table.model_class}" if config is None else "in this configuration"
+        experts = f", {counts.experts:,} of them in routed experts" if counts.experts else ""
+        yield f"parameters {whose}: {counts.total:,} ({counts.layers:,} in the layers{experts})"
+    elif config is not None and refused is None:
+        yield "parameters: the derived table does not cover this configuration"
 
 
 def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[str]:
@@ -349,8 +366,7 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
             lines.append(f"what runs: {one.reason.instead}")
         if one.nearest:
             lines.append(f"nearest type that works: {one.nearest}")
-    if (counted := _parameters(one, config)) is not None:
-        lines.append(counted)
+    lines += _parameters(one, config)
     found = presets_of(one.name if one.works or one.text is None else one.text)
     if found:
         lines.append(f"presets: {', '.join(found)}")
@@ -358,7 +374,7 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
 
 
 def _tree(one: ModelType, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    counts = counts_of(config or {"model_type": one.name})
+    counts = _counts(one, config)
     return {
         "model_type": one.name,
         "works": one.works,
@@ -368,7 +384,7 @@ def _tree(one: ModelType, config: Mapping[str, Any] | None = None) -> dict[str, 
         "planned": one.planned,
         "parameters": None if counts is None else counts.total,
         "reason": None if one.reason is None else one.reason.title,
-        "why": None if one.reason is None else one.reason.why,
+        "why": _refusal(one, config) if one.reason is None else one.reason.why,
         "text_part": one.text,
         "text_part_works": one.text_works,
         "nearest": one.nearest,

@@ -300,3 +300,36 @@ def test_other_tools_refuse_a_classifier() -> None:
     for name in ("megatron", "torchtitan"):
         fatal = [loss for loss in target(name).losses(plan) if loss.fatal]
         assert any("num_labels 1" in loss.what for loss in fatal), name
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "is_counted"),
+    [
+        (
+            {"model_type": "kimi_linear", "linear_attn_config": 7},
+            "linear_attn_config is 7: it has to be a mapping",
+            False,
+        ),
+        (
+            {"model_type": "llama", "hidden_act": "sulu"},
+            'is "sulu", which transformers does not know',
+            False,
+        ),
+        ({"model_type": "llama", "num_labels": 0}, "num_labels is 0: it has to be", True),
+        ({"model_type": "bert", "hidden_size": 24.5}, "bert is refused: ", False),
+    ],
+)
+def test_a_configuration_that_check_refuses_says_so(
+    config: dict[str, Any], said: str, is_counted: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 61}
+    given = {**sizes, "intermediate_size": 48, "max_position_embeddings": 64, **config}
+    (tmp_path / "config.json").write_text(json.dumps(given), encoding="utf-8")
+    details, tree = output("--config", str(tmp_path)), json.loads(output("--config", str(tmp_path), "--format", "json"))
+    assert said in details
+    assert ("in this configuration: " in details, tree["parameters"] is not None) == (is_counted, is_counted)
+    if (name := config["model_type"]) in FAMILIES:
+        with pytest.raises(ModelConfigError) as caught:
+            shape_from_config(given)
+        assert tree["why"] == str(caught.value)
+        assert f"this configuration of {name} is refused: {caught.value}\n" in details
