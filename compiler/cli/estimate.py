@@ -41,7 +41,6 @@ from .options import (
     form_option,
     json_or_word,
     output_file,
-    positive_number,
     refuse_foreign,
 )
 
@@ -53,8 +52,10 @@ MOST_CELLS = 4096
 @click.argument("more", nargs=-1, metavar="[NAME=VALUES]...")
 @form_option()
 @click.option("--sweep", multiple=True, metavar="NAME=VALUES", help="A grid, as in --sweep tp=1,2,4,8 cp=1,2.")
-@click.option("--tokens", type=positive_number, help="Tokens to train on: adds days.")
-@click.option("--price", type=positive_number, help="Price of a GPU hour: adds the cost of --tokens.")
+@click.option("--tokens", type=FiniteRange(1, 1e18), help="Tokens to train on: adds days.")
+@click.option(
+    "--price", type=FiniteRange(0, 1e9, min_open=True), help="Price of a GPU hour: adds the cost of --tokens."
+)
 @click.option(
     "--expert-imbalance",
     "imbalance",

@@ -32,30 +32,22 @@ if TYPE_CHECKING:
 # Values of the command line, as types of its options.
 
 
-def positive_number(text: str) -> float:
-    """A number above 0 that is not infinite.
-
-    Raises:
-        BadParameter: it is none.
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a number") from None
-    if not math.isfinite(number) or number <= 0:
-        raise click.BadParameter(f"{text} is not a finite number above 0")
-    return number
-
-
 class FiniteRange(click.FloatRange):
-    """A range of numbers, without NaN and infinity."""
+    """A range of numbers above 0, without NaN and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number."""
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+        if not math.isfinite(number) or number <= 0:
             self.fail(f"{value} is not a finite number above 0", param, ctx)
-        return number
+        return super().convert(value, param, ctx)
+
+
+SECONDS = FiniteRange(0, 1_000_000, min_open=True)
+"""To wait: up to 11 days, since the calls of operating systems take no more than some weeks."""
 
 
 def output_file(ending: str = "") -> Callable[[str], Path]:

@@ -16,7 +16,7 @@ import click
 
 from parcompile.backends.artefacts import to_text
 from parcompile.cli import needing, say, told
-from parcompile.cli.options import form_option, positive_number, read_plan
+from parcompile.cli.options import SECONDS, form_option, read_plan
 from parcompile.diagnostics.reporters import writable
 from parcompile.entry_points import said
 
@@ -70,8 +70,6 @@ def check_job(plan: Path, form: str, checkpoints: Path | None, times: Mapping[st
 
 # `parcompile preflight PLAN`: builds what a plan describes, for any rank of any world, and compares.
 
-_SECONDS = positive_number
-
 
 @click.command("preflight")
 @click.argument("plan")
@@ -80,9 +78,9 @@ _SECONDS = positive_number
 @form_option()
 @click.option("--live", "is_live", is_flag=True, help="Check the launched job of which this process is a rank.")
 @click.option("--checkpoints", type=click.Path(path_type=Path), help="Live: where they will go (default: the plan's).")
-@click.option("--wait", type=_SECONDS, help="Live: seconds for all ranks to arrive (default: 120).")
-@click.option("--limit", type=_SECONDS, help="Live: seconds for everything after that (default: 900).")
-@click.option("--seconds", type=_SECONDS, help="Live: seconds to spend on measuring (default: 10).")
+@click.option("--wait", type=SECONDS, help="Live: seconds for all ranks to arrive (default: 120).")
+@click.option("--limit", type=SECONDS, help="Live: seconds for everything after that (default: 900).")
+@click.option("--seconds", type=SECONDS, help="Live: seconds to spend on measuring (default: 10).")
 @click.pass_context
 def command(
     context: click.Context,
@@ -185,7 +183,7 @@ def _numbers(text: str) -> list[int]:
 
 @click.command("local")
 @click.argument("plan")
-@click.option("--timeout", type=positive_number, default=300.0, show_default=True, help="Seconds for the ranks.")
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for the ranks.")
 @form_option()
 @click.pass_context
 def local_command(context: click.Context, plan: str, timeout: float, form: str) -> None:

@@ -18,7 +18,7 @@ from parcompile.schema import validate
 from parcompile.text import Document, SourceError, read_file
 
 from . import needing, say, told, writing
-from .options import form_option, json_or_word, positive_number
+from .options import SECONDS, form_option, json_or_word
 
 if TYPE_CHECKING:
     from parcompile.runtime.prove import Certificate, Engine
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of what is drawn.")
 @click.option("--ranks", type=click.IntRange(1, 8), default=4, show_default=True, help="At most so many.")
 @click.option("--python", default=sys.executable, metavar="PATH", help="The interpreter that has the engine.")
-@click.option("--timeout", type=positive_number, default=180.0, show_default=True, help="Seconds for a cell.")
+@click.option("--timeout", type=SECONDS, default=180.0, show_default=True, help="Seconds for a cell.")
 @click.option("--no-shrink", is_flag=True, help="Do not shrink and explain red cells.")
 @click.option("--verify", "certificate", type=click.Path(path_type=Path), help="Run the cells of a certificate again.")
 @click.option("--scripts", type=click.Path(path_type=Path), help="Write scripts that show red cells to this folder.")

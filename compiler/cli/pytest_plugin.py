@@ -21,10 +21,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `parcompile prove`, with a prefix."""
     group = parser.getgroup("prove", "engines beside one process (parcompile)")
     group.addoption("--prove-engine", metavar="NAME", help="deepspeed, transformers, ..., or an adapter's path (.py)")
-    group.addoption("--prove-cells", metavar="N", type=int, default=20, help="how many cells to draw (20)")
-    group.addoption("--prove-seed", metavar="N", type=int, default=0, help="by which they are drawn (0)")
-    group.addoption("--prove-ranks", metavar="N", type=int, default=4, help="at most so many ranks of a cell (4)")
-    group.addoption("--prove-timeout", metavar="SECONDS", type=float, default=180.0, help="for a cell (180)")
+    group.addoption("--prove-cells", metavar="N", help="how many cells to draw (20)")
+    group.addoption("--prove-seed", metavar="N", help="by which they are drawn (0)")
+    group.addoption("--prove-ranks", metavar="N", help="at most so many ranks of a cell (4)")
+    group.addoption("--prove-timeout", metavar="SECONDS", help="for a cell (180)")
+
+
+def _numbers(config: pytest.Config) -> Mapping[str, Any]:
+    """The numbers that are given, and the defaults of others, as `parcompile prove` reads them.
+
+    Raises:
+        UsageError: one is out of its range.
+    """
+    from click import UsageError
+
+    from parcompile.cli.prove import command
+
+    given = {one: config.getoption(f"--prove-{one}") for one in ("cells", "seed", "ranks", "timeout")}
+    try:
+        words = [f"--{one}={value}" for one, value in given.items() if value is not None]
+        return command.make_context("prove", words).params
+    except UsageError as error:
+        raise pytest.UsageError(error.format_message().replace("'--", "'--prove-")) from None
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,17 +57,18 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         from parcompile.version import how_to_install
 
         raise pytest.UsageError(f"--prove-engine: {error}: {how_to_install('runtime,hf')}") from None
+    numbers = _numbers(config)
     try:
-        engine = Engine(name, sys.executable, config.getoption("--prove-timeout"))
+        engine = Engine(name, sys.executable, numbers["timeout"])
     except EngineError as error:
         raise pytest.UsageError(f"--prove-engine: {error}") from None
     config.stash[_ENGINE] = engine
-    cells = engine.draw(*(config.getoption(f"--prove-{one}") for one in ("cells", "seed", "ranks")))
+    cells = engine.draw(numbers["cells"], numbers["seed"], numbers["ranks"])
     if not cells:
         raise pytest.UsageError("--prove-ranks: the engine has no cell of so few ranks")
     for cell in cells:
         title = f"prove[{text_of(cell, engine.features)}]"
-        items.append(CellItem.from_parent(session, name=title, engine=engine, cell=cell))
+        items.append(CellItem.from_parent(session, name=title, engine=engine, cell=cell, ranks=numbers["ranks"]))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -66,9 +85,9 @@ class RedCellError(Exception):
 class CellItem(pytest.Item):
     """A cell of an engine as a test: red is a failure, and so is a run that ended with an error."""
 
-    def __init__(self, *, engine: Engine, cell: Mapping[str, Any], **further: Any) -> None:
+    def __init__(self, *, engine: Engine, cell: Mapping[str, Any], ranks: int, **further: Any) -> None:
         super().__init__(**further)
-        self._engine, self._cell = engine, cell
+        self._engine, self._cell, self._ranks = engine, cell, ranks
 
     def runtest(self) -> None:
         """Runs the cell.
@@ -78,7 +97,7 @@ class CellItem(pytest.Item):
         """
         from parcompile.runtime.prove import prove
 
-        certificate = prove(self._engine, [self._cell], most_ranks=self.config.getoption("--prove-ranks"))
+        certificate = prove(self._engine, [self._cell], most_ranks=self._ranks)
         (proved,) = certificate.cells
         if proved.verdict == "red" or proved.answer.get("failed"):
             raise RedCellError(certificate.line(proved))

@@ -229,3 +229,19 @@ def test_what_runs_models_looks_for_garbage_as_python_does(monkeypatch: pytest.M
         assert gc.get_threshold() == usual
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("seconds", ["1e99", "1e7", "0", "nan", "soon"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["local", "spec.json", "--timeout"],
+        ["prove", "--engine", "none.py", "--timeout"],
+        ["preflight", "spec.json", "--live", "--wait"],
+    ],
+)
+def test_seconds_that_no_operating_system_waits_are_a_mistake_of_usage(
+    run: Any, command: list[str], seconds: str
+) -> None:
+    done = run(*command, seconds)
+    assert (done.code, f"Invalid value for '{command[-1]}': " in done.err) == (2, True), done.err

@@ -195,6 +195,14 @@ def test_budgets_and_prices_are_finite_numbers_above_zero(run: Run, option: str,
     assert f"{number} is not a finite number above 0" in err
 
 
+@pytest.mark.parametrize("given", [["--tokens", "1e99"], ["--tokens", "0.5"], ["--tokens", "1", "--price", "1e99"]])
+def test_what_no_run_trains_on_or_costs_is_refused(run: Run, given: list[str]) -> None:
+    write(LLAMA)
+    code, out, err = run("estimate", "spec.json", *given)
+    assert (code, out) == (2, "")
+    assert f"Invalid value for '{given[-2]}': {float(given[-1])} is not in the range" in err
+
+
 def test_an_accelerator_smaller_than_what_a_run_leaves_free_is_estimated_and_nothing_fits(run: Run) -> None:
     link = {"title": "a link", "bytes_per_s": 1e10, "latency_seconds": 1e-5, "source": "assumed"}
     preset = {

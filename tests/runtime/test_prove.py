@@ -568,6 +568,8 @@ def test_pytest_runs_cells_as_tests(tmp_path: Path) -> None:
     assert "Traceback" not in said
     code, said = run("none.py")
     assert (code, "--prove-engine: there is no adapter none.py" in said) == (4, True), said
+    code, said = run("adapter.py", "--prove-cells", "0")
+    assert (code, "Invalid value for '--prove-cells': 0 is not in the range 1<=x<=10000" in said) == (4, True), said
 
 
 def test_an_engine_that_cannot_run_is_one_sentence(tmp_path: Path) -> None:
