@@ -123,11 +123,15 @@ def _places_of_rows(files: Sequence[Path], ordinals: Sequence[int]) -> Places:
     return look
 
 
+_LEAST_SHARE = 1e-9
+"""Of a data set: an epoch takes each whole, and of others so many times more."""
+
+
 def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
     """Weights and paths of data sets that are given in turn, as to Megatron's `--data-path`.
 
     Raises:
-        RunError: a weight is no number above 0, or a path has none.
+        RunError: a weight is no number above 0 or far less than the others, or a path has none.
     """
     weights, paths = [], list(given[1::2])
     for text in given[::2]:
@@ -141,6 +145,8 @@ def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
             )
     if len(paths) < len(weights):
         raise everywhere(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
+    if (least := min(weights)) < _LEAST_SHARE * (whole := sum(weights)):
+        raise everywhere(f"the weight {least:g} is less than a billionth of all, {whole:g}: leave its data set out")
     return weights, paths
 
 
