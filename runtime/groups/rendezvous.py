@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from parcompile.runtime.errors import RunError, everywhere, first_line
 from parcompile.runtime.liveness import has_failed
+from parcompile.runtime.liveness.monitor import say
 from parcompile.runtime.liveness.watchdog import Requests, TimedStore, Unanswered, within
 from parcompile.runtime.settings import COLLECTIVE_TIMEOUT, HANDSHAKE_TIMEOUT
 
@@ -322,6 +323,7 @@ def _meet(environment: Environment, host: str, port: int, attempt: str, seconds:
         return store
 
     who = f"rank {environment.rank} cannot reach the other ranks through {host}:{port}"
+    _await_name(environment, host, who, seconds)
     try:
         return within(seconds + _GRACE_SECONDS, requests, meet)
     except Unanswered:
@@ -337,6 +339,31 @@ def _meet(environment: Environment, host: str, port: int, attempt: str, seconds:
         if "EADDRINUSE" in text:
             text = f"port {port} of this host is taken, by another job or program: choose one with --master_port"
         raise RunError(f"{who}: {text}") from error
+
+
+def _await_name(environment: Environment, host: str, who: str, seconds: float) -> None:
+    """Waits until the name of rank 0's node is known here: clusters of containers publish names after they start them.
+
+    Raises:
+        RunError: it is not known within the time-out.
+    """
+    deadline, is_said = monotonic() + seconds, environment.local_rank != 0
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:
+            why = f"MASTER_ADDR is {host!r}, and no name that host {socket.gethostname()} knows ({first_line(error)})"
+        else:
+            return
+        if monotonic() > deadline:
+            raise RunError(f"{who}: {why}. Write the name or the address of rank 0's node")
+        if not is_said:
+            say(f"rank {environment.rank} waits up to {seconds:.0f} s: {why}")
+            is_said = True
+        sleep(_BETWEEN_NAMES_SECONDS)
+
+
+_BETWEEN_NAMES_SECONDS = 0.5
 
 
 def _connect(environment: Environment, host: str, port: int, seconds: float) -> Store:

@@ -110,15 +110,21 @@ class LocalWorld:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180.0, what: str = "") -> list[Any]:
         """Call `function(rank, *args)` on every rank; see `run_local`. After a failure the world is closed.
+
+        Args:
+            function: to call, by its name in messages, or by `what` it does.
+            args: its further arguments.
+            timeout: seconds for all ranks.
+            what: see `function`.
 
         Raises:
             RankError: A rank failed, or `timeout` seconds passed.
         """
         if not self._pipes:
             raise RankError("this world is closed")
-        call, name = _pack((function, args)), getattr(function, "__name__", "function")
+        call, name = _pack((function, args)), what or getattr(function, "__name__", "function")
         try:
             for pipe in self._pipes:
                 with contextlib.suppress(BrokenPipeError):  # it died: looking for its answer will tell

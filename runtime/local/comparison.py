@@ -146,7 +146,7 @@ def run_and_compare(plan: Plan, timeout: float = 300.0) -> LocalRun:
         progress(f"running a step on {plan.world_size} ranks"),
         LocalWorld(plan.world_size, start_method="forkserver", preload=_IMPORTED) as world,
     ):
-        answers = world.run(_step_of_rank, plan, timeout=timeout)
+        answers = world.run(_step_of_rank, plan, timeout=timeout, what=f"a step of plan {plan.spec.name!r}")
     model = build_model(plan)
     wrong = [
         f"rank {rank}: {name} {shape}"

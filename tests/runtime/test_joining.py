@@ -130,6 +130,16 @@ def test_another_program_on_the_port_is_an_error_in_time(tmp_path: Path) -> None
     assert "rank 1 cannot reach the other ranks through 127.0.0.1:" in said
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "x" * 70, ""])
+def test_a_name_that_no_host_has_is_told_at_once_and_ends_in_time(tmp_path: Path, host: str) -> None:
+    said = started(tmp_path, RANK="1", LOCAL_RANK="0", MASTER_ADDR=host)
+    waits, error = (line for line in said.splitlines() if "parcompile: " in line)
+    assert f"rank 1 waits up to 2 s: MASTER_ADDR is {host!r}, and no name that host " in waits
+    assert f"rank 1 cannot reach the other ranks through {host}:" in error
+    assert f"MASTER_ADDR is {host!r}, and no name that host " in error
+    assert "Write the name or the address of rank 0's node" in error
+
+
 def join_after_another(rank: int, plans: list[Plan]) -> str:
     """The second plan differs from rank to rank; the first rank comes late."""
     import torch.distributed as dist

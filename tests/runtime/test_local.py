@@ -156,6 +156,12 @@ def test_replicated_kv_heads_are_shown_with_every_rank_that_holds_them() -> None
     assert row.split()[-4:] == ["0..8", "0..8", "8..16", "8..16"]
 
 
+def test_ranks_that_do_not_answer_are_told_of_by_what_they_did() -> None:
+    plan = make_plan(2, {"tp": 2})
+    with pytest.raises(RankError, match=rf"^a step of plan '{plan.spec.name}': no answer from rank\(s\) \[0, 1\] of 2"):
+        run_and_compare(plan, timeout=1e-6)
+
+
 def test_a_view_that_differs_says_so() -> None:
     plan = make_plan(1, {})
     found = LocalRun(plan, StepResult(2.0, 1.0), StepResult(2.0, 1.001), ("rank 0: model.norm.weight is missing",))
