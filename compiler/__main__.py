@@ -1,5 +1,19 @@
-"""`python -m parcompile`."""
+"""`python -m parcompile`, and the console script."""
 
-from .cli import main
+import sys
+from typing import NoReturn
 
-main()
+
+def main() -> NoReturn:
+    """Loads and runs the command: whoever ends it meanwhile, by Ctrl-C, reads what they read later."""
+    try:
+        from .cli import main as command
+
+        command()
+    except KeyboardInterrupt:
+        sys.stderr.write("parcompile: interrupted\n")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
