@@ -18,7 +18,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ _BRACKETS = re.compile(r"\[[^][]*\]")
 
 _OF_BEFORE = frozenset(_KNOWN["of_before"])
 """Keys of every class of transformers 4, which files carry along."""
+_RENAMED = ("rope_scaling",)
+"""Keys of every class that give their value to another."""
 _QUOTED = re.compile(r"""["']([a-z]\w+)["']""")
 """A key that a class takes out of its further arguments, or hands out under another name; other words do no harm."""
 _WRITTEN = re.compile(r"\bself\.(\w+)(?:: [^=\n]+)? = ")
@@ -83,16 +85,26 @@ def _named_by(base: type) -> frozenset[str]:
     return frozenset({*_QUOTED.findall(source), *_WRITTEN.findall(source)})
 
 
-def key_types() -> dict[str, dict[str, list[str]]]:
-    """The keys of each type of causal language models, refused ones too, by what they take."""
+def key_types(own: Mapping[str, Sequence[str]]) -> dict[str, dict[str, list[str]]]:
+    """The keys of each type of causal language models, refused ones too, by what they take.
+
+    Another name of a key, among the `own` keys of a type, takes the same, and null, which says nothing beside the key.
+    """
     found = {}
     for name in _causal():
         kinds: dict[str, list[str]] = {}
-        for one in dataclasses.fields(CONFIG_MAPPING[name]):
-            taken = _taken(one.type.__name__ if isinstance(one.type, type) else str(one.type))
+        fields = {one.name: one.type for one in dataclasses.fields(CONFIG_MAPPING[name])}
+        for key in sorted({*own[name], *_RENAMED, *fields}):
+            field = key if key in fields else _field_behind(name, key)
+            if field not in fields:
+                continue
+            declared = fields[field]
+            taken = _taken(declared.__name__ if isinstance(declared, type) else str(declared))
+            if _literal(declared):
+                taken = {"text"} | ({"null"} if type(None) in typing.get_args(declared) else set())
             other = next((kind for kind in _VALUES if kind not in taken), None)
-            if taken and other is not None and _refuses(name, one.name, _VALUES[other]):
-                kinds.setdefault(" ".join(sorted(taken)), []).append(one.name)
+            if taken and other is not None and (field != key or _refuses(name, key, _VALUES[other])):
+                kinds.setdefault(" ".join(sorted(taken | {"null"} if field != key else taken)), []).append(key)
         found[name] = {kind: sorted(keys) for kind, keys in sorted(kinds.items())}
     return found
 
@@ -215,6 +227,19 @@ def _refuses(name: str, key: str, value: Any) -> bool:
     return f"Validation error for field '{key}'" in _error(name, {key: value})
 
 
+_OF_FIELD = re.compile(r"Validation error for field '(\w+)'")
+
+
+def _field_behind(name: str, key: str) -> str | None:
+    """The field that a class gives the value of a further key, and refuses there; None where it gives it to none."""
+    for value in ("much", {}, 0.5):
+        said = _error(name, {key: value})
+        # Not where it is put together with others.
+        if (field := _OF_FIELD.match(said)) and (f"value: {value!r})" in said or f"with value {value!r} " in said):
+            return field[1]
+    return None
+
+
 def _lines(values: Mapping[str, Any]) -> str:
     return ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
 
@@ -224,7 +249,7 @@ def text() -> str:
     version, keys = json.dumps(transformers.__version__), {name: keys_of(name) for name in _causal()}
     common = set.intersection(*keys.values())
     own = {name: sorted(found - common) for name, found in keys.items()}
-    types = f'"types": {{\n{_lines(key_types())}\n}}'
+    types = f'"types": {{\n{_lines(key_types(own))}\n}}'
     names = f'"common": {json.dumps(sorted(common))}, "keys": {{\n{_lines(own)}\n}}'
     said = f'"words": {{\n{_lines(words())}\n}}, "activations": {json.dumps(sorted(ACT2FN))}'
     said += "".join(f', "{name}": {json.dumps(found)}' for name, found in sizes().items())

@@ -19,7 +19,7 @@ from .config_reader import ConfigReader
 from .derived_rows import facts_of
 from .families import FAMILIES, try_family
 from .family import Family, activation_numbers, types_with
-from .key_types import LISTS_OF_KINDS, check_lists, classified, fields_of, mistyped, whole_heads
+from .key_types import LISTS_OF_KINDS, check_lists, classified, fields_of, keys_of, mistyped, whole_heads
 from .layers import LayerAttention, LayerBlocks, LayerShape, checked, kinds_of_layers
 from .shape import Caps, Head, Heads, Mlp, ModelShape, Norms, Positions, Residual, Stack
 from .shared_blocks import INPUTS, shared_blocks
@@ -324,6 +324,9 @@ def _sliding_window(config: Config, family: Family) -> int | None:
         return None
     default = family.defaults.get("sliding_window") if family.window_of is None else family.window_of(config)
     window = config.get("sliding_window", default)
-    if isinstance(window, int) and window < 1 and "sliding_window" in fields_of(str(config["model_type"])):
+    name = str(config["model_type"])
+    if window is not None and not isinstance(window, int) and "sliding_window" in keys_of(name):
+        raise ModelConfigError(f"sliding_window is {window!r}: it has to be a whole number or null", "sliding_window")
+    if isinstance(window, int) and window < 1 and "sliding_window" in fields_of(name):
         raise ModelConfigError(f"sliding_window is {window}: a window has a token or more", "sliding_window")
     return window if isinstance(window, int) and window > 0 else None

@@ -30,28 +30,32 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "mapping": (Mapping,),
 }
 """In this order: in Python a switch is a whole number too."""
-LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers"})
+LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta"})
 """Keys whose lists transformers compares with the number of layers, or reads for each."""
 _LISTED: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type"), ("text",)),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers"), ("text",)),
     **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
     "no_rope_layers": ("switch", "whole"),
     "activation_sparsity_pattern": ("whole", "fraction"),
 }
 """What lists hold that families read, also of types whose class does not check them."""
-_OR_ONE = "activation_sparsity_pattern"
-"""One number may stand for its list."""
 _FITS: Mapping[str, Callable[[float], bool]] = {
     "more than 0": lambda number: number > 0,
     "0 or more": lambda number: number >= 0,
     "between 0 and 1": lambda number: 0 <= number <= 1,
 }
 _BASES = re.compile(r"(?!layer_)(\w+_)?rope_theta|rope_local_base_freq|rotary_emb_base")
+_COUNTED = re.compile(
+    rf"{_BASES.pattern}|(\w+_)?eps|rotary_(pct|dim)|partial_rotary_factor|factor|beta_(fast|slow)"
+    r"|((low|high)_freq|attention|short|long)_factor|mscale(_all_dim)?|llama_4_scaling_beta|original_max_position_embeddings|initializer_range|num_nextn_predict_layers"
+)
+"""Keys that models count with, of classes too that do not check them."""
 _BOUNDS = tuple(
     (re.compile(keys), fits, why)
     for keys, fits, why in (
         ("attention_chunk_size|no_rope_layer_interval|head_dim|rotary_dim|dim_model_base", "more than 0", ""),
         (_BASES.pattern, "more than 0", ": positions turn by base^(-2i / head_dim)"),
+        ("rotary_pct", "between 0 and 1", ": it is a share of head_dim"),
         ("query_pre_attn_scalar|attention_multiplier", "more than 0", ": attention scores are scaled by it"),
         ("logits_scaling|(attn|final)_logit_softcapping", "more than 0", ": logits are divided by it"),
         (r"(\w+_)?(eps|epsilon)", "0 or more", ": norms divide by √(variance + epsilon)"),
@@ -95,7 +99,7 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
             return key, f"{key} is {json.dumps(config[key], default=str)[:60]}: it has to be {_meant(taken)}"
     for key in sorted(_LISTED.keys() & config.keys()):
         value = config[key]
-        listed = value if isinstance(value, list | tuple) else [value if key == _OR_ONE else None]
+        listed = value if isinstance(value, list | tuple) else [None]
         if value is not None and not {*map(_kind, listed)} <= {*_LISTED[key]}:
             said = json.dumps(value, default=str)[:60]
             return key, f"{key} is {said}: it has to be a list, each entry of it {_meant(_LISTED[key])}"
@@ -111,18 +115,20 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
 
 def _out_of_bounds(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | None:
     """The first number with which no class can compute, of keys inside others too."""
-    own = fields_of(model_type)
+    own, known = fields_of(model_type), keys_of(model_type)
     for name, key, value in _leaves(portable(architecture(config))):
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and FLOAT in value:
             if key != _ENDLESS:
                 return name, f"{key} is {value[FLOAT]}: it has to be a finite number"
             continue
         is_base = _BASES.fullmatch(key) is not None
+        is_number = is_base or (name in known and _COUNTED.fullmatch(key) is not None)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            if is_base and value is not None:
+            if is_number and value is not None:
                 return name, f"{key} is {json.dumps(value, default=str)[:60]}: it has to be a number"
             continue
-        for keys, fits, why in _BOUNDS if is_base or (key in own and (model_type, key) not in _NO_SIZE) else ():
+        is_bound = is_base or key == "rotary_pct" or (key in own and (model_type, key) not in _NO_SIZE)
+        for keys, fits, why in _BOUNDS if is_bound else ():
             if keys.fullmatch(key) and not _FITS[fits](value):
                 return name, f"{key} is {value}: it has to be {fits}{why}"
     return None
@@ -132,9 +138,9 @@ def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Each value that holds no others: the outermost key, its own key, and itself."""
     waiting = [(key, key, value) for key, value in config.items()]
     for name, key, value in waiting:
-        if isinstance(value, Mapping) and FLOAT not in value:
+        if isinstance(value, Mapping) and value.keys() - {FLOAT} and not _COUNTED.fullmatch(key):
             waiting += [(name, str(inner), one) for inner, one in value.items()]
-        elif isinstance(value, list | tuple) and not _BASES.fullmatch(key):
+        elif isinstance(value, list | tuple) and value and not _BASES.fullmatch(key):
             waiting += [(name, key, one) for one in value]
         else:
             yield name, key, value
@@ -156,6 +162,9 @@ def _stretched_otherwise(model_type: str, config: Mapping[str, Any]) -> tuple[st
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(given := config.get(key), Mapping):
             continue
+        for kind, own in given.items():
+            if kind.endswith("_attention") and own is not None and not isinstance(own, Mapping):
+                return key, f"{key} has {json.dumps(own, default=str)[:60]} for {kind}: it has to be a mapping"
         for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
             kind = rope.get("rope_type", rope.get("type"))
             if kind is not None and kind not in known:
@@ -163,7 +172,7 @@ def _stretched_otherwise(model_type: str, config: Mapping[str, Any]) -> tuple[st
                 return key, f"{said}: {_word(str(kind), known)}"
         # Classes that have positions for each kind of layer do not check others.
         kind = None if row.get("positions_by_kind") else given.get("rope_type", given.get("type"))
-        missing = [name for name in _STRETCHES.get(str(kind), ()) if name not in given]
+        missing = [name for name in _STRETCHES.get(str(kind), ()) if given.get(name) is None]
         if missing:
             return key, f"{key} has the rope_type {kind} and lacks {', '.join(missing)}, which transformers refuses"
     return None
@@ -173,6 +182,13 @@ def _stretched_otherwise(model_type: str, config: Mapping[str, Any]) -> tuple[st
 def fields_of(model_type: str) -> frozenset[str]:
     """The keys whose values a class checks."""
     return frozenset(key for keys in _stored()["types"].get(model_type, {}).values() for key in keys)
+
+
+@functools.cache
+def keys_of(model_type: str) -> frozenset[str]:
+    """The keys that a class has, whether it checks them or not."""
+    stored = _stored()
+    return frozenset((*stored["keys"].get(model_type, ()), *stored["common"]))
 
 
 def _word(word: str, known: Sequence[str]) -> str:
@@ -204,11 +220,9 @@ def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, 
 
     Other unknown keys are those of a model's own code, which published files carry along.
     """
-    stored = _stored()
-    own = stored["keys"].get(model_type)
-    if own is None:
+    if model_type not in _stored()["keys"]:
         return
-    known = {*own, *stored["common"]}
+    known = keys_of(model_type)
     for key in config.keys() - known:
         meant = closest(key, known - config.keys(), least=_NEAR)
         if meant is not None:

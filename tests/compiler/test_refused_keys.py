@@ -29,6 +29,9 @@ FALCON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 FALCON["new_decoder_architecture"] = True
 EXPERTS = {**SMALL, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 LIMITED = {"n_routed_experts": 8, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+MPT = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61}
+MISTRAL4 = {**EXPERTS, "n_routed_experts": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 MAMBA2 = {**SMALL, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "head_dim": 8}
 SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads": 4, "mamba_ngroups": 1}
 
@@ -69,6 +72,34 @@ SHARED = {**SMALL, "mamba_headdim": 8, "n_mamba_heads": 8, "num_key_value_heads"
             "has to divide num_experts 8",
         ),
         ("beam", {**EXPERTS, "num_experts": 8, "n_group": 2, "topk_group": 3}, "topk_group", "between 1 and n_group 2"),
+        ("gemma3n_text", {**SMALL, "activation_sparsity_pattern": 2.5}, "activation_sparsity_pattern", "to be a list"),
+        ("lfm2", {**SMALL, "block_ff_dim": "x"}, "block_ff_dim", "has to be a whole number or null"),
+        ("lfm2", {**SMALL, "block_ff_dim": 0}, "block_ff_dim", "has to be a whole number of 1 or more"),
+        ("mistral4", {**MISTRAL4, "head_dim": "x"}, "head_dim", "is 'x': it has to be a whole number"),
+        ("mistral4", {**MISTRAL4, "head_dim": 32}, "rope_parameters", "has to be qk_rope_head_dim"),
+        ("falcon", {**FALCON, "n_embed": 2.5}, "n_embed", "it has to be a whole number or null"),
+        ("llama", {**SMALL, "rope_scaling": "yarn"}, "rope_scaling", "it has to be a mapping or null"),
+        ("gpt_neox", {**SMALL, "rotary_pct": []}, "rotary_pct", "it has to be a number"),
+        ("granite_swa", {**SMALL, "layer_rope_theta": [1e4]}, "layer_rope_theta", "has 1 entries for 2 layers"),
+        ("gpt_neo", {**NEO, "attention_layers": "global"}, "attention_layers", "it has to be a list, each entry of it"),
+        ("mpt", {**MPT, "attn_config": "x"}, "attn_config", "it has to be a mapping"),
+        ("gemma4_text", {**SMALL, "use_bidirectional_attention": True}, "use_bidirectional_attention", "text or null"),
+        ("gpt_neox", {**SMALL, "rotary_pct": "x"}, "rotary_pct", "it has to be a number"),
+        ("gpt_neox", {**SMALL, "rotary_pct": 2.5}, "rotary_pct", "between 0 and 1: it is a share of head_dim"),
+        ("gpt_neox", {**SMALL, "rotary_emb_base": {}}, "rotary_emb_base", "it has to be a number"),
+        ("llama", {**SMALL, "rope_parameters": {**YARN, "factor": "x"}}, "rope_parameters", "factor is .x.: it has to"),
+        ("llama", {**SMALL, "rope_parameters": {**YARN, "factor": None}}, "rope_parameters", "and lacks factor"),
+        ("gemma3_text", {**SMALL, "rope_parameters": {"full_attention": "x"}}, "rope_parameters", "for full_attention"),
+        (
+            "modernbert-decoder",
+            {**SMALL, "sliding_window": "x"},
+            "sliding_window",
+            "it has to be a whole number or null",
+        ),
+        ("lfm3", {**SMALL, "rms_norm_eps": "x"}, "rms_norm_eps", "it has to be a number"),
+        ("iquestcoder", {**SMALL, "clip_qkv": 8.0}, "clip_qkv", "transformers refuses it"),
+        ("iquestcoder", {**SMALL, "use_sliding_window": True}, "use_sliding_window", "transformers refuses it"),
+        ("internlm3", {**SMALL, "bias": True}, "attention_bias", "it has to be as mlp_bias is"),
         ("zamba2", {**SHARED, "layer_types": ["mamba", "hybrid"]}, "layer_types", "from layers_block_type only"),
     ],
 )

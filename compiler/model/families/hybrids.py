@@ -14,7 +14,7 @@ from parcompile.model.shared_blocks import zamba2_kinds
 
 def _adjusted(config: Mapping[str, Any], width: int) -> int:
     """The width of LFM2's MLP (`Lfm2MLP` of transformers)."""
-    width = config.get("block_ff_dim") or width
+    width = whole(config, "block_ff_dim", width)
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
     width = int(2 * width / 3)

@@ -25,9 +25,7 @@ from .gemma import kinds_of_attention
 
 def _angles_differ(config: Mapping[str, Any]) -> bool:
     """Whether transformers computes angles for another number of features than Mistral 4 rotates."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping):
-        return False  # its class has a rotary embedding that fits
+    rope = config.get("rope_parameters") or {}  # its class has those of yarn then
     rotated, passed = config.get("qk_rope_head_dim", 64), config.get("qk_nope_head_dim", 64)
     width = whole(config, "head_dim", None) if config.get("head_dim") else rotated + passed
     part = rope.get("partial_rotary_factor", rotated / (rotated + passed))
