@@ -39,6 +39,8 @@ _LISTED: Mapping[str, tuple[str, ...]] = {
     "activation_sparsity_pattern": ("whole", "fraction"),
 }
 """What lists hold that families read, also of types whose class does not check them."""
+_BY_LAYER = "per_layer_config"
+"""What single layers have in the place of the model's, in a class of any type."""
 _FITS: Mapping[str, Callable[[float], bool]] = {
     "more than 0": lambda number: number > 0,
     "0 or more": lambda number: number >= 0,
@@ -106,6 +108,12 @@ def mistyped(model_type: str, config: Mapping[str, Any]) -> tuple[str, str] | No
     for key in shipped("parcompile.model", "families.json").get(model_type, {}).get("sections", ()):
         if (section := config.get(key)) and not isinstance(section, Mapping):
             return key, f"{key} is {json.dumps(section, default=str)[:60]}: it has to be {_MEANT['mapping']}"
+    if (by_layer := config.get(_BY_LAYER)) is not None and not (
+        isinstance(by_layer, Mapping)
+        and all(str(layer).isdecimal() and isinstance(own, Mapping) for layer, own in by_layer.items())
+    ):
+        said = json.dumps(by_layer, default=str)[:60]
+        return _BY_LAYER, f"{_BY_LAYER} is {said}: it has to be a mapping from numbers of layers to mappings"
     for key, words in _stored()["words"].get(model_type, {}).items():
         known = _stored()[words] if isinstance(words, str) else words
         if isinstance(word := config.get(key), str) and word not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -332,3 +333,22 @@ def test_keys_that_files_carry_along_and_those_that_a_source_puts_together_are_n
     for name in RUNTIME_FAMILIES:
         assert not list(misspelt(name, carried)), name
     assert not list(misspelt("dots3_note_text", {"swa_qk_nope_head_dim": 192}))
+
+
+WRONG = ("x", 2.5, -1, [], {}, True, None)
+
+
+@pytest.mark.parametrize("name", sorted(RUNTIME_FAMILIES))
+def test_a_value_of_a_wrong_type_never_ends_in_a_traceback(name: str) -> None:
+    """Each key of a small configuration, of its sections too, and each further one that the class has."""
+    config = tiny_config(name)
+    inner = [(key, one) for key, section in config.items() if isinstance(section, dict) for one in section]
+    further = key_types.keys_of(name) - config.keys()
+    for value in WRONG:
+        changed = [
+            {**config, key: value} for key in [*config, *(further if value == "x" else ())] if key != "model_type"
+        ]
+        changed += [{**config, key: {**config[key], one: value}} for key, one in inner]
+        for one in changed:
+            with contextlib.suppress(ModelConfigError):
+                parameter_table(shape_from_config(one))
