@@ -9,7 +9,6 @@ from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
 from parcompile.model.blocks.experts import MoeShape
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
-from parcompile.model.families import family_of
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
 from parcompile.model.shape import mean_over_layers
@@ -24,8 +23,6 @@ from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
 
-SHARED_FIRST = types_with("shared_first")
-"""Model types whose shared expert runs before the others."""
 FP32_LOGITS = types_with("fp32_logits")
 """Model types whose head gives logits in fp32, of which it lets go of those in the type of the weights."""
 
@@ -229,11 +226,10 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
 def _beside_shared(work: Workload, found: float, width: float) -> float:
     """What a layer with experts, which have `found` in flight, and a shared one of so many features has in flight."""
-    experts, gathers = family_of(work.shape.model_type).experts, work.sequence_parallel and work.tp > 1
+    gathers = work.sequence_parallel and work.tp > 1
     whole = work.element_bytes * work.local_tokens * work.shape.hidden_size
-    if work.shape.model_type in SHARED_FIRST or (work.ep > 1 and experts is not None and not experts.beside):
-        # The shared expert runs before the others, or while rows travel to them. What it gave waits for theirs, and on
-        # the way back its gathered gradient does.
+    if work.runs_shared_first:
+        # What the shared expert gave waits for theirs, and on the way back its gathered gradient does.
         return found + whole * gathers
     # It runs behind the others, and so goes backward first. Then what it kept is gone, and the gradient of what it took
     # is there; under sequence parallelism in the place of what was gathered for it.

@@ -288,14 +288,13 @@ _BEGUN = 0.9
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
-    in_flight = _in_flight(one, static.bucket if work.zero_stage == 2 else 0.0)
-    choice = choice_bytes(work, stage) if one.eager else 0.0
+    made = static.bucket if work.zero_stage == 2 else 0.0
+    in_flight = _in_flight(one, made)
     if work.recomputes_layers:
         kept, one_layer, in_flight = _recomputed(one, in_flight)
     else:
         kept, one_layer = _kept(one), (one.sparse if one.routed else one.dense).total * one.tokens
-    kept["attention"] += choice * one.copies
-    kept["mlp"] += router_bytes(work, stage) * one.copies
+    _add_choices(one, kept)
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
@@ -319,12 +318,22 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
             whole = one_layer + in_flight - behind_mlp_bytes(work)
         most = len(stage.layers)
         of_each = (sum(kept.values()) - whole) / max(most, 1)
+        is_even = work.recomputes_layers or _has_kinds(work.shape)
+        first = lru_cache(partial(_first_layers, one, made))
+
+        def held_by(layers: float) -> float:
+            if is_even:
+                return of_each * layers
+            begun, rest = math.ceil(layers), sum(kept.values()) - first(most)[0]
+            part = begun - layers
+            return part * first(begun - 1)[0] + (1 - part) * first(begun)[0] + rest if begun > 0 else rest
+
         waiting = waiting_gradient_bytes(work, stage)
         for each in static.reductions:
             part = each.layers - max(0, math.ceil(each.layers) - 1)
             begun = again * part if each.layers <= most else last_norm_bytes(work)
             begun += waiting if each.layers > 0 else 0.0
-            reducing = max(reducing, each.taken + of_each * min(each.layers, most) + begun)
+            reducing = max(reducing, each.taken + held_by(min(each.layers, most)) + begun)
         without_experts = lru_cache(partial(_whole_of, one))
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
@@ -335,14 +344,30 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
                 here, last = stage.layers[: math.ceil(layers)], whole or in_flight
                 if work.recomputes_layers and one.routed and not work.shape.routed(here):
                     last = without_experts(here)
+                elif not is_even:
+                    last = first(len(here))[1]
                 beside = waiting + each.behind - each.filled * (not begins)
-                reducing = max(reducing, beside + of_each * layers + last)
+                reducing = max(reducing, beside + held_by(layers) + last)
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST)
         reduced = static.reductions[-2].behind if reduces and len(static.reductions) > 1 else 0.0
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
     return kept, reducing
+
+
+def _add_choices(one: _Held, kept: dict[str, float]) -> None:
+    """Adds what layers keep of choices: of keys, and of experts by their losses."""
+    kept["attention"] += choice_bytes(one.work, one.stage) * one.eager * one.copies
+    kept["mlp"] += router_bytes(one.work, one.stage) * one.copies
+
+
+def _first_layers(one: _Held, bucket: float, count: int) -> tuple[float, float]:
+    """What the first layers of a stage keep, where nothing is recomputed, and what the last of them has in flight."""
+    here = _Held.of(one.work, one.index, replace(one.stage, layers=one.stage.layers[:count]))
+    kept = _kept(here)
+    _add_choices(here, kept)
+    return sum(kept.values()), _in_flight(here, bucket)
 
 
 def _whole_of(one: _Held, layers: range) -> float:

@@ -10,6 +10,7 @@ backward pass on, and are reduced when the next one does not fit.
 from __future__ import annotations
 
 import bisect
+import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +21,7 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import GroupKind, group_kind, padded_numel
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import parameter_table
+from parcompile.model.families import family_of
 from parcompile.model.shape import ModelShape
 
 from .workload import RankPlace, Workload
@@ -30,12 +32,24 @@ SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Of buckets at stages 1 and 2: as Megatron-LM has them where it overlaps, so that latency does not bound them."""
 
 
+class _Of(enum.Enum):
+    """What a parameter is of, as far as the order of backward is another than that of the model."""
+
+    ROUTED = enum.auto()
+    """Experts."""
+    SHARED = enum.auto()
+    """An expert of all tokens that runs behind these, and goes backward before them."""
+    SHARED_FIRST = enum.auto()
+    OTHERS = enum.auto()
+
+
 class _Flat(NamedTuple):
     """A parameter of a rank."""
 
     numel: int
     is_dealt: bool
     kind: GroupKind
+    of: _Of
     layer: int
     """The place of its layer in the stage."""
 
@@ -51,8 +65,8 @@ class _Kept(NamedTuple):
     """The first that has these."""
 
 
-_OfRow = tuple[tuple[int, bool, GroupKind], ...]
-"""Of each row of trained parameters the elements of a rank, whether they are dealt, and its group."""
+_OfRow = tuple[tuple[int, bool, GroupKind, _Of], ...]
+"""Of each row of trained parameters the elements of a rank, whether they are dealt, its group, and what it is of."""
 
 
 class _Cut(NamedTuple):
@@ -167,13 +181,23 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     rows, _ = _trained(work.shape, stage)
     layouts = map(work.layout, rows)
     kinds = (group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay) for row in rows)
-    return tuple((one.local_numel, one.ep > 1, kind) for one, kind in zip(layouts, kinds, strict=True))
+    experts = family_of(work.shape.model_type).experts
+    beside = f".{experts.shared}." if experts is not None and experts.shared else None
+    shared = _Of.SHARED_FIRST if work.runs_shared_first else _Of.SHARED
+
+    def of(row: Parameter) -> _Of:
+        if row.expert_dim is not None:
+            return _Of.ROUTED
+        return shared if beside is not None and beside in row.name else _Of.OTHERS
+
+    each = zip(rows, layouts, kinds, strict=True)
+    return tuple((one.local_numel, one.ep > 1, kind, of(row)) for row, one, kind in each)
 
 
 def largest_numels(work: Workload, stage: Stage) -> tuple[int, int]:
     """Elements that a rank has of the largest parameter of dense layers, and of that of dealt experts."""
     rows = _of_rows(work, stage)
-    dense, dealt = (max((numel for numel, is_dealt, _ in rows if is_dealt == which), default=0) for which in (0, 1))
+    dense, dealt = (max((numel for numel, is_dealt, *_ in rows if is_dealt == which), default=0) for which in (0, 1))
     return dense, dealt
 
 
@@ -249,8 +273,8 @@ class _Reducing(NamedTuple):
 
     @property
     def places(self) -> Sequence[tuple[int, int, int]] | None:
-        """`_ranks_of`; behind backward they are not asked for."""
-        return _ranks_of(self.cut) if self.in_backward else None
+        """`_ranks_of`; behind backward they are not asked for where sums are of a shard."""
+        return _ranks_of(self.cut) if self.in_backward or self.is_whole else None
 
 
 def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[Reduction, ...]:
@@ -372,12 +396,12 @@ def _copies(one: _Reducing, width: int) -> Iterator[int]:
 
 def _large_copy(numel: int, begin: int, shard: int, size: int, width: int, wider: int) -> int:
     """The same of a parameter that begins there in a shard: as many shards together as are more than a bucket takes."""
-    first, several = shard - begin, size // shard + 1
-    joined = several * shard if several > 1 else 0  # a single one is no copy
-    together = max(first, several * shard)
-    if first <= size and first < numel:
-        joined = together = max(joined, first + shard * ((size - first) // shard + 1))
-    return width * min(joined, numel) + wider * min(together, numel)
+    first, several = min(shard - begin, numel), size // shard + 1
+    begins = min(numel, first + shard * ((size - first) // shard + 1)) if first <= size else first
+    follows = min(several * shard, numel - begins)
+    # A single piece is no copy.
+    joined = max(begins * (begins > first), follows * (follows > shard))
+    return width * joined + wider * max(begins, follows)
 
 
 class _Bucket(NamedTuple):
@@ -398,6 +422,24 @@ class _Bucket(NamedTuple):
     """Elements of the last one's layer that are not reduced yet."""
 
 
+def _backward(every: Sequence[_Flat]) -> Iterable[int]:
+    """The places of parameters in the order in which their gradients come."""
+    routed = dict[int, list[int]]()
+    for number, one in enumerate(every):
+        if one.of is _Of.ROUTED:
+            routed.setdefault(one.layer, []).append(number)
+    if not routed:
+        return range(len(every) - 1, -1, -1)
+
+    def place(number: int) -> float:
+        one = every[number]
+        if one.layer not in routed or one.of in (_Of.ROUTED, _Of.OTHERS):
+            return number
+        return routed[one.layer][0] - 0.5 if one.of is _Of.SHARED_FIRST else routed[one.layer][-1] + 0.5
+
+    return sorted(reversed(range(len(every))), key=place, reverse=True)
+
+
 @lru_cache(maxsize=256)
 def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backward: bool) -> Sequence[_Bucket]:
     """What is reduced together: in the order of backward, or behind it dense layers first, and then dealt experts.
@@ -408,7 +450,7 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     for one in every:
         of_layer[one.layer] += one.numel
     left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
-    order: Iterable[int] = reversed(range(len(every)))
+    order: Iterable[int] = _backward(every)
     if not in_backward:
         order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
 

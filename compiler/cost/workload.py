@@ -34,11 +34,15 @@ from parcompile.layout.shards import (
 from parcompile.machines import Accelerator, find_accelerator
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import dense_mlps, parameter_table, shared_inputs
+from parcompile.model.families import family_of
+from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, parts_of
 from parcompile.model.shape import ModelShape
 
 from .parameters import expert_numel, numels_apart, rank_parameters, trained_tensors
 
+SHARED_FIRST = types_with("shared_first")
+"""Model types whose shared expert runs before the others."""
 ASSUMED_IMBALANCE = 1.0
 """Rows of the busiest ep rank over the mean of all, where nobody says it: routers that balance well come near 1."""
 
@@ -219,6 +223,13 @@ class Workload:
     def busiest_shape(self) -> ModelShape:
         """The model as the busiest ep rank sees it: its experts compute that many more rows of each token."""
         return _with_rows(self.shape, self.imbalance)
+
+    @property
+    def runs_shared_first(self) -> bool:
+        """Whether a shared expert runs before the others, or while rows travel to them: so it goes backward last."""
+        experts = family_of(self.shape.model_type).experts
+        travels = self.ep > 1 and experts is not None and not experts.beside
+        return self.shape.model_type in SHARED_FIRST or travels
 
     @property
     def stages(self) -> tuple[Stage, ...]:
