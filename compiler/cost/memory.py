@@ -12,7 +12,7 @@ from parcompile.model.family import by_type
 from parcompile.model.tables.expression import evaluate
 
 from .parameters import trained_tensors
-from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_numels, taken_at_end
+from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_pieces, left_at_step, taken_at_end
 from .workload import RankPlace, Workload
 
 FP64_BYTES = 8
@@ -236,7 +236,7 @@ def optimizer_step_bytes(
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside. Of
         # gathered weights the small ones stay.
         return MASTER_BYTES * largest + adam - work.element_bytes * gathered_numels(work, stage)[2]
-    norm = FP64_BYTES * max(map(min, largest_numels(work, stage), (shard - dealt, dealt)))
+    norm = FP64_BYTES * max(map(min, largest_pieces(work, stage, place), (shard - dealt, dealt)))
     if work.zero_stage == 2 and not keeps_whole_sums(work):
         return max(adam, norm) - bucket  # the optimizer takes the sums themselves
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes
@@ -249,4 +249,8 @@ def optimizer_step_bytes(
     if work.zero_stage == 2 and dealt:
         gradients = own = 0
     taken = max(joined * largest + own, norm + own, MASTER_BYTES * largest + adam)
-    return max(copied, taken - gradients - bucket)
+    found = max(copied, taken - gradients - bucket)
+    if work.zero_stage == 1 and work.shards > 1 and not is_whole:
+        # At the norm, sums of other ranks' parameters still lie in the bucket.
+        found = max(found, norm + own + left_at_step(work, stage, place) - gradients)
+    return found

@@ -143,25 +143,35 @@ def _of_rank(runs: _Runs, rank: int) -> _Kept:
 def _kept(cut: _Cut) -> tuple[_Runs, _Runs]:
     """Of the ranks that share dense layers, and of those that share experts which are dealt over ep."""
     every, changes = _flat(cut.shape, cut.stage, cut.of_row), (dict[int, list[int]](), dict[int, list[int]]())
-    for number, (one, (start, stop, _)) in enumerate(zip(every, _ranks_of(cut), strict=True)):
-        changes[one.is_dealt].setdefault(start, []).append(number)
-        changes[one.is_dealt].setdefault(stop, []).append(~number)
+    for number, (one, at) in enumerate(zip(every, _spread(cut), strict=True)):
+        changes[one.is_dealt].setdefault(at.start, []).append(number)
+        changes[one.is_dealt].setdefault(at.stop, []).append(~number)
     return _swept(every, changes[0]), _swept(every, changes[1])
 
 
+class _Spread(NamedTuple):
+    """The ranks among whose shards a parameter lies: the first, the one behind the last, where it begins in a shard."""
+
+    start: int
+    stop: int
+    begin: int
+    shard: int
+    """Elements of one."""
+
+
 @lru_cache(maxsize=256)
-def _ranks_of(cut: _Cut) -> Sequence[tuple[int, int, int]]:
-    """Of each parameter the first rank in whose shard it lies, the one behind the last, and where in it it begins."""
+def _spread(cut: _Cut) -> Sequence[_Spread]:
+    """Of each parameter."""
     every, groups = _flat(cut.shape, cut.stage, cut.of_row), dict[tuple[bool, GroupKind], list[int]]()
     for number, one in enumerate(every):
         groups.setdefault((one.is_dealt, one.kind), []).append(number)
-    found = [(0, 0, 0)] * len(every)
+    found = [_Spread(0, 0, 0, 1)] * len(every)
     for (is_dealt, _), members in groups.items():
         ranks, stop = cut.expert_shards if is_dealt else cut.shards, 0
         shard = max(1, padded_numel(sum([every[number].numel for number in members]), ranks) // ranks)
         for number in members:
             start, stop = stop, stop + every[number].numel
-            found[number] = start // shard, -(-stop // shard), start % shard
+            found[number] = _Spread(start // shard, -(-stop // shard), start % shard, shard)
     return found
 
 
@@ -194,11 +204,26 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     return tuple((one.local_numel, one.ep > 1, kind, of(row)) for row, one, kind in each)
 
 
-def largest_numels(work: Workload, stage: Stage) -> tuple[int, int]:
-    """Elements that a rank has of the largest parameter of dense layers, and of that of dealt experts."""
+def largest_pieces(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[int, int]:
+    """Elements of the largest piece of a parameter in a shard: of dense layers, and of dealt experts.
+
+    Without a place the parameter is the largest, of which a shard may have less.
+    """
+    if place is not None:
+        return _largest_pieces(_cut(work, stage), place)
     rows = _of_rows(work, stage)
     dense, dealt = (max((numel for numel, is_dealt, *_ in rows if is_dealt == which), default=0) for which in (0, 1))
     return dense, dealt
+
+
+@lru_cache(maxsize=64)
+def _largest_pieces(cut: _Cut, place: RankPlace) -> tuple[int, int]:
+    largest = [0, 0]
+    for one, at in zip(_flat(cut.shape, cut.stage, cut.of_row), _spread(cut), strict=True):
+        ahead = (place[one.is_dealt] - at.start) * at.shard - at.begin  # what ranks before have of it
+        piece = min(ahead + at.shard, one.numel) - max(ahead, 0)
+        largest[one.is_dealt] = max(largest[one.is_dealt], piece)
+    return largest[0], largest[1]
 
 
 def _cut(work: Workload, stage: Stage) -> _Cut:
@@ -272,9 +297,9 @@ class _Reducing(NamedTuple):
         return _fill(self.cut.shape, self.cut.stage, self.cut.of_row, self.bucket, self.in_backward)
 
     @property
-    def places(self) -> Sequence[tuple[int, int, int]] | None:
-        """`_ranks_of`; behind backward they are not asked for where sums are of a shard."""
-        return _ranks_of(self.cut) if self.in_backward or self.is_whole else None
+    def places(self) -> Sequence[_Spread] | None:
+        """`_spread`; behind backward they are not asked for where sums are of a shard."""
+        return _spread(self.cut) if self.in_backward or self.is_whole else None
 
 
 def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[Reduction, ...]:
@@ -322,6 +347,29 @@ def taken_at_end(work: Workload, stage: Stage, place: RankPlace | None = None) -
     return max((one.taken for one in reductions(work, stage, place)), default=0.0)
 
 
+def left_at_step(work: Workload, stage: Stage, place: RankPlace | None = None) -> float:
+    """Bytes of other ranks' gradients that a rank still has at stage 1 when the norm is computed, beside the bucket.
+
+    Those that no bucket takes, where sums are of another type than the weights (`grad_accum`).
+    """
+    if work.zero_stage != 1 or work.gradient_bytes == work.element_bytes:
+        return 0.0
+    return float(work.gradient_bytes * _left_at_step(_cut(work, stage), largest_bucket(work), place))
+
+
+@lru_cache(maxsize=256)
+def _left_at_step(cut: _Cut, size: int, place: RankPlace | None) -> int:
+    every = zip(_flat(cut.shape, cut.stage, cut.of_row), _spread(cut), strict=True)
+    large, left = [pair for pair in every if pair[0].numel > size], 0
+    for which, ranks in enumerate((cut.shards, cut.expert_shards)):
+        own = [pair for pair in large if pair[0].is_dealt == which]
+        # Which of them a rank has a part of changes where one begins or ends.
+        changes = {0, *(rank for _, at in own for rank in (at.start, at.stop) if rank < ranks)}
+        places = changes if place is None else {(place.shard, place.expert_shard)[which]}
+        left += max(sum(one.numel for one, at in own if not at.start <= rank < at.stop) for rank in places)
+    return left
+
+
 def _taken_at_stage_1(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of all gradients; what is reduced is let go of, where no bucket takes it by ranks that own it."""
     width, places, large, begun = one.gradient_bytes, one.places, 0, False
@@ -351,14 +399,22 @@ def _taken_at_stage_1(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tup
 def _taken_at_stage_2(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tuple[float, float]]:
     """Beside the sums of what a rank owns, which are there from the first of its gradients on."""
     width, whole = one.element_bytes, one.is_whole and not one.on_host
-    sums, last = width * sum(part.numel for part in kept), max(part.last for part in kept)
-    if not whole:
-        sums = 0 if one.is_whole else one.gradient_bytes * one.shard
+    sums = [(width * sum(part.numel for part in kept), max(part.last for part in kept))]
+    if not whole:  # of dense layers, and of dealt experts
+        numels = (0, 0) if one.is_whole else (one.shard - one.dealt, one.dealt)
+        sums = [(one.gradient_bytes * numel, part.last) for numel, part in zip(numels, kept, strict=True)]
     large, places = 0, one.places
+
+    def begun(place: int) -> int:
+        """Bytes of sums that are there when the gradient of a parameter has come, beside those that are counted."""
+        there = sum(size * (place <= last) for size, last in sums)
+        if one.several:
+            return there * whole
+        return there - sum(size for size, _ in sums)
+
     for bucket, copied in zip(one.buckets, _copies(one, width), strict=True):
         # fp32 sums are there before the copies, those in the type of the weights behind them.
-        begun = bucket.stop <= last, bucket.first <= last
-        beside = [sums * (done if one.several and whole else 0 if one.several else done - 1) for done in begun]
+        beside = begun(bucket.stop), begun(bucket.first)
         size = width * sum(bucket.numels)
         apart = large + width * bucket.waiting + size * bucket.is_large
         # What no bucket takes stays with a rank that owns it, where sums are of another type.
@@ -366,12 +422,12 @@ def _taken_at_stage_2(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tup
         yield apart + max(copied + beside[not whole], beside[1]), beside[1] + large
 
 
-def _is_own(bucket: _Bucket, places: Sequence[tuple[int, int, int]] | None, kept: tuple[_Kept, _Kept]) -> bool:
+def _is_own(bucket: _Bucket, places: Sequence[_Spread] | None, kept: tuple[_Kept, _Kept]) -> bool:
     """Whether the rank owns a part of the first parameter of a bucket, where reductions tell ranks apart."""
     if places is None:
         return False
-    start, stop, _ = places[bucket.first]
-    return start <= kept[bucket.numels[1] > 0].rank < stop
+    at = places[bucket.first]
+    return at.start <= kept[bucket.numels[1] > 0].rank < at.stop
 
 
 def _copies(one: _Reducing, width: int) -> Iterator[int]:
@@ -381,12 +437,12 @@ def _copies(one: _Reducing, width: int) -> Iterator[int]:
     dense, dealt = (width * pieces + wider for pieces in in_pieces)
     for bucket in one.buckets:
         if bucket.is_large:
-            begin = places[bucket.first][2] if places else 0
+            begin = places[bucket.first].begin if places else 0
             yield _large_copy(sum(bucket.numels), begin, one.shard, one.bucket, width, wider)
         elif (
             places
             and one.is_whole
-            and places[bucket.first][0] + 1 == places[bucket.stop - 1][1]
+            and places[bucket.first].start + 1 == places[bucket.stop - 1].stop
             and not bucket.numels[1]
         ):
             yield bucket.numels[0] * wider  # all of it goes to one rank
@@ -431,13 +487,13 @@ def _backward(every: Sequence[_Flat]) -> Iterable[int]:
     if not routed:
         return range(len(every) - 1, -1, -1)
 
-    def place(number: int) -> float:
+    def place(number: int) -> tuple[float, int]:
         one = every[number]
         if one.layer not in routed or one.of in (_Of.ROUTED, _Of.OTHERS):
-            return number
-        return routed[one.layer][0] - 0.5 if one.of is _Of.SHARED_FIRST else routed[one.layer][-1] + 0.5
+            return number, number
+        return routed[one.layer][0] - 0.5 if one.of is _Of.SHARED_FIRST else routed[one.layer][-1] + 0.5, number
 
-    return sorted(reversed(range(len(every))), key=place, reverse=True)
+    return sorted(range(len(every)), key=place, reverse=True)
 
 
 @lru_cache(maxsize=256)
