@@ -22,7 +22,7 @@ from .blocks import (
     parts_bytes,
     uses,
 )
-from .collectives import buffer_bytes, norms_mlp_output, routed_layers
+from .collectives import buffer_bytes, hidden_bytes, norms_mlp_output, routed_layers
 from .kept import BESIDE, LayerBytes, mean_bytes, rotary_table_bytes, sort_bytes, sorts
 from .layer_passes import (
     attention_in_flight,
@@ -311,10 +311,10 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         )
     reducing = 0.0
     if static.reductions:
-        # Of what is recomputed there is one layer, and of it what is left of its attention and norms.
-        again = whole = 0.0
+        # Of what is recomputed there is one layer, and of it what is left.
+        again = whole = beyond = 0.0
         if work.recomputes_layers:
-            again = one_layer - (one.sparse if one.routed else one.dense).mlp * one.tokens
+            again, beyond = one_layer, (one.sparse.mlp - one.dense.mlp) * one.tokens
             whole = one_layer + in_flight - behind_mlp_bytes(work)
         most = len(stage.layers)
         of_each = (sum(kept.values()) - whole) / max(most, 1)
@@ -330,10 +330,15 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
 
         waiting = waiting_gradient_bytes(work, stage)
         for each in static.reductions:
-            part = each.layers - max(0, math.ceil(each.layers) - 1)
-            begun = again * part if each.layers <= most else last_norm_bytes(work)
+            begun, held = last_norm_bytes(work), float(most)
+            if each.layers <= most:
+                place = max(0, math.ceil(each.layers) - 1)
+                is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0
+                part = _share_left(one, one.sparse if is_routed else one.dense, each)
+                begun, held = (again - (one.routed > is_routed) * beyond) * part, place + part
+                begun += hidden_bytes(work) * (each.layers > 0)
             begun += waiting if each.layers > 0 else 0.0
-            reducing = max(reducing, each.taken + held_by(min(each.layers, most)) + begun)
+            reducing = max(reducing, each.taken + held_by(held) + begun)
         without_experts = lru_cache(partial(_whole_of, one))
         for each, following in pairwise(static.reductions):
             # Sums that are there by then lie beside the layer that goes backward next, or is about to.
@@ -351,9 +356,28 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST)
-        reduced = static.reductions[-2].behind if reduces and len(static.reductions) > 1 else 0.0
+        # The embedding's own gradient is not waited for.
+        earlier = static.reductions[: -2 if static.reductions and static.reductions[-1].is_single else -1]
+        reduced = earlier[-1].behind if reduces and earlier else 0.0
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
     return kept, reducing
+
+
+def _share_left(one: _Held, layer: LayerBytes, reduction: Reduction) -> float:
+    """Of what a layer keeps that has begun, the share that is left when gradients are reduced.
+
+    Norms behind a block go backward before it, those in front behind it; a single one in front of both at the end. When
+    the gradient of an MLP's first projection comes, what it kept is gone.
+    """
+    (attention, mlp), norms = reduction.left, one.work.shape.norms.per_layer
+    behind = norms_mlp_output(one.work.shape)
+    streams = 1.0 if norms <= 1 else (norms - behind if mlp else norms // 2 - behind) / norms
+    of_state = kept_bytes(one.work) / one.tokens if one.states and not layer.attention else 0.0
+    first = 1 / 3 if one.work.shape.mlp.gated else 1 / 2
+    mlp = max(0.0, mlp - first) / (1 - first)
+    left = layer.stream * streams + (layer.attention + of_state) * attention + layer.mlp * mlp
+    left += layer.gathered * ((mlp > 0) + (attention > 0)) / 2
+    return left / (layer.total + of_state) if reduction.layers > 0 and layer.total else 0.0
 
 
 def _add_choices(one: _Held, kept: dict[str, float]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -22,6 +23,7 @@ from parcompile.layout.shards import GroupKind, group_kind, padded_numel
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import family_of
+from parcompile.model.layer_parts import MLP, modules_of
 from parcompile.model.shape import ModelShape
 
 from .workload import RankPlace, Workload
@@ -40,6 +42,7 @@ class _Of(enum.Enum):
     SHARED = enum.auto()
     """An expert of all tokens that runs behind these, and goes backward before them."""
     SHARED_FIRST = enum.auto()
+    MLP = enum.auto()
     OTHERS = enum.auto()
 
 
@@ -195,10 +198,14 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     beside = f".{experts.shared}." if experts is not None and experts.shared else None
     shared = _Of.SHARED_FIRST if work.runs_shared_first else _Of.SHARED
 
+    in_mlp = [f".{{layer}}.{name}." for name in modules_of(work.shape, MLP)]
+
     def of(row: Parameter) -> _Of:
         if row.expert_dim is not None:
             return _Of.ROUTED
-        return shared if beside is not None and beside in row.name else _Of.OTHERS
+        if beside is not None and beside in row.name:
+            return shared
+        return _Of.MLP if any(inside in row.name for inside in in_mlp) else _Of.OTHERS
 
     each = zip(rows, layouts, kinds, strict=True)
     return tuple((one.local_numel, one.ep > 1, kind, of(row)) for row, one, kind in each)
@@ -267,6 +274,11 @@ class Reduction(NamedTuple):
     """The same behind it."""
     filled: float
     """Bytes of gradients that lie in the next bucket alone when the next whole layer goes backward: at stage 1."""
+    is_single: bool
+    """Whether it is of one parameter."""
+    left: tuple[float, float]
+    """Of the layer that has begun, the share of attention's parameters and norms that is not reduced, and that of the
+    MLP's."""
 
 
 class _Reducing(NamedTuple):
@@ -327,7 +339,10 @@ def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, .
     each = zip(one.buckets, taken(one, kept), strict=True)
     width = one.gradient_bytes * (one.zero_stage == 1 and one.in_backward)
     return tuple(
-        Reduction(bucket.layers, float(at), float(behind), width * bucket.rest) for bucket, (at, behind) in each
+        Reduction(
+            bucket.layers, float(at), float(behind), width * bucket.rest, bucket.stop - bucket.first == 1, bucket.left
+        )
+        for bucket, (at, behind) in each
     )
 
 
@@ -476,6 +491,8 @@ class _Bucket(NamedTuple):
     """Elements of those that are reduced before; large ones are let go of elsewhere."""
     rest: int
     """Elements of the last one's layer that are not reduced yet."""
+    left: tuple[float, float]
+    """Of that layer, the shares that are left of attention and norms, and of the MLP."""
 
 
 def _backward(every: Sequence[_Flat]) -> Iterable[int]:
@@ -503,8 +520,11 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     Behind it, of buckets that are alike the first and the last stand for all: more is let go of before the later ones.
     """
     every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
+    of_part = Counter[tuple[int, bool]]()
     for one in every:
         of_layer[one.layer] += one.numel
+        of_part[one.layer, one.of is not _Of.OTHERS] += one.numel
+    parts_left = Counter(of_part)
     left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
     order: Iterable[int] = _backward(every)
     if not in_backward:
@@ -513,7 +533,10 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     def fill(layers: float, waiting: int, rest: int) -> int:
         """Elements that a bucket has taken."""
         is_large, numels = total > size, (filled[0], filled[1])
-        found.append(_Bucket(layers, min(members), max(members) + 1, numels, waiting, is_large, before, rest))
+        place = max(0, math.ceil(layers) - 1)
+        attention, mlp = (parts_left[place, part] / max(of_part[place, part], 1) for part in (False, True))
+        ends = min(members), max(members) + 1
+        found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp)))
         return 0 if is_large else total
 
     for number in order:
@@ -526,6 +549,7 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
         filled[one.is_dealt] += one.numel
         total += one.numel
         left[one.layer] -= one.numel
+        parts_left[one.layer, one.of is not _Of.OTHERS] -= one.numel
     if members:
         fill(0, 0, 0)
     if in_backward:
