@@ -83,7 +83,7 @@ def ends_bytes(
     if work.recomputes_layers:
         head = max(head, mixture) + head_bytes(work, stage)
         return max(recomputed_layer + waiting - later, head) - recomputed_layer - counted
-    in_fp32 = (2 * width if width < 4 else 0) + 3 * 4
+    in_fp32 = (2 * width if width < 4 and not _is_centred(work) else 0) + 3 * 4
     first = hidden * (in_fp32 if computes_norms(work) else 2 * copied + 2 * width) / share
     return max(head, mixture, max((normed + first) * stage.has_head, in_flight) + waiting - later) - counted
 
