@@ -130,6 +130,16 @@ def last_norm_bytes(work: Workload) -> float:
     return work.split_tokens * work.shape.hidden_size * (_of_last_norm(work) + work.element_bytes) / share
 
 
+def between_runs_bytes(work: Workload, stage: Stage) -> float:
+    """What the norms behind all runs of stacks but the last keep, of what goes into them in fp32."""
+    runs = work.shape.stack.runs
+    if runs is None:
+        return 0.0
+    share = work.tp if work.sequence_parallel else 1
+    of_stage = runs.trained_stacks * len(stage.layers) / work.shape.num_hidden_layers - stage.has_head
+    return max(0.0, of_stage) * 4 * work.split_tokens * work.shape.hidden_size / share
+
+
 def _of_last_norm(work: Workload) -> float:
     """What the norm behind the last layer keeps of a feature, beyond what goes into it and comes out.
 

@@ -28,6 +28,7 @@ from .layer_passes import (
     attention_in_flight,
     attention_sizes,
     behind_mlp_bytes,
+    between_runs_bytes,
     counted_logits,
     dealt_rows,
     embedding_backward_bytes,
@@ -298,7 +299,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     if one.eager:
         # The parts of a second embedding are those of all layers, also where one layer is recomputed.
         parts = parts_bytes(work) if work.recomputes_layers else 0.0
-        before = front_bytes(work, stage) + received_bytes(work, stage) + parts
+        before = front_bytes(work, stage) + received_bytes(work, stage) + parts + between_runs_bytes(work, stage)
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += before * one.copies
         # With full recomputation it is gone when a layer is computed again.
@@ -360,6 +361,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         earlier = static.reductions[: -2 if static.reductions and static.reductions[-1].is_single else -1]
         reduced = earlier[-1].behind if reduces and earlier else 0.0
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
+        _add_runs(one, kept, logits, static.numel)
     return kept, reducing
 
 
@@ -510,6 +512,21 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
             kept["stream"] -= taken
             one_layer -= attended + taken
     return kept, one_layer, in_flight
+
+
+def _add_runs(one: _Held, kept: dict[str, float], logits: float, numel: int) -> None:
+    """Adds what waits of stacks that run several times, where the moment before their first runs is the largest.
+
+    All of them have run backward by then but for one run each, and their gradients wait for these.
+    """
+    runs, work, stage = one.work.shape.stack.runs, one.work, one.stage
+    if runs is None or runs.trained_stacks <= len(runs.stacks):
+        return
+    tables = stage.has_embedding + (stage.has_head and not work.shape.tie_word_embeddings)
+    waiting = work.element_bytes * (numel - tables * work.padded_vocabulary * work.shape.hidden_size / work.tp)
+    held = sum(kept.values())
+    left = waiting + held * len(runs.stacks) / runs.trained_stacks
+    kept["stream"] += max(0.0, left - held - counted_logits(work, logits))
 
 
 def kept_tensors(work: Workload, layers: range) -> list[tuple[float, float]]:

@@ -139,6 +139,11 @@ class LayerRuns(NamedTuple):
     """Those among them that gradients do not pass: nothing is kept of them."""
 
     @property
+    def trained_stacks(self) -> float:
+        """Runs of stacks that gradients pass."""
+        return (self.total - self.untrained) / self.layers
+
+    @property
     def counted(self) -> float:
         """Runs as operations of training count them: a forward pass is a third of a run."""
         return self.total - self.untrained * 2 / 3
