@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,21 @@ def whole_adapters(tensors: WholeTensors) -> Iterator[tuple[str, Tensor]]:
 
 def write_adapter(output: Path, adapters: Mapping[str, Any], state: dict[str, Tensor]) -> list[Path]:
     """Writes peft's two files, and returns them."""
-    from safetensors.torch import save_file
-
     config, weights = output / "adapter_config.json", output / "adapter_model.safetensors"
-    save_file(state, str(weights), metadata={"format": "pt"})
+    write_tensors(state, weights)
     values = {**adapters["config"], "inference_mode": True}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return [config, weights]
+
+
+def write_tensors(state: dict[str, Tensor], file: Path) -> None:
+    """Writes a safetensors file with the permissions of a new file: safetensors 0.8 lets its owner alone read it."""
+    from safetensors.torch import save_file
+
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    save_file(state, str(file), metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def _whole_model(folder: str | Path, plan: Plan, buffers: Collection[str]) -> PretrainedFolder:
@@ -210,10 +219,8 @@ class ModelWriter:
         self._total += size
 
     def _flush(self) -> None:
-        from safetensors.torch import save_file
-
         file = self._folder / f"part-{len(self._written)}.safetensors"
-        save_file(self._waiting, str(file), metadata={"format": "pt"})
+        write_tensors(self._waiting, file)
         self._written.append((file, list(self._waiting)))
         self._waiting, self._bytes = {}, 0
 

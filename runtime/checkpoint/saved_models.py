@@ -27,7 +27,16 @@ from parcompile.runtime.liveness import doing
 from parcompile.runtime.model.lora import plain_name, without_peft
 
 from .agreement import on_all_ranks, one_line
-from .exporting import INDEX, SHARD_BYTES, ModelWriter, whole_adapters, whole_weights, write_adapter, write_config
+from .exporting import (
+    INDEX,
+    SHARD_BYTES,
+    ModelWriter,
+    whole_adapters,
+    whole_weights,
+    write_adapter,
+    write_config,
+    write_tensors,
+)
 from .whole_tensors import LiveTensors, is_whole
 
 _UNFINISHED = "unfinished"
@@ -158,9 +167,7 @@ def _save_16bit_model(
         with _put_together(folder) as part:
             write_config(tensors.plan, part)
             if save_filename.endswith(".safetensors"):
-                from safetensors.torch import save_file
-
-                save_file(state, str(part / save_filename), metadata={"format": "pt"})
+                write_tensors(state, part / save_filename)
             else:
                 torch.save(state, part / save_filename)
 

@@ -102,6 +102,12 @@ def test_nothing_is_written_into_a_checkpoint_which_that_would_make_unusable(run
     assert invoke("export", step, "--hf", run / "hf").exit_code == 0
 
 
+def test_weights_that_are_exported_have_the_permissions_of_any_new_file(run: Path) -> None:
+    assert invoke("export", run / "checkpoints", "--hf", run / "out").exit_code == 0
+    modes = {oct(file.stat().st_mode) for file in (run / "out").iterdir()}
+    assert modes == {oct((run / "plan.json").stat().st_mode)}
+
+
 def test_an_export_that_fails_leaves_nothing(run: Path) -> None:
     into = run.parent / "hf"  # no multimodal model
     said = refused("export", run / "checkpoints", "--hf", run / "deep" / "out", "--into", into)
