@@ -164,14 +164,19 @@ def _target(key: str, parent: Path, known: Collection[str], instance: Mapping[st
     synonym = known_key(view.name, key)
     if synonym is not None:
         return tuple(synonym.split("."))
-    elsewhere = [path for path in view.places if path[-1] == key and path[:-1] != parent]
+    elsewhere = [path for path in view.places if path[-1] == key and path not in (parent, (*parent, key))]
     if len(elsewhere) == 1 and all(isinstance(step, str) for step in parent):
         return elsewhere[0]
     sibling = closest(key, [name for name in known if name not in instance]) or closest(key, known)
     if sibling is not None:
         return (*parent, sibling)
+    longer = [name for name in known if name not in instance and name.endswith(f"_{key}")]
+    if len(longer) == 1:
+        return (*parent, *longer)
     near = closest(key, _names(view.name))
-    return None if near is None else tuple(_names(view.name)[near].split("."))
+    target = () if near is None else tuple(_names(view.name)[near].split("."))
+    other_section = parent and (target[:1] != parent[:1] or target == parent)
+    return None if other_section else target or None
 
 
 @handles("required")

@@ -66,6 +66,7 @@ INLINE = {
     "vocab_size": 256,
     "max_position_embeddings": 128,
 }
+LLAMA, YARN = {**INLINE, "model_type": "llama"}, {"rope_type": "yarn", "factor": 4.0}
 # path, value, code, a part of the message, a part of the help
 MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("parallelism.tp", "8", "K003", 'whole number of at least 1 or "auto", found text "8"', "write 8 without quotes"),
@@ -126,6 +127,11 @@ MISTAKES: list[tuple[str, object, str, str, str | None]] = [
     ("training.num-train-epochs", 3, "K001", "unknown key", "a spec counts steps: write train_steps"),
     ("training.checkpoint", "out", "K001", "unknown key", "parcompile.runtime.checkpoint has save and load"),
     ("parallelism.data", 4, "K001", 'unknown key "data" in parallelism', 'did you mean "dp"?'),
+    # older files of transformers name rope_type so; "dtype" is a name of another section
+    ("model", {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "K001", '"type"', 'you mean "rope_type"?'),
+    ("training.optimizer.typ", "adamw", "K001", 'unknown key "typ"', "optimizer.type, which is given already"),
+    ("model", {**LLAMA, "rope_scaling": {**YARN, "dtypes": ""}}, "K001", 'unknown key "dtypes"', "remove it"),
+    ("zero.zero", 1, "K001", 'unknown key "zero" in zero', "known keys are"),
 ]
 
 
