@@ -111,8 +111,8 @@ def _text(tree: dict[str, Any]) -> str:
     lines.append("")
     for key in ("node_link", "network_link"):
         link = tree[key]
-        rate, latency = format_bandwidth(link["bytes_per_s"]), format_seconds(link["latency_seconds"])
-        lines.append(f"{key.replace('_', ' '):<13} {rate}, {latency}")
+        latency = f", {format_seconds(link['latency_seconds'])}" if link["latency_seconds"] else ""  # 0: not known
+        lines.append(f"{key.replace('_', ' '):<13} {format_bandwidth(link['bytes_per_s'])}{latency}")
         if link["source"] != tree["source"]:
             lines[-1] += f" ({link['source']})"
     return "\n".join(lines) + "\n"

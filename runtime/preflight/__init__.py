@@ -332,7 +332,7 @@ def compare_messages(mesh: Mesh, step: StepMeasurement) -> Iterator[Finding]:
             wrong.append(f"{have.messages:,} messages were sent, the estimate says {want.messages:,}")
         if wrong:
             wrong.append(f"counted: {_kinds(step, group) or 'nothing'}")
-        said = f"buckets of {format_bytes(want.wire_bytes)}" if bucketed and want.messages else _tally(want)
+        said = f"{format_bytes(want.wire_bytes)} in buckets" if bucketed and want.messages else _tally(want)
         yield _finding(rank, f"sent over {group}", said, _tally(have), wrong)
 
 
@@ -359,7 +359,7 @@ def _one_level(tallies: dict[str, Tally]) -> dict[str, Tally]:
 
 def _kinds(step: StepMeasurement, group: str) -> str:
     return ", ".join(
-        f"{one.messages:,} × {kind} of {one.wire_bytes:,.0f} bytes"
+        f"{one.messages:,} × {kind}, {one.wire_bytes:,.0f} bytes in all"
         for (name, kind), one in step.counts.items()
         if name == group
     )
@@ -386,7 +386,7 @@ def _bytes(rank: int, subject: str, planned: int, found: int, *, extra: bool = F
 
 
 def _tally(tally: Tally) -> str:
-    return f"{tally.messages:,} × {format_bytes(tally.wire_bytes)}"
+    return f"{format_bytes(tally.wire_bytes)} in {tally.messages:,} message(s)"
 
 
 def _shown(ranges: Ranges | None) -> str:

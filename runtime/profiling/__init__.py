@@ -150,7 +150,8 @@ def _link(name: str, links: Sequence[LinkRate], built_in: Link, source: str) -> 
     """Rate of the all-reduce at its best size, latency at its smallest."""
     sums = [one for one in links if one.link == name and one.collective == "all-reduce"]
     if not sums:
-        assumed = f"not measured but assumed; --ranks 2 measures it: {built_in.source}"
+        how = "--ranks 2 measures" if name == NODE else "ranks on two nodes measure"
+        assumed = f"not measured but assumed; {how} it: {built_in.source}"
         return Link(name, built_in.title, built_in.bytes_per_s, assumed)
     title = f"{'in a node' if name == NODE else 'between nodes'}, {sums[0].ranks} ranks"
     smallest = min(sums, key=lambda one: one.size)

@@ -195,6 +195,8 @@ expert_parallel_degree = 8
 fsdp_reshard_after_forward = "never"
 [activation_checkpoint]
 mode = "none"
+early_stop = true
+mod = "full"
 [debug]
 moe_force_load_balance = true
 [float8]
@@ -213,6 +215,8 @@ def test_torchtitans_toml_is_read_with_its_earlier_names(tmp_path: Path) -> None
     assert fate(result, "training.dtype") == (Outcome.LOST, True)
     assert fate(result, "model.converters")[0] is Outcome.NO_EFFECT
     assert fate(result, "debug.moe_force_load_balance")[0] is Outcome.LOST
+    assert fate(result, "activation_checkpoint.early_stop")[0] is Outcome.NO_EFFECT
+    assert fate(result, "activation_checkpoint.mod")[0] is Outcome.LOST  # torchtitan has no such key
     assert fate(result, "float8.filter_fqns")[0] is Outcome.NO_EFFECT  # no converter is named
     (tmp_path / "broken.toml").write_text("[training\n", encoding="utf-8")
     with pytest.raises(SourceError, match="this is no TOML"):

@@ -907,8 +907,8 @@ def test_messages_of_zero_stage_3_agree_with_the_estimate(tied: bool, recompute:
     sent = next(one for one in report.findings if one.subject == "sent over dp-cp")
     assert sent.verdict is Verdict.AGREES, report.text()
     # Bytes are compared; a number of messages stands only where they are counted.
-    assert sent.planned.startswith("buckets of "), sent
-    assert re.fullmatch(r"[\d,]+ × .*", sent.found), sent
+    assert sent.planned.endswith("iB in buckets"), sent
+    assert re.fullmatch(r"[\d.]+ .iB in [\d,]+ message\(s\)", sent.found), sent  # of all together: "×" reads as of each
 
 
 @pytest.mark.parametrize(
