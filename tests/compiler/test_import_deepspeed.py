@@ -320,6 +320,16 @@ def test_what_is_switched_off_is_not_lost() -> None:
     }
 
 
+@pytest.mark.parametrize("section", ["autotuning", "data_efficiency", "hybrid_engine"])
+def test_sections_that_break_a_plan_are_carried_where_they_are_off(section: str) -> None:
+    """Autotuning ended a run behind its fifth step, with exit code 0."""
+    common = {"train_batch_size": 8, "optimizer": ADAM}
+    result = imported({**common, section: {"enabled": True}})
+    assert [one.option for one in result.of(Outcome.LOST)] == [f"{section}.enabled"]
+    assert section not in result.spec.get("deepspeed", {})
+    assert imported({**common, section: {"enabled": False}}).of(Outcome.LOST) == []
+
+
 def test_an_answer_does_not_replace_what_the_file_says() -> None:
     with pytest.raises(ImportConflictError, match=r"the file says training\.global_batch_size 8"):
         imported({"train_batch_size": 8}, training_global_batch_size=16)

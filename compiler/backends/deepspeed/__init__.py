@@ -23,6 +23,9 @@ DECIDED_BY: Mapping[str, str] = _STORED["decided_by"]
 FORBIDDEN: Mapping[str, str] = _STORED["forbidden"]
 """Keys that break a plan, and why."""
 
+SWITCHED: Mapping[str, str] = _STORED["switched"]
+"""Sections that break a plan, or do nothing in it, where they are enabled, and why."""
+
 FORBIDDEN_ZERO: Mapping[str, str] = _STORED["forbidden_zero"]
 """Keys of zero_optimization that break a plan, and why."""
 

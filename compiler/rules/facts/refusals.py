@@ -13,6 +13,7 @@ from parcompile.backends.deepspeed import (
     FORBIDDEN_ZERO,
     GATHERED,
     OWN_CHECKPOINTS,
+    SWITCHED,
     first_stage,
     has_effect,
     reach,
@@ -63,6 +64,8 @@ def fighting_keys(spec: Resolution) -> Iterator[tuple[Path, str, str, str]]:
             yield path, f"{key} is decided by {owner}", f"set {owner} instead", owner
         elif key in FORBIDDEN and spec.given(*path):
             yield path, f"{key}: {FORBIDDEN[key]}", "remove it", ""
+        elif key in SWITCHED and spec.if_given(*path, "enabled") is True:
+            yield path, f"{key}: {SWITCHED[key]}", "remove it", ""
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         inner = ("deepspeed", "zero_optimization", key)
