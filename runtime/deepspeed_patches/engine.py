@@ -119,6 +119,7 @@ def use_checkpoint_engine(engine: Any, checkpoint_engine: Any) -> Iterator[None]
         entered.enter_context(mock.patch.object(engine, "has_moe_layers", False))
         entered.enter_context(mock.patch.object(engine, "checkpoint_engine", checkpoint_engine))
         entered.enter_context(mock.patch.object(engine, "_copy_recovery_script", lambda _: None))
+        entered.enter_context(mock.patch.object(engine, "load_universal_checkpoint", lambda: False))
         yield
 
 

@@ -36,7 +36,8 @@ def layout(name: str, precision: str = "fp32") -> Plan:
     sizes = {"tp2 × dp2": (4, {"tp": 2, "dp": 2}), "cp2 × dp2": (4, {"cp": 2, "dp": 2}), "tp4": (4, {"tp": 4})}
     where, _, stage = name.partition(", ZeRO-")
     world_size, parallelism = sizes.get(where, (1, {}))
-    extra = {"zero": {"stage": int(stage or 1)}}
+    # A key for checkpoints of `ds_to_universal`: those of a run are read all the same.
+    extra = {"zero": {"stage": int(stage or 1)}, "deepspeed": {"checkpoint": {"load_universal": True}}}
     return make_plan(world_size, parallelism, training={"precision": precision}, extra=extra)
 
 
