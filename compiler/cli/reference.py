@@ -25,7 +25,7 @@ from parcompile.model.catalogue import ALIKE, REASONS, ModelType, model_type, mo
 from parcompile.model.describing import axes_of, kinds_of, near_types, presets_of, summary_of, type_named
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
 from parcompile.model.key_types import mistyped
-from parcompile.model.presets import text_part
+from parcompile.model.presets import find_preset, text_part
 from parcompile.model.tables import Counts, counts_of, table_of
 from parcompile.schema import draft07
 from parcompile.spec.resolve.model import config_file, read_config
@@ -247,16 +247,19 @@ def models_command(name: str | None, only: str | None, file: Path | None, form: 
 
     With NAME: one type in detail. A type that works runs with tp, cp, pp, dp and sequence
     parallelism, and with ep where it has experts. The number of parameters is that of a configuration
-    that leaves everything to its class, or of the file that --config names; also of types that are refused.
+    that leaves everything to its class, of the preset that NAME is, or of the file that --config names; also of types
+    that are refused.
     """
-    config = None if file is None else _config(file, name)
+    config, whose = (None if file is None else _config(file, name)), "in this configuration"
     if config is not None:
         name = str(config["model_type"])
     elif name is not None:
+        if (preset := find_preset(name)) is not None:
+            config, whose = text_part(preset.config), f"of {preset.name}"
         name = _named(name)
     if name is not None:
         one = model_type(name)
-        shown = json.dumps(_tree(one, config), indent=2) if form == "json" else "\n".join(_details(one, config))
+        shown = json.dumps(_tree(one, config), indent=2) if form == "json" else "\n".join(_details(one, config, whose))
     else:
         chosen = [one for one in model_types().values() if only is None or one.works is (only == "works")]
         if form == "json":
@@ -329,21 +332,21 @@ def _refusal(one: ModelType, config: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-def _parameters(one: ModelType, config: Mapping[str, Any] | None) -> Iterator[str]:
+def _parameters(one: ModelType, config: Mapping[str, Any] | None, whose: str) -> Iterator[str]:
     """What is wrong with a configuration, and the number of parameters; nothing of what is not known."""
     if (refused := _refusal(one, config)) is not None:
         yield f"this configuration of {one.name} is refused: {refused}"
     if (table := table_of(one.name)) is None:
         return
     if (counts := _counts(one, config)) is not None:
-        whose = f"with the defaults of {table.model_class}" if config is None else "in this configuration"
+        whose = f"with the defaults of {table.model_class}" if config is None else whose
         experts = f", {counts.experts:,} of them in routed experts" if counts.experts else ""
         yield f"parameters {whose}: {counts.total:,} ({counts.layers:,} in the layers{experts})"
     elif config is not None and refused is None:
         yield "parameters: the derived table does not cover this configuration"
 
 
-def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[str]:
+def _details(one: ModelType, config: Mapping[str, Any] | None, whose: str) -> list[str]:
     if one.works:
         lines = [f"{one.name} works: {', '.join(axes_of(one))}", *(f"  {kind}" for kind in kinds_of(one))]
     elif one.text_works:
@@ -355,7 +358,7 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
             "the text part is trained alone; the towers of other media are left as they are",
         ]
     elif one.note:
-        return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]), config)]
+        return [f"{one.name} works: {one.note}", *_details(model_type(ALIKE[one.name]), config, whose)]
     else:
         assert one.reason is not None
         lines = [f"{one.name} is refused: {one.reason.why}"]
@@ -366,7 +369,7 @@ def _details(one: ModelType, config: Mapping[str, Any] | None = None) -> list[st
             lines.append(f"what runs: {one.reason.instead}")
         if one.nearest:
             lines.append(f"nearest type that works: {one.nearest}")
-    lines += _parameters(one, config)
+    lines += _parameters(one, config, whose)
     found = presets_of(one.name if one.works or one.text is None else one.text)
     if found:
         lines.append(f"presets: {', '.join(found)}")

@@ -16,7 +16,7 @@ from parcompile.model.catalogue import REASONS, RUNTIME_FAMILIES, model_type, mo
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import FAMILIES
 from parcompile.model.hf_config import ModelConfigError, shape_from_config
-from parcompile.model.presets import find_preset
+from parcompile.model.presets import find_preset, presets
 from parcompile.pipeline import check_read
 from parcompile.plan import compile_plan
 from parcompile.rules import check, example_spec
@@ -217,6 +217,9 @@ def test_the_parameters_of_a_configuration_are_counted_exactly(tmp_path: Path) -
     tree = json.loads(output("qwen3_moe", "--config", str(tmp_path / "config.json"), "--format", "json"))
     assert tree["parameters"] == preset.parameters
     assert "parameters with the defaults of LlamaForCausalLM: 6,738,415,616" in output("llama")
+    for one in presets().values():  # not those of a class that it shares with larger and smaller models
+        assert f"parameters of {one.name}: {one.parameters:,} (" in output(one.name)
+        assert json.loads(output(one.hf_name, "--format", "json"))["parameters"] == one.parameters
     assert output("--config", str(tmp_path)) == output("--config", str(tmp_path / "config.json"))
 
 
