@@ -190,7 +190,9 @@ def import_tree(
         described = importer.model_options(source)
         if described and ("model",) in answers:
             names = ", ".join(described[:4]) + (" …" if len(described) > 4 else "")
-            raise ImportConflictError(f"the file describes its model ({names}); a preset or a config would replace it")
+            raise ImportConflictError(
+                f"the file describes its model ({names}); a preset or a config would replace it: leave that out"
+            )
         importer.read(source, draft)
     except WrongValueError as error:
         raise RefusedError(f"{error}, as in {importer.tool}") from None
@@ -219,8 +221,8 @@ def import_tree(
 def _answer(draft: Draft, answers: Mapping[SpecPath, Any]) -> None:
     for path, value in answers.items():
         if path in draft.said and draft.values[path] != value:
-            name = ".".join(path)
-            raise ImportConflictError(f"the file says {name} {draft.values[path]!r}; {value!r} would replace it")
+            said = f"{'.'.join(path)} {draft.values[path]!r}"
+            raise ImportConflictError(f"the file says {said}; {value!r} would replace it: leave that out")
         draft.set(path, value, said=True)
 
 

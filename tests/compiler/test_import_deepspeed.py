@@ -331,5 +331,5 @@ def test_sections_that_break_a_plan_are_carried_where_they_are_off(section: str)
 
 
 def test_an_answer_does_not_replace_what_the_file_says() -> None:
-    with pytest.raises(ImportConflictError, match=r"the file says training\.global_batch_size 8"):
+    with pytest.raises(ImportConflictError, match=r"global_batch_size 8; 16 would replace it: leave that out"):
         imported({"train_batch_size": 8}, training_global_batch_size=16)

@@ -17,8 +17,8 @@ from training_runs import make_plan
 
 from parcompile.cost.footprint import footprint
 from parcompile.cost.kept import CHOICE, FURTHER, GROUPS, group_bytes, sorts
-from parcompile.cost.workload import SHARED_FIRST
 from parcompile.cost.recurrent import state_bytes
+from parcompile.cost.workload import SHARED_FIRST
 from parcompile.layout.pipeline import Schedule
 from parcompile.model.blocks.block import StateCut
 from parcompile.model.blocks.indexer import Indexer
