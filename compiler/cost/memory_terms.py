@@ -289,8 +289,7 @@ _BEGUN = 0.9
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
-    made = static.bucket if work.zero_stage == 2 else 0.0
-    in_flight = _in_flight(one, made)
+    in_flight = _in_flight(one, static.bucket if work.zero_stage == 2 else 0.0)
     if work.recomputes_layers:
         kept, one_layer, in_flight = _recomputed(one, in_flight)
     else:
@@ -310,50 +309,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         kept["attention"] += scores * (
             work.shape.attending(stage.layers) * one.copies if work.recompute == "none" else bool(stage.layers)
         )
-    reducing = 0.0
-    if static.reductions:
-        # Of what is recomputed there is one layer, and of it what is left.
-        again = whole = beyond = 0.0
-        if work.recomputes_layers:
-            again, beyond = one_layer, (one.sparse.mlp - one.dense.mlp) * one.tokens
-            whole = one_layer + in_flight - behind_mlp_bytes(work)
-        most = len(stage.layers)
-        of_each = (sum(kept.values()) - whole) / max(most, 1)
-        is_even = work.recomputes_layers or _has_kinds(work.shape)
-        first = lru_cache(partial(_first_layers, one, made))
-
-        def held_by(layers: float) -> float:
-            if is_even:
-                return of_each * layers
-            begun, rest = math.ceil(layers), sum(kept.values()) - first(most)[0]
-            part = begun - layers
-            return part * first(begun - 1)[0] + (1 - part) * first(begun)[0] + rest if begun > 0 else rest
-
-        waiting = waiting_gradient_bytes(work, stage)
-        for each in static.reductions:
-            begun, held = last_norm_bytes(work), float(most)
-            if each.layers <= most:
-                place = max(0, math.ceil(each.layers) - 1)
-                is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0
-                part = _share_left(one, one.sparse if is_routed else one.dense, each)
-                begun, held = (again - (one.routed > is_routed) * beyond) * part, place + part
-                begun += hidden_bytes(work) * (each.layers > 0)
-            begun += waiting if each.layers > 0 else 0.0
-            reducing = max(reducing, each.taken + held_by(held) + begun)
-        without_experts = lru_cache(partial(_whole_of, one))
-        for each, following in pairwise(static.reductions):
-            # Sums that are there by then lie beside the layer that goes backward next, or is about to.
-            held = min(each.layers, most)
-            left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
-            if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
-                layers = held if begins else left
-                here, last = stage.layers[: math.ceil(layers)], whole or in_flight
-                if work.recomputes_layers and one.routed and not work.shape.routed(here):
-                    last = without_experts(here)
-                elif not is_even:
-                    last = first(len(here))[1]
-                beside = waiting + each.behind - each.filled * (not begins)
-                reducing = max(reducing, beside + held_by(layers) + last)
+    reducing = _while_reducing(one, sum(kept.values()), one_layer, in_flight, static) if static.reductions else 0.0
     if one.eager:
         # What was reduced is let go of when the embedding goes backward, and its sums are there.
         reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST)
@@ -363,6 +319,60 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
         _add_runs(one, kept, logits, static.numel)
     return kept, reducing
+
+
+def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float, static: _Static) -> float:
+    """What is there of activations at most when gradients are reduced in backward, and beside what was reduced.
+
+    Args:
+        one: the stage.
+        kept: at its largest moment else.
+        one_layer: of a layer; where layers are recomputed the largest one, which is in `kept`.
+        in_flight: of it.
+        static: with the reductions.
+    """
+    work, stage, most, found = one.work, one.stage, len(one.stage.layers), 0.0
+    waiting, again = waiting_gradient_bytes(work, stage), work.recomputes_layers
+    # Of what is recomputed there is one layer, and of it what is left.
+    beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
+    whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
+    of_each = (kept - whole) / max(most, 1)
+    first = lru_cache(partial(_first_layers, one))
+    is_even = again or _has_kinds(work.shape)
+
+    def held_by(layers: float) -> float:
+        if is_even:
+            return of_each * layers
+        begun, rest = math.ceil(layers), kept - first(most)[0]
+        part = begun - layers
+        return part * first(begun - 1)[0] + (1 - part) * first(begun)[0] + rest if begun > 0 else rest
+
+    for each in static.reductions:
+        begun, held = last_norm_bytes(work), float(most)
+        if each.layers <= most:
+            place = max(0, math.ceil(each.layers) - 1)
+            is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0
+            part = _share_left(one, one.sparse if is_routed else one.dense, each)
+            begun, held = (one_layer - (one.routed > is_routed) * beyond) * part * again, place + part
+            begun += hidden_bytes(work) * (each.layers > 0)
+        begun += waiting * (each.layers > 0)
+        found = max(found, each.taken + held_by(held) + begun)
+    # Sums that are there by then lie beside the layer that goes backward next, or is about to; so does the bucket.
+    later = _in_flight(one, 0.0)
+    recomputed = lru_cache(partial(_whole_of, one))
+    for each, following in pairwise(static.reductions):
+        held = min(each.layers, most)
+        left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
+        if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
+            layers = held if begins else left
+            here = stage.layers[: math.ceil(layers)]
+            last = later if is_even else first(len(here))[1]
+            if again:
+                is_largest = not one.routed or work.shape.routed(here)
+                last = whole - in_flight + later if is_largest else recomputed(here)
+            beside = waiting + each.behind - each.filled * (not begins)
+            found = max(found, beside + held_by(layers) + last)
+    return found
 
 
 def _share_left(one: _Held, layer: LayerBytes, reduction: Reduction) -> float:
@@ -388,12 +398,12 @@ def _add_choices(one: _Held, kept: dict[str, float]) -> None:
     kept["mlp"] += router_bytes(one.work, one.stage) * one.copies
 
 
-def _first_layers(one: _Held, bucket: float, count: int) -> tuple[float, float]:
+def _first_layers(one: _Held, count: int) -> tuple[float, float]:
     """What the first layers of a stage keep, where nothing is recomputed, and what the last of them has in flight."""
     here = _Held.of(one.work, one.index, replace(one.stage, layers=one.stage.layers[:count]))
     kept = _kept(here)
     _add_choices(here, kept)
-    return sum(kept.values()), _in_flight(here, bucket)
+    return sum(kept.values()), _in_flight(here, 0.0)
 
 
 def _whole_of(one: _Held, layers: range) -> float:

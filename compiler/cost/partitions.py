@@ -452,8 +452,8 @@ def _copies(one: _Reducing, width: int) -> Iterator[int]:
     dense, dealt = (width * pieces + wider for pieces in in_pieces)
     for bucket in one.buckets:
         if bucket.is_large:
-            begin = places[bucket.first].begin if places else 0
-            yield _large_copy(sum(bucket.numels), begin, one.shard, one.bucket, width, wider)
+            at = places[bucket.first] if places else _Spread(0, 0, 0, one.shard)
+            yield _large_copy(sum(bucket.numels), at.begin, at.shard, one.bucket, width, wider)
         elif (
             places
             and one.is_whole
