@@ -7,7 +7,9 @@ from dataclasses import replace
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
+from parcompile.model import within
 from parcompile.model.blocks.experts import MoeShape
+from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -468,7 +470,7 @@ def tile_bytes(work: Workload) -> float:
     of_tile = work.element_bytes * tokens * (2 * h + (_numbers(work) + 1) * width)
     taken = work.element_bytes * work.split_tokens / share * h
     of_norm = 0.0 if tiles_norms(work) else taken * (NORM_TENSORS * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
-    attention = _attention_gradients(work) - taken
+    attention = _attention_gradients(work, chooses=work.shape.part(Indexer) is not None) - taken
     return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
 
 
@@ -491,14 +493,18 @@ def attention_in_flight(work: Workload, stage: Stage, layer: LayerBytes) -> floa
         behind = 1.0 if _begins_bare(work) else 1 - 1 / max(norms, BLOCKS)
         gone += layer.stream * behind * (layer.stream > _ONE_INPUT * given) * work.split_tokens
         gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
-    return _attention_gradients(work) - gone
+    indexer = work.shape.part(Indexer)
+    chooses = indexer is not None and len(within(indexer.layers, stage.layers)) > 0
+    return _attention_gradients(work, chooses=chooses) - gone
 
 
+SCORE_TILE = 512
+"""Queries and keys whose scores the runtime's plain kernel has at a time, which attends to keys that were chosen."""
 _ONE_INPUT = 1.5
 """Two norms that keep less than so many hidden states keep the same one."""
 
 
-def _attention_gradients(work: Workload) -> float:
+def _attention_gradients(work: Workload, *, chooses: bool) -> float:
     """The gradients of what goes into an attention's kernel and comes out of it, and what ranks exchange for them.
 
     Beside them in a pass over ranks: sums in fp32 of its own gradients; of its keys, values and their gradients what
@@ -509,8 +515,16 @@ def _attention_gradients(work: Workload) -> float:
     sizes, context = sizes_of(work), work.context
     outputs, keys = sizes.output_numel * sizes.element_bytes, sizes.kv_bytes(sizes.kv_heads)
     queries, found = sizes.q_bytes - outputs, sizes.q_bytes + keys
+    scores = 0.0
+    if chooses and work.element_bytes < SUM_BYTES:  # in fp32 no tile is held
+        heads = work.micro_batch * work.shape.num_attention_heads / work.tp
+        tile = min(SCORE_TILE, work.sequence_length // work.cp)
+        scores = 6.0 * SUM_BYTES * heads * tile**2
     if work.cp == 1:
-        return found
+        # In fp32 and as wide as keys, where keys are chosen.
+        plain = SUM_BYTES / work.element_bytes * (queries + keys) + 2 * queries + outputs + scores
+        rows = 3 * (sizes.key_dim + sizes.value_dim) / SCORE_TILE / 6  # of queries, keys, values and gradients
+        return plain + rows * scores if scores else found
     swapped = 1.55 * sizes.q_bytes if context.head_ranks > 1 else 0.0
     if context.head_ranks == work.cp:
         return found + swapped
@@ -530,7 +544,7 @@ def _attention_gradients(work: Workload) -> float:
     else:
         pairs, at_hand = (3, 2) if ranks > 2 else (1, 1)
         of_pass += queries + tile / 2 + (at_hand + (pairs + (wide > 1)) * wide) * keys
-    return found + max(swapped, of_pass / passes)
+    return found + max(swapped, of_pass / passes + scores)
 
 
 def input_bytes(work: Workload) -> float:

@@ -508,7 +508,10 @@ def _backward(every: Sequence[_Flat]) -> Iterable[int]:
         one = every[number]
         if one.layer not in routed or one.of in (_Of.ROUTED, _Of.OTHERS):
             return number, number
-        return routed[one.layer][0] - 0.5 if one.of is _Of.SHARED_FIRST else routed[one.layer][-1] + 0.5, number
+        if one.of is _Of.SHARED:
+            return routed[one.layer][-1] + 0.5, number
+        # What is left of the block is the router.
+        return routed[one.layer][0] - (0.25 if one.of is _Of.MLP else 0.5), number
 
     return sorted(range(len(every)), key=place, reverse=True)
 
