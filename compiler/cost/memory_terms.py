@@ -311,14 +311,24 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         )
     reducing = _while_reducing(one, sum(kept.values()), one_layer, in_flight, static) if static.reductions else 0.0
     if one.eager:
-        # What was reduced is let go of when the embedding goes backward, and its sums are there.
-        reduces = work.zero_stage == 2 or (work.zero_stage == 1 and work.micro_batches <= _FIRST_AND_LAST)
-        # The embedding's own gradient is not waited for.
-        earlier = static.reductions[: -2 if static.reductions and static.reductions[-1].is_single else -1]
-        reduced = earlier[-1].behind if reduces and earlier else 0.0
+        reduced = _reduced_before_embedding(work, static.reductions)
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
         _add_runs(one, kept, logits, static.numel)
     return kept, reducing
+
+
+def _reduced_before_embedding(work: Workload, every: Sequence[Reduction]) -> float:
+    """What reductions added before the embedding goes backward: their sums, less gradients that they let go of.
+
+    Its own gradient starts the last but one, where the last is of it alone.
+    """
+    if len(every) <= 1:
+        return 0.0
+    is_single = every[-1].is_single
+    before = every[: -2 if is_single else -1]
+    found = (before[-1].behind if before else 0.0) - every[-2].size * is_single
+    # In a step's micro-batches between the first and the last all gradients are held.
+    return found if work.zero_stage == 2 or work.micro_batches <= _FIRST_AND_LAST else max(0.0, found)
 
 
 def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float, static: _Static) -> float:

@@ -276,6 +276,8 @@ class Reduction(NamedTuple):
     """Bytes of gradients that lie in the next bucket alone when the next whole layer goes backward: at stage 1."""
     is_single: bool
     """Whether it is of one parameter."""
+    size: float
+    """Bytes of gradients that lie in the bucket alone by then: at stage 1."""
     left: tuple[float, float]
     """Of the layer that has begun, the share of attention's parameters and norms that is not reduced, and that of the
     MLP's."""
@@ -340,7 +342,13 @@ def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, .
     width = one.gradient_bytes * (one.zero_stage == 1 and one.in_backward)
     return tuple(
         Reduction(
-            bucket.layers, float(at), float(behind), width * bucket.rest, bucket.stop - bucket.first == 1, bucket.left
+            bucket.layers,
+            float(at),
+            float(behind),
+            width * bucket.rest,
+            bucket.stop - bucket.first == 1,
+            float(width * sum(bucket.numels) * (not bucket.is_large)),
+            bucket.left,
         )
         for bucket, (at, behind) in each
     )
