@@ -373,6 +373,7 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
     for each, following in pairwise(static.reductions):
         held = min(each.layers, most)
         left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
+        begins = begins and not each.by_experts
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
             layers = held if begins else left
             here = stage.layers[: math.ceil(layers)]

@@ -278,6 +278,8 @@ class Reduction(NamedTuple):
     """Whether it is of one parameter."""
     size: float
     """Bytes of gradients that lie in the bucket alone by then: at stage 1."""
+    by_experts: bool
+    """Whether the gradient that does not fit is that of experts, whose layer has passed its largest moment."""
     left: tuple[float, float]
     """Of the layer that has begun, the share of attention's parameters and norms that is not reduced, and that of the
     MLP's."""
@@ -348,6 +350,7 @@ def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, .
             width * bucket.rest,
             bucket.stop - bucket.first == 1,
             float(width * sum(bucket.numels) * (not bucket.is_large)),
+            bucket.by_experts,
             bucket.left,
         )
         for bucket, (at, behind) in each
@@ -501,6 +504,8 @@ class _Bucket(NamedTuple):
     """Elements of the last one's layer that are not reduced yet."""
     left: tuple[float, float]
     """Of that layer, the shares that are left of attention and norms, and of the MLP."""
+    by_experts: bool
+    """Whether the gradient that does not fit is of experts."""
 
 
 def _backward(every: Sequence[_Flat]) -> Iterable[int]:
@@ -541,20 +546,21 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     if not in_backward:
         order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
 
-    def fill(layers: float, waiting: int, rest: int) -> int:
+    def fill(layers: float, waiting: int, rest: int, by_experts: bool) -> int:
         """Elements that a bucket has taken."""
         is_large, numels = total > size, (filled[0], filled[1])
         place = max(0, math.ceil(layers) - 1)
         attention, mlp = (parts_left[place, part] / max(of_part[place, part], 1) for part in (False, True))
         ends = min(members), max(members) + 1
-        found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp)))
+        found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp), by_experts))
         return 0 if is_large else total
 
     for number in order:
         one = every[number]
         if members and total + one.numel > size:
             layers = max(0.0, one.layer + left[one.layer] / of_layer[one.layer])
-            before += fill(layers * in_backward, one.numel, left[one.layer] * (one.numel <= size))
+            rest = left[one.layer] * (one.numel <= size)
+            before += fill(layers * in_backward, one.numel, rest, one.of is _Of.ROUTED)
             filled, members, total = [0, 0], [], 0
         members.append(number)
         filled[one.is_dealt] += one.numel
@@ -562,7 +568,7 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
         left[one.layer] -= one.numel
         parts_left[one.layer, one.of is not _Of.OTHERS] -= one.numel
     if members:
-        fill(0, 0, 0)
+        fill(0, 0, 0, False)
     if in_backward:
         return found
     first, last = ({(one.numels, one.is_large): one for one in order} for order in (found[::-1], found))
