@@ -301,8 +301,6 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         before = front_bytes(work, stage) + received_bytes(work, stage) + parts + between_runs_bytes(work, stage)
         before += rotary_table_bytes(work.shape, work.element_bytes) * one.tokens * bool(stage.layers)
         kept["stream"] += before * one.copies
-        # With full recomputation it is gone when a layer is computed again.
-        kept["stream"] += head_bytes(work, stage) * (not work.recomputes_layers)
     if FRAMEWORKS[work.framework].stores_scores:
         scores = one.tokens * score_bytes(work.shape, tp=work.tp, sequence_length=work.sequence_length)
         # Recomputed, those of one layer at a time.
@@ -311,6 +309,8 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
         )
     reducing = _while_reducing(one, sum(kept.values()), one_layer, in_flight, static) if static.reductions else 0.0
     if one.eager:
+        # With full recomputation it is gone when a layer is computed again.
+        kept["stream"] += head_bytes(work, stage) * (not work.recomputes_layers)
         reduced = _reduced_before_embedding(work, static.reductions)
         _add_ends(one, kept, logits, one_layer, in_flight, absent=_absent(work, static, stage), reduced=reduced)
         _add_runs(one, kept, logits, static.numel)
@@ -358,7 +358,7 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
         return part * first(begun - 1)[0] + (1 - part) * first(begun)[0] + rest if begun > 0 else rest
 
     for each in static.reductions:
-        begun, held = last_norm_bytes(work), float(most)
+        begun, held = last_norm_bytes(work) + head_bytes(work, stage) * (not again), float(most)
         if each.layers <= most:
             place = max(0, math.ceil(each.layers) - 1)
             is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0

@@ -508,23 +508,22 @@ class _Bucket(NamedTuple):
     """Whether the gradient that does not fit is of experts."""
 
 
-def _backward(every: Sequence[_Flat]) -> Iterable[int]:
+def _backward(every: Sequence[_Flat]) -> Sequence[int]:
     """The places of parameters in the order in which their gradients come."""
     routed = dict[int, list[int]]()
     for number, one in enumerate(every):
         if one.of is _Of.ROUTED:
             routed.setdefault(one.layer, []).append(number)
-    if not routed:
-        return range(len(every) - 1, -1, -1)
 
-    def place(number: int) -> tuple[float, int]:
+    def place(number: int) -> tuple[int, float, int]:
+        # What stands before the layers or behind them may be registered elsewhere.
         one = every[number]
         if one.layer not in routed or one.of in (_Of.ROUTED, _Of.OTHERS):
-            return number, number
+            return one.layer, number, number
         if one.of is _Of.SHARED:
-            return routed[one.layer][-1] + 0.5, number
+            return one.layer, routed[one.layer][-1] + 0.5, number
         # What is left of the block is the router.
-        return routed[one.layer][0] - (0.25 if one.of is _Of.MLP else 0.5), number
+        return one.layer, routed[one.layer][0] - (0.25 if one.of is _Of.MLP else 0.5), number
 
     return sorted(range(len(every)), key=place, reverse=True)
 
