@@ -303,6 +303,8 @@ def _given(tree: Mapping[str, Any]) -> dict[str, Any]:
     elif "model.name" in found:
         found[_MODEL_OPTION] = f"{found.pop('model.name')} {found.pop('model.flavor', 'debugmodel')}"
     kind = found.get("activation_checkpoint", "")
+    if root is not None:  # with what it is given it is among the file's values by its attributes alone
+        kind = root.fields.get("activation_checkpoint", kind)
     if isinstance(kind, Made):
         name = kind.name.rpartition(".Config")[0].rpartition(".")[2]
         found["activation_checkpoint"] = {"SelectiveAC": "selective", "FullAC": "full"}.get(name, name)

@@ -63,12 +63,13 @@ def run(steps: int = STEPS):
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=20, decay_ratio=0.1, decay_type="sqrt"),
         training=TrainingConfig(local_batch_size=4, seq_len=4096, steps=steps),
         parallelism=ParallelismConfig(tensor_parallel_degree=2, pipeline_parallel_degree=2),
-        activation_checkpoint=FullAC.Config(),
+        activation_checkpoint=FullAC.Config(force_recompute_mm_shapes_by_fqns=["moe.router.gate"]),
     )
 
 def long():
     config = run(steps=2 * STEPS)
     config.parallelism.context_parallel_degree = 2
+    config.compile.enable_async_tensor_parallel = True
     if config.compile.enable:
         config.training.max_norm = 2.0
     patch(config)
@@ -105,6 +106,8 @@ def test_torchtitans_python_is_followed_and_not_run(tmp_path: Path) -> None:
     assert fate(result, "training.max_norm") == (Outcome.CARRIED, False)
     for statement in ("patch()", "config['section']", "match STEPS:"):
         assert fate(result, statement) == (Outcome.LOST, True)
+    for option in ("compile.enable_async_tensor_parallel", "activation_checkpoint.force_recompute_mm_shapes_by_fqns"):
+        assert fate(result, option)[0] is Outcome.NO_EFFECT
     assert training["seed"] == 7
 
 
