@@ -145,7 +145,9 @@ def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:
             )
     if len(paths) < len(weights):
         raise everywhere(f"the weight {given[-1]} has no data behind it: write 0.3 code 0.7 books.jsonl")
-    if (least := min(weights)) < _LEAST_SHARE * (whole := sum(weights)):
+    if (whole := sum(weights)) == math.inf:
+        raise everywhere("the weights add up to more than a number holds: write 0.3 code 0.7 books.jsonl")
+    if (least := min(weights)) < _LEAST_SHARE * whole:
         raise everywhere(f"the weight {least:g} is less than a billionth of all, {whole:g}: leave its data set out")
     return weights, paths
 
