@@ -303,7 +303,7 @@ def read_further(source: Source, draft: Draft, name: str, *, left_to: str) -> No
         source.ignore(name, "DeepSpeed does the same without it")
     elif reason is not None:
         source.lose(name, reason)
-    elif path[0] in deepspeed.SWITCHED and source.given.get(f"{path[0]}.enabled") is True:
+    elif path[0] in deepspeed.SWITCHED and source.given.get(f"{path[0]}.enabled"):
         source.lose(name, deepspeed.SWITCHED[path[0]], changes=path[0] == "data_efficiency")
     else:
         draft.carry(source, name, ("deepspeed", *path))

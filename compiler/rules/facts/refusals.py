@@ -64,7 +64,7 @@ def fighting_keys(spec: Resolution) -> Iterator[tuple[Path, str, str, str]]:
             yield path, f"{key} is decided by {owner}", f"set {owner} instead", owner
         elif key in FORBIDDEN and spec.given(*path):
             yield path, f"{key}: {FORBIDDEN[key]}", "remove it", ""
-        elif key in SWITCHED and spec.if_given(*path, "enabled") is True:
+        elif key in SWITCHED and spec.if_given(*path, "enabled"):
             yield path, f"{key}: {SWITCHED[key]}", "remove it", ""
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
