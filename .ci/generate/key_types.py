@@ -88,7 +88,7 @@ def _named_by(base: type) -> frozenset[str]:
 def key_types(own: Mapping[str, Sequence[str]]) -> dict[str, dict[str, list[str]]]:
     """The keys of each type of causal language models, refused ones too, by what they take.
 
-    Another name of a key, among the `own` keys of a type, takes the same, and null, which says nothing beside the key.
+    Another name of a key, among the `own` keys of a type, takes the same, and null where the class does.
     """
     found = {}
     for name in _causal():
@@ -102,9 +102,11 @@ def key_types(own: Mapping[str, Sequence[str]]) -> dict[str, dict[str, list[str]
             taken = _taken(declared.__name__ if isinstance(declared, type) else str(declared))
             if _literal(declared):
                 taken = {"text"} | ({"null"} if type(None) in typing.get_args(declared) else set())
+            if field != key:
+                taken = taken - {"null"} if _error(name, {key: None}) else taken | {"null"}
             other = next((kind for kind in _VALUES if kind not in taken), None)
             if taken and other is not None and (field != key or _refuses(name, key, _VALUES[other])):
-                kinds.setdefault(" ".join(sorted(taken | {"null"} if field != key else taken)), []).append(key)
+                kinds.setdefault(" ".join(sorted(taken)), []).append(key)
         found[name] = {kind: sorted(keys) for kind, keys in sorted(kinds.items())}
     return found
 

@@ -31,7 +31,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 """In this order: in Python a switch is a whole number too."""
 LISTS_OF_KINDS = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta"})
-"""Keys whose lists transformers compares with the number of layers, or reads for each."""
+"""Keys whose lists transformers compares with the number of layers, or reads for each layer."""
 _LISTED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers"), ("text",)),
     **dict.fromkeys(("mlp_only_layers", "moe_layers", "num_attention_heads_per_layer"), ("whole",)),
@@ -180,9 +180,11 @@ def _stretched_otherwise(model_type: str, config: Mapping[str, Any]) -> tuple[st
                 return key, f"{said}: {_word(str(kind), known)}"
         # Classes that have positions for each kind of layer do not check others.
         kind = None if row.get("positions_by_kind") else given.get("rope_type", given.get("type"))
-        missing = [name for name in _STRETCHES.get(str(kind), ()) if given.get(name) is None]
+        # Where yarn has null, transformers divides the positions by the original ones.
+        keys = given.keys() if kind == "yarn" else {name for name in given if given[name] is not None}
+        missing = [name for name in _STRETCHES.get(str(kind), ()) if name not in keys]
         if missing:
-            return key, f"{key} has the rope_type {kind} and lacks {', '.join(missing)}, which transformers refuses"
+            return key, f"{key} has the rope_type {kind} and lacks {', '.join(missing)}, which transformers needs"
     return None
 
 
@@ -212,7 +214,7 @@ def _meant(taken: Sequence[str]) -> str:
 
 
 def check_lists(config: Mapping[str, Any], layers: int) -> None:
-    """Refuses lists of kinds of layers that have not one for each.
+    """Refuses lists that have not one entry for each layer.
 
     Raises:
         ModelConfigError: the first of them.
@@ -220,7 +222,7 @@ def check_lists(config: Mapping[str, Any], layers: int) -> None:
     for key in sorted(LISTS_OF_KINDS):
         listed = config.get(key)
         if isinstance(listed, list | tuple) and len(listed) != layers:
-            raise ModelConfigError(f"{key} has {len(listed)} entries for {layers} layers: write the kind of each", key)
+            raise ModelConfigError(f"{key} has {len(listed)} entries for {layers} layers: write one for each", key)
 
 
 def misspelt(model_type: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import torch
 from families import tiny_config
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parcompile.model import key_types
@@ -89,6 +89,8 @@ def test_what_a_class_does_not_take_is_refused_by_it_and_here(name: str) -> None
             for key in [] if taken else [*keys[:1], *others]:  # the classes check all fields alike
                 with pytest.raises(Exception, match=f"Validation error for field '{key}'" if key in fields else ""):
                     CONFIG_MAPPING[name](**{key: value})
+            for key in others if taken and kind == "null" else []:
+                CONFIG_MAPPING[name](**{key: None})
 
 
 def test_stretched_positions_without_a_key_are_refused_by_their_class_and_here() -> None:
@@ -109,6 +111,17 @@ def test_stretched_positions_without_a_key_are_refused_by_their_class_and_here()
                     assert refused, (name, kind, key, error)
                 else:
                     assert not refused, (name, kind, key)
+
+
+def test_a_factor_of_null_is_taken_where_transformers_computes_it() -> None:
+    for kind in ("linear", "dynamic", "yarn"):
+        config = {**tiny_config("llama"), "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": None}}
+        try:
+            AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
+        except TypeError:
+            assert mistyped("llama", config) is not None, kind
+        else:
+            assert mistyped("llama", config) is None, kind
 
 
 def test_kinds_of_positions_are_those_that_transformers_computes() -> None:

@@ -630,7 +630,11 @@ def test_solar_open_needs_no_width_of_dense_layers() -> None:
         ),
         ("gemma4_text", {"global_head_dim": 0}, "global_head_dim gives layer 1 head_dim 0: it has"),
         ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "num_attention_heads_per_layer: layers with different"),
-        ("muse_glimmer_text", {"layer_rope_theta": [10000.0]}, "layer_rope_theta: it has to have an entry for each"),
+        (
+            "muse_glimmer_text",
+            {"layer_rope_theta": [10000.0]},
+            "layer_rope_theta has 1 entries for 2 layers: write one",
+        ),
         ("muse_glimmer_text", {"layer_rope_theta": [50.0, 0]}, "layer_rope_theta: transformers reads of an entry only"),
         ("muse_glimmer_text", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: the kinds of"),
         ("muse_glimmer_text", {"sliding_window": None}, "sliding_window: transformers builds a mask of the window"),
