@@ -166,7 +166,7 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Runs the command, and ends the process with its exit code."""
     gc.set_threshold(_ALLOCATIONS)
     end(run())
 

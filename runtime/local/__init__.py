@@ -114,10 +114,10 @@ class LocalWorld:
         """Call `function(rank, *args)` on every rank; see `run_local`. After a failure the world is closed.
 
         Args:
-            function: to call, by its name in messages, or by `what` it does.
+            function: called on every rank.
             args: its further arguments.
             timeout: seconds for all ranks.
-            what: see `function`.
+            what: what the ranks do, in messages; by default the function's name.
 
         Raises:
             RankError: A rank failed, or `timeout` seconds passed.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from decoder_cases import FAMILIES, compiled, specs
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import parcompile
 from parcompile.backends.architecture import architecture_of
 from parcompile.backends.artefacts import effective_order
 from parcompile.backends.megatron.arguments import Word, parsed
@@ -27,6 +30,19 @@ def imported(words: list[str], **answers: Any) -> Imported:
     assert not found.problems
     more = {tuple(name.split("_", 1)): value for name, value in answers.items()}
     return import_tree(found.values, IMPORTER, {**MACHINES, **more})
+
+
+def test_yarn_without_a_factor_is_a_loss_and_no_traceback(tmp_path: Path) -> None:
+    """transformers takes null, for the ratio of the positions; Megatron-LM has no word for it."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 16}
+    config = {"model_type": "llama", **sizes, "vocab_size": 128, "max_position_embeddings": 64, "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    training = {"sequence_length": 64, "global_batch_size": 1, "micro_batch_size": 1}
+    cluster = {"nodes": 1, "gpus_per_node": 1}
+    model = {"hf_config": str(tmp_path / "config.json")}
+    plan = parcompile.compile({"version": 1, "model": model, "cluster": cluster, "training": training})
+    assert [one.what for one in losses(plan) if one.fatal] == ["rope_scaling without a factor"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -47,6 +47,9 @@ def write(found: Architecture, spec: Spec) -> Arguments:
 
 def _write_yarn(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Factor, bounds and the scales of the attention; Hugging Face uses the two scales only together."""
+    if "factor" not in scaling:
+        why = "Megatron-LM computes none from the positions, as transformers does"
+        raise InexpressibleError("rope_scaling without a factor", why)
     factor = float(scaling["factor"])
     first, second = scaling.get("mscale"), scaling.get("mscale_all_dim")
     scales = (float(first), float(second)) if first and second else (1.0, 0.0)
