@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .families import FAMILIES
+from .families import FAMILIES, family_of
 from .family import Norm, types_with
 from .layers import KeysAndValues
 from .shape import ModelShape
@@ -24,7 +24,7 @@ def parts_of(word: str) -> frozenset[str]:
 
 def modules_of(shape: ModelShape, part: str) -> tuple[str, ...]:
     """The names of a part's modules below the layers that have them, where `why_whole` says nothing of it."""
-    family = FAMILIES[shape.model_type]
+    family = family_of(shape.model_type)
     if part == ATTENTION:
         return (family.attention,)
     if part == NORMS:
