@@ -124,7 +124,7 @@ def _places_of_rows(files: Sequence[Path], ordinals: Sequence[int]) -> Places:
 
 
 _LEAST_SHARE = 1e-9
-"""Of a data set: an epoch takes each whole, and of others so many times more."""
+"""Of a data set: an epoch holds all of it, and of the others a billion times as much."""
 
 
 def _weighted(given: Sequence[str]) -> tuple[list[float], list[str]]:

@@ -360,10 +360,7 @@ def _await_name(environment: Environment, host: str, who: str, seconds: float) -
         if not is_said:
             say(f"rank {environment.rank} waits up to {seconds:.0f} s: {why}")
             is_said = True
-        sleep(_BETWEEN_NAMES_SECONDS)
-
-
-_BETWEEN_NAMES_SECONDS = 0.5
+        sleep(0.5)
 
 
 def _connect(environment: Environment, host: str, port: int, seconds: float) -> Store:
