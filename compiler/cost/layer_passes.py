@@ -516,7 +516,8 @@ def _attention_gradients(work: Workload, *, chooses: bool) -> float:
     outputs, keys = sizes.output_numel * sizes.element_bytes, sizes.kv_bytes(sizes.kv_heads)
     queries, found = sizes.q_bytes - outputs, sizes.q_bytes + keys
     scores = 0.0
-    if chooses and work.element_bytes < SUM_BYTES:  # in fp32 no tile is held
+    # In fp32, and where keys are as wide as values, another kernel takes what hides keys.
+    if chooses and work.element_bytes < SUM_BYTES and sizes.key_dim != sizes.value_dim:
         heads = work.micro_batch * work.shape.num_attention_heads / work.tp
         tile = min(SCORE_TILE, work.sequence_length // work.cp)
         scores = 6.0 * SUM_BYTES * heads * tile**2
