@@ -295,8 +295,7 @@ class Injected:
             return _DONE
         if kind == "size":
             x = _first(args)
-            wrong = x.new_zeros(x.numel() + 8)
-            return method(group, [wrong], *args[1:], **options)
+            return method(group, [x.new_zeros(x.numel() + 8)], *args[1:], **options)
         if kind == "group":
             return method(self._other(group), *args, **options)
         if kind in ("dead", "stopped"):

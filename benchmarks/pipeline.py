@@ -85,8 +85,7 @@ def parcompile(folder: str, settings: dict[str, Any], virtual: int) -> Train:
     def train(batches: Sequence[MicroBatch], clock: Clock) -> Taken:
         clocks[:] = [clock]
         split = (split_batch({"input_ids": ids, "labels": ids}, engine.mesh) for ids, _ in batches)
-        loss = float(engine.train_batch(split))
-        return clock.taken(loss)
+        return clock.taken(float(engine.train_batch(split)))
 
     return train
 
@@ -96,8 +95,7 @@ def micro_batches(count: int) -> list[MicroBatch]:
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(count):
         ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
-        labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-        found.append((ids, labels))
+        found.append((ids, torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)))
     return found
 
 

@@ -191,8 +191,7 @@ def host_overhead(_: int, rounds: int) -> dict[str, float]:
 
 def step_of(model: nn.Module, own: Tensor) -> Callable[[], Tensor]:
     def step() -> Tensor:
-        leaf = own.detach().requires_grad_()
-        out = model(leaf)
+        out = model(own.detach().requires_grad_())
         out.backward(out.detach())
         # DTensor leaves the gradients of norms unsummed after backward; a step is over when they are whole.
         for parameter in model.parameters():

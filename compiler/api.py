@@ -168,8 +168,7 @@ def check(
         PlanError: the plan cannot be read.
         ValueError: there is no target of that name, or the file is of a kind that has no checker.
     """
-    checked = _checked(text_or_path, targets, kind, estimate=estimate)
-    return _result(checked)
+    return _result(_checked(text_or_path, targets, kind, estimate=estimate))
 
 
 def compile(  # noqa: A001 -- the word of the command line

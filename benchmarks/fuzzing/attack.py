@@ -154,10 +154,7 @@ def _limited() -> Iterator[None]:
     def stop(_signal: int, _frame: object) -> None:
         raise TooLong
 
-    timers = {
-        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS),
-        signal.SIGALRM: (signal.ITIMER_REAL, WAIT_SECONDS),
-    }
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, SECONDS), signal.SIGALRM: (signal.ITIMER_REAL, WAIT_SECONDS)}
     previous = {one: signal.signal(one, stop) for one in timers}
     for timer, seconds in timers.values():
         signal.setitimer(timer, seconds)

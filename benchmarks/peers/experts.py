@@ -87,8 +87,7 @@ def of_transformers(block: Any, tp: int = 1) -> nn.Module:
     whole = {name: parameter.detach().clone() for name, parameter in block.experts.named_parameters()}
     apply_expert_parallelism(block, meshes.get_mesh("ep"), meshes.get_mesh("tp"), plan, config.ep_implementation)
     for name, parameter in block.experts.named_parameters():  # a model's loader fills the shards
-        shard = parameter.to_local()
-        shard.data.copy_(whole[name].chunk(ranks)[dist.get_rank()])
+        parameter.to_local().data.copy_(whole[name].chunk(ranks)[dist.get_rank()])
     return block
 
 

@@ -88,8 +88,7 @@ def from_template(name: str, plan: Plan, about: str = "", **more: object) -> str
 
 def slug(name: str) -> str:
     """The name as a DNS label: lower-case letters, digits and single hyphens, as Kubernetes and Slurm take them."""
-    text = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].rstrip("-")
-    return text or "unnamed"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].rstrip("-") or "unnamed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +155,7 @@ def _rows(name: str) -> tuple[Row, ...]:
     return tuple(rows_of(table[name], {}, table))
 
 
-_FORMATS: Mapping[str, Callable[[Any], str]] = {
-    "first two": lambda names: first_of(names, 2),
-    "and": " and ".join,
-}
+_FORMATS: Mapping[str, Callable[[Any], str]] = {"first two": lambda names: first_of(names, 2), "and": " and ".join}
 
 
 def value_of(spec: Spec, name: str) -> Any:
@@ -225,6 +221,4 @@ def variables(plan: Plan) -> tuple[Variable, ...]:
 def gpu_resource(plan: Plan) -> str | None:
     """The Kubernetes resource that stands for one accelerator; None on CPUs."""
     accelerator = plan.spec.cluster.accelerator
-    if accelerator == "cpu":
-        return None
-    return f"{find_accelerator(accelerator).vendor}.com/gpu"
+    return None if accelerator == "cpu" else f"{find_accelerator(accelerator).vendor}.com/gpu"

@@ -210,13 +210,7 @@ class Draft:
         if not any(given[: len(path)] == path or path[: len(given)] == given for given in self.answers):
             self.questions.setdefault(path, Question(path, why))
 
-    def carry(
-        self,
-        source: Source,
-        name: str,
-        path: SpecPath,
-        convert: Callable[[Any, str], Any] | None = None,
-    ) -> Any:
+    def carry(self, source: Source, name: str, path: SpecPath, convert: Callable[[Any, str], Any] | None = None) -> Any:
         """Takes an option over to a path of the spec; a value that the file does not decide is asked for.
 
         Args:

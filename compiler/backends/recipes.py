@@ -90,8 +90,7 @@ def _chosen(source: SourceText, function: str | None) -> str:
     """
     if function is not None:
         return function
-    tree = parsed_python(source)
-    found = functions(tree)
+    found = functions(parsed_python(source))
     if "plan" in found or len(found) == 1:
         return "plan" if "plan" in found else found[0]
     if not found and "def apply(config)" in source.text:

@@ -233,8 +233,7 @@ def read_set(path: Path) -> CoefficientSet:
         ClickException: the file is none of its.
     """
     try:
-        sets = parse_json(read_text(path))["sets"]
-        (name, tree), *more = sets.items()
+        (name, tree), *more = parse_json(read_text(path))["sets"].items()
         found = CoefficientSet.from_json(name, tree)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None

@@ -88,9 +88,7 @@ class Block:
 def chunk_ids(layout: CpLayout, cp: int, rank: int) -> tuple[int, ...]:
     """The chunks of the sequence that `rank` holds, ascending; there are `chunks_per_rank · cp` chunks in all."""
     _check_rank(cp, rank)
-    if layout is CpLayout.ZIGZAG:
-        return (rank, 2 * cp - 1 - rank)
-    return (rank,)
+    return (rank, 2 * cp - 1 - rank) if layout is CpLayout.ZIGZAG else (rank,)
 
 
 def token_ranges(layout: CpLayout, cp: int, rank: int, sequence_length: int) -> tuple[range, ...]:

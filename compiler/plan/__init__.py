@@ -117,10 +117,7 @@ def _body(plan: Plan) -> dict[str, Any]:
             "preset": None if cluster.preset is None else preset_tree(cluster.preset),
             "world_size": cluster.world_size,
         },
-        "parallelism": {
-            **asdict(spec.parallelism),
-            "order": "-".join(spec.parallelism.order),
-        },
+        "parallelism": {**asdict(spec.parallelism), "order": "-".join(spec.parallelism.order)},
         "model": {"source": spec.model.source, "hf_config": dict(spec.model.hf_config)},
         "training": _training(spec),
         "zero": {

@@ -46,8 +46,7 @@ class SourceText:
     def offset(self, position: Position) -> int:
         """The way back from `position`; a column past the end of its line gives the line's end."""
         line = min(max(position.line, 1), self.line_count)
-        start = self._line_starts[line - 1]
-        return start + min(position.column - 1, len(self.line(line)))
+        return self._line_starts[line - 1] + min(position.column - 1, len(self.line(line)))
 
     def line(self, number: int) -> str:
         """Line `number` (from 1) without its line break; "" when there is no such line."""

@@ -318,9 +318,7 @@ def _paths(edit: Edit) -> list[Path]:
     """The paths that an edit changes. Removing a list's entry moves the others: the whole list."""
     if edit.rename_to is not None:
         return [edit.path, (*edit.path[:-1], edit.rename_to)]
-    if edit.remove and isinstance(edit.path[-1], int):
-        return [edit.path[:-1]]
-    return [edit.path]
+    return [edit.path[:-1] if edit.remove and isinstance(edit.path[-1], int) else edit.path]
 
 
 def _overlap(left: Path, right: Path) -> bool:

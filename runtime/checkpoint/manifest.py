@@ -157,8 +157,7 @@ def read_note(folder: Path) -> Note:
     """
     place = locate(folder)
     try:
-        tree = json.loads(read_text(place / NOTE, MAX_INDEX_BYTES))
-        return _note(place, Reader(tree))
+        return _note(place, Reader(json.loads(read_text(place / NOTE, MAX_INDEX_BYTES))))
     except OSError as error:
         raise everywhere(f"{place / NOTE} cannot be read: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -257,7 +256,8 @@ def strange_contents(note: Note) -> list[str]:
 
 
 def _differences(plan: Plan, names: Collection[str]) -> Iterator[str]:
-    tensors, random = tensor_files(plan), random_files(plan)
+    # A checkpoint of a run has all files of random states, a converted or an imported one has none.
+    tensors, random = tensor_files(plan), {random_file(rank) for rank in range(plan.world_size)}
     required = tensors | random if random.intersection(names) else tensors
     if missing := sorted(required.difference(names)):
         yield f"it does not list {_some(missing)}, which the plan requires"

@@ -111,8 +111,7 @@ def write(source: Source, output: Path, step: int, counters: dict[str, Any]) -> 
     Raises:
         RunError: the files would name a module that the plan does not know, or the folder cannot be written to.
     """
-    plan = source.plan
-    shape = plan.spec.model.shape
+    shape = source.plan.spec.model.shape
     if shape.user_module is not None and shape.tie_word_embeddings:
         raise RunError(
             "the plan does not say which module of your own is tied to the embedding, and DeepSpeed's files name both: "

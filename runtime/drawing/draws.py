@@ -176,8 +176,7 @@ class Place:
         """The share of a tensor-parallel rank; what continues the sequence to a multiple is nobody's token."""
         if share is None:
             return tokens
-        missing = share * self.tp - tokens.shape[0]
-        padding = tokens.new_zeros(missing, *tokens.shape[1:])
+        padding = tokens.new_zeros(share * self.tp - tokens.shape[0], *tokens.shape[1:])
         return torch.cat([tokens, padding]).narrow(0, share * self.tp_index, share)
 
     def _token_dims(self, shape: Sequence[int], what: str) -> tuple[int, int | None]:

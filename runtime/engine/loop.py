@@ -141,8 +141,7 @@ def _whole_step(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         raise everywhere(
             f"a {type(batches).__name__} is not an iterator: create one before the first step, batches = iter(loader)"
         )
-    first = next(batches)
-    return itertools.chain([first], _rest(batches, count))
+    return itertools.chain([next(batches)], _rest(batches, count))
 
 
 def _rest(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

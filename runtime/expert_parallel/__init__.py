@@ -219,9 +219,6 @@ class Dispatched:
         experts.forward = self
         sharing = Sharing(group_size(tp), group_rank(tp), group_size(holders))
 
-        def dropless(chosen_Ak: Tensor, _: Tensor) -> Routing:
-            return route(chosen_Ak, count, group, sharing, identities)
-
         def limited(chosen_Ak: Tensor, weights_Ak: Tensor) -> Routing:
             assert capacity is not None
             return route_up_to(capacity, chosen_Ak, weights_Ak, count, group, sharing)
@@ -230,7 +227,7 @@ class Dispatched:
             # The one place that says which library takes rows to their experts.
             return AllToAll(routed, group, holders, scales=self._scaled, passes_on=identities > 0)
 
-        self._dropless = dispatcher(dropless)
+        self._dropless = dispatcher(lambda chosen_Ak, _: route(chosen_Ak, count, group, sharing, identities))
         self._training = self._dropless if capacity is None else dispatcher(limited)
 
     def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, weights_Ak: Tensor) -> Tensor:

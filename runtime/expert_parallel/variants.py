@@ -261,8 +261,7 @@ class ScaledExperts:
     def __call__(self, hidden_AH: Tensor, chosen_Ak: Tensor, scales_Ak: Tensor) -> Tensor:
         """[A, H]: of each token the sum of what its experts give for it, scaled for each."""
         rows_RH = (hidden_AH.unsqueeze(1) * scales_Ak.unsqueeze(2)).flatten(0, 1)
-        done_RH = self.computed(rows_RH, chosen_Ak.reshape(-1, 1))
-        return done_RH.view(*chosen_Ak.shape, -1).sum(1)
+        return self.computed(rows_RH, chosen_Ak.reshape(-1, 1)).view(*chosen_Ak.shape, -1).sum(1)
 
     def computed(self, rows_RH: Tensor, chosen_R1: Tensor) -> Tensor:
         """[R, H]: what the expert of each row gives for it."""

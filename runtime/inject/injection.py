@@ -421,8 +421,7 @@ def _fill(
             continue
         if empty not in filled:
             plain = plain_name(name)
-            data = data_of(plain, slices.of(plain), empty.shape)
-            filled[empty] = with_numbers(empty, data)
+            filled[empty] = with_numbers(empty, data_of(plain, slices.of(plain), empty.shape))
         owner, _, kind = name.rpartition(".")
         setattr(model.get_submodule(owner), kind, filled[empty])
     register_gradient_sums(model, mesh)

@@ -50,8 +50,7 @@ class Neighbours:
     def enter(self, channel: StoreChannel) -> None:
         """Lets the others see this rank, through a channel between all ranks. Only then can it look."""
         self._channel = channel
-        me = [self.host, os.getpid()]
-        self._channel.post(f"process/{self._rank}", me)
+        self._channel.post(f"process/{self._rank}", [self.host, os.getpid()])
         number = self._channel.count(f"host/{self.host}", 1)
         self._channel.post(f"host/{self.host}/{number}", self._rank)
         if number == 1:

@@ -247,8 +247,7 @@ def short_lengths(config: Any, before: int, length: int) -> dict[str, Any]:
         return found
     crossed = min(switches) < before
     start = min(*switches, SWITCH) if crossed else max(*switches, length)
-    ropes = config.to_dict()["rope_parameters"]
-    found["rope_parameters"] = _moved(ropes, start)
+    found["rope_parameters"] = _moved(config.to_dict()["rope_parameters"], start)
     if any(_kind(rope) == "dynamic" for rope in _ropes(config)):
         return {**found, "max_position_embeddings": start}
     # The attention factor of longrope follows from how much longer a sequence may become.

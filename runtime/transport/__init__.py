@@ -79,8 +79,7 @@ class Lanes:
 
     def receive(self, source: int, like: Sequence[Like], *, forward: bool) -> Arrival:
         """Asks for tensors of these shapes and types."""
-        lane = Lane(source, self._rank, forward)
-        group = self._groups[lane]
+        group = self._groups[Lane(source, self._rank, forward)]
         # c10d starts a message when the current stream has come to it: in the stream of the passes, behind the one that
         # is computed now. Nothing is launched in this stream.
         with contextlib.nullcontext() if self._aside is None else torch.cuda.stream(self._aside):

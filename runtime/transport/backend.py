@@ -149,8 +149,7 @@ def asynchronous() -> bool:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum the contiguous tensor `x` over the ranks, in place."""
-    work = dist.all_reduce(x, group=group, async_op=asynchronous())
-    return Pending([work], lambda: x)
+    return Pending([dist.all_reduce(x, group=group, async_op=asynchronous())], lambda: x)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:

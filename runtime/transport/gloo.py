@@ -64,8 +64,7 @@ def travels_in_pieces(device: torch.device, piece_bytes: int) -> bool:
 def all_reduce_of_two(x: Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum the contiguous tensor `x` over two ranks, in place."""
     received = torch.empty_like(x)
-    work = _start_swap(x, received, group)
-    return Pending([work], lambda: x.add_(received))
+    return Pending([_start_swap(x, received, group)], lambda: x.add_(received))
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingGather:

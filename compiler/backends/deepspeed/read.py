@@ -43,10 +43,7 @@ def options(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _TO_HOST = "activation_checkpointing.cpu_checkpointing"
-RECOMPUTED_ON_HOST: Mapping[SpecPath, Any] = {
-    reading.RECOMPUTE: "full",
-    ("training", "activation_offloading"): True,
-}
+RECOMPUTED_ON_HOST: Mapping[SpecPath, Any] = {reading.RECOMPUTE: "full", ("training", "activation_offloading"): True}
 """What layers keep that are computed again goes to the host."""
 
 
@@ -61,8 +58,7 @@ def read(source: Source, draft: Draft) -> None:
     """Everything of the configuration that a spec can say."""
     _batch(source, draft)
     _precision(source, draft)
-    lr = _optimizer(source, draft)
-    _schedule(source, draft, lr)
+    _schedule(source, draft, _optimizer(source, draft))
     draft.carry(source, "gradient_clipping", ("training", "gradient_clipping"), number)
     draft.carry(source, "zero_optimization.stage", reading.STAGE)
     for part in ("optimizer", "param"):

@@ -138,12 +138,7 @@ def read(source: Source, draft: Draft) -> None:
         draft.carry(source, "num_nodes", ("cluster", "nodes"))
     # 0 stands for one stage without DeepSpeed's pipeline engine.
     draft.carry(source, "pipe_parallel_size", ("parallelism", "pp"), lambda stages, name: max(1, integer(stages, name)))
-    draft.carry(
-        source,
-        "checkpoint_activations",
-        table.RECOMPUTE,
-        lambda on, _name: "full" if on else "none",
-    )
+    draft.carry(source, "checkpoint_activations", table.RECOMPUTE, lambda on, _name: "full" if on else "none")
     _precision(source, draft)
     _optimizer(source, draft)
     _schedule(source, draft)

@@ -227,9 +227,7 @@ def converted(facts: Facts, text: str) -> Any:
         return int(text)
     if facts.type == "float":
         return float(text)
-    if facts.type == "bool":
-        return bool(text)
-    return text
+    return bool(text) if facts.type == "bool" else text
 
 
 def project_of(flags: Sequence[str]) -> str:

@@ -46,10 +46,7 @@ _INFERS = re.compile("inference|generation")
 """In names of Megatron-LM's programs that do not train: `gpt_dynamic_inference.py`, `run_text_generation_server.py`."""
 _LAUNCHING = ("torch.distributed.", "accelerate.")
 """Modules that start other programs."""
-_LAUNCHED = {
-    "nnodes": ("nnodes", "num_nodes"),
-    "nproc_per_node": ("nproc_per_node", "num_gpus", "gpus_per_node"),
-}
+_LAUNCHED = {"nnodes": ("nnodes", "num_nodes"), "nproc_per_node": ("nproc_per_node", "num_gpus", "gpus_per_node")}
 """What a launcher says of the machines, under its several names."""
 _MACHINES = frozenset({"world_size", *(name for names in _LAUNCHED.values() for name in names)})
 

@@ -148,11 +148,5 @@ def _fate(name: str, value: object) -> Account | None:
     return fate_of(name, "megatron_over_model") if kind is None else kind.account(name)
 
 
-BRIDGE_IMPORTER = Importer(
-    tool="Megatron-Bridge",
-    options=_options,
-    defaults=dict,
-    read=_read,
-    fate=_fate,
-)
+BRIDGE_IMPORTER = Importer(tool="Megatron-Bridge", options=_options, defaults=dict, read=_read, fate=_fate)
 """Reads recipes of Megatron-Bridge, which are Python functions."""

@@ -7,16 +7,7 @@ from typing import Any
 
 from parcompile.backends import deepspeed
 from parcompile.backends import reading as table
-from parcompile.backends.reading import (
-    Bundle,
-    Draft,
-    Entry,
-    Importer,
-    Row,
-    Source,
-    fate_of,
-    refuse_optimizer,
-)
+from parcompile.backends.reading import Bundle, Draft, Entry, Importer, Row, Source, fate_of, refuse_optimizer
 from parcompile.backends.recipes import flattened
 from parcompile.text.typed import integer, number, word
 

@@ -180,13 +180,7 @@ def _read(source: Source, draft: Draft) -> None:
     _read_common(source, draft)
 
 
-SWIFT_IMPORTER = Importer(
-    tool="ms-swift",
-    options=_options,
-    defaults=_SWIFT.all_defaults,
-    read=_read,
-    tree=_tree,
-)
+SWIFT_IMPORTER = Importer(tool="ms-swift", options=_options, defaults=_SWIFT.all_defaults, read=_read, tree=_tree)
 """Reads YAML, scripts and args.json of `swift sft`."""
 
 _OF_MEGATRON: Mapping[str, str] = MEGATRON_SWIFT["names"]

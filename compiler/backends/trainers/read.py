@@ -355,11 +355,7 @@ def _own_schedule(tool: Tool, source: Source, draft: Draft) -> None:
     source.ignore({tool.own("warmup_steps"), "warmup_ratio"} - source.used.keys(), why)
 
 
-_SAME_SCHEDULE = {
-    "WarmupLR": ("constant_with_warmup",),
-    "WarmupDecayLR": ("linear",),
-    "WarmupCosineLR": ("cosine",),
-}
+_SAME_SCHEDULE = {"WarmupLR": ("constant_with_warmup",), "WarmupDecayLR": ("linear",), "WarmupCosineLR": ("cosine",)}
 """Schedules of transformers that rise and fall as one of DeepSpeed's does, but for the form of the warm-up."""
 
 

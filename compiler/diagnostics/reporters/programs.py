@@ -277,8 +277,7 @@ def write_github(diagnostics: Sequence[Diagnostic], stream: TextIO, context: Con
         properties["title"] = f"parcompile {found.code}"
         shown = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
         text = found.message + (f"\n{found.help}" if found.help else "")
-        line = f"::{_COMMANDS[found.severity]} {shown}::{_data(text)}\n"
-        stream.write(writable(stream, line))
+        stream.write(writable(stream, f"::{_COMMANDS[found.severity]} {shown}::{_data(text)}\n"))
 
 
 def _data(text: str) -> str:

@@ -276,8 +276,7 @@ class _Walk:
             for index, entry in enumerate(value):
                 self.value(entry, Key(f"{key.path}.{ENTRY}", {**part, "loose": key.loose}), (*path, index))
         else:
-            parts = schema.get("anyOf", [schema])
-            mismatch(path, value, parts, self.findings)
+            mismatch(path, value, schema.get("anyOf", [schema]), self.findings)
 
     def _converted(self, value: Any, key: Key, path: Path, found: Read) -> None:
         """A value that DeepSpeed reads as another one: right for DeepSpeed, a trap for whoever compares it."""

@@ -8,15 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from parcompile.backends.kinds import MEGATRON
-from parcompile.backends.megatron.arguments import (
-    Arguments,
-    Line,
-    Option,
-    Problem,
-    Span,
-    Unknown,
-    converted,
-)
+from parcompile.backends.megatron.arguments import Arguments, Line, Option, Problem, Span, Unknown, converted
 from parcompile.backends.megatron.file import OWN_PROGRAM, Call, from_tree
 from parcompile.diagnostics import Diagnostic, Severity, closest
 from parcompile.lint.registry import check_settings

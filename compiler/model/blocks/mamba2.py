@@ -155,8 +155,7 @@ class Mamba2Traits(RecurrentTraits):
             expand, hidden = size(*keys.expand), size("hidden_size", None)
             features, told = expand * hidden, f"{keys.expand[0]} {expand} x hidden_size {hidden} ="
         else:
-            head_dim = size(*keys.head_dim)
-            features, told = heads * head_dim, name
+            features, told = heads * size(*keys.head_dim), name
         if features % heads:
             raise LayersError(f"{told} {features} / {keys.heads[0]} {heads} is not whole", keys.heads[0])
         if given and (width := size(*keys.head_dim)) * heads != features:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from parcompile.model import Cut, Part, Split
-from parcompile.model.layers import LayersError
+from parcompile.model.layers import LayersError, checked
 
 from .block import Block, Divided, Exchange, Halo, Local, Size, Small, Traits
 
@@ -141,7 +141,4 @@ class NgramTraits(Traits):
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None, least: int = 1) -> int:
     value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise LayersError(f"{key} is {value!r}: it has to be a whole number of {least} or more", key)
-    return value
+    return checked(key, default if value is None else value, least)

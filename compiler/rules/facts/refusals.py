@@ -36,12 +36,7 @@ def scaling(spec: Resolution) -> dict[str, Any]:
     """How gradients are averaged, as `refused_scaling` and `wrong_scale` ask for it."""
     factor, prescale = predivide_factor(spec), spec.if_given("deepspeed", "prescale_gradients") is True
     scatter = spec.if_given("deepspeed", "zero_optimization", "reduce_scatter") if prescale or factor != 1 else None
-    return {
-        "stage": spec.zero_stage,
-        "reduce_scatter": scatter is not False,
-        "prescale": prescale,
-        "predivide": factor,
-    }
+    return {"stage": spec.zero_stage, "reduce_scatter": scatter is not False, "prescale": prescale, "predivide": factor}
 
 
 def predivide_factor(spec: Resolution) -> Any:

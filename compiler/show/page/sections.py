@@ -202,8 +202,7 @@ def values(subject: Subject) -> Html:
     rows: list[tuple[str, ...]] = [("value of", "is", "from", "how")]
     for path, found in subject.plan.spec.provenance.items():
         rows.append((path, json.dumps(found.value, ensure_ascii=False), found.origin.value, found.detail))
-    origins = sorted({row[2] for row in rows[1:]})
-    options = joined(tag("option", name) for name in ("all", *origins))
+    options = joined(tag("option", name) for name in ("all", *sorted({row[2] for row in rows[1:]})))
     controls = tag(
         "div",
         tag("label", "Search ", tag("input", type="search", id="value-text", autocomplete="off")),

@@ -97,8 +97,7 @@ class Picture(NamedTuple):
     @property
     def strokes(self) -> set[str]:
         """Roles of lines."""
-        lines = {shape.stroke for shape in self.shapes if isinstance(shape, (Line, Box))}
-        return lines - {""}
+        return {shape.stroke for shape in self.shapes if isinstance(shape, (Line, Box))} - {""}
 
 
 @dataclass(slots=True)

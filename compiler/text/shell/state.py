@@ -307,8 +307,7 @@ class State:
         text, pattern = (None if value is None else known(value)), known(self.value(argument))
         changed = None if text is None or pattern is None else _changed(text, how, pattern)
         if changed is None:
-            names = missing(value or ()) or (part.name,)
-            return (Hole(_text(part), names, part.start, part.end),)
+            return (Hole(_text(part), missing(value or ()) or (part.name,), part.start, part.end),)
         return (Piece(changed, part.start),)
 
 

@@ -196,8 +196,7 @@ def _attend(
     own, further = key[:, :, :length], key[:, :, length:]
     masks: dict[str, Any] = {"causal": True, "scale": scaling, "window": window, "sinks": sinks}
     if not further.shape[2]:
-        alone = place.attend(query, own, own, **masks)
-        return alone.transpose(1, 2).contiguous()
+        return place.attend(query, own, own, **masks).transpose(1, 2).contiguous()
     documents = current().documents
     tiles = None if documents is not None else _tiles(place, length, rate, further.shape[2])
     out = attention_beside(query, own, own, further, mask, tiles=tiles, documents=documents, **place.options, **masks)

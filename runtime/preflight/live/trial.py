@@ -117,8 +117,7 @@ def compare_links(arrived: Arrived, measured: Sequence[LinkMeasurements]) -> Ite
         counted_on = link.bytes_per_s * values[f"{name}_link"]
         whose = f"; preset {plan.spec.cluster.accelerator}: {link.title}"
         yield _rate(f"rate {TITLES[name]}", counted_on, rate, whose, format_bandwidth)
-        least = min(slowest, key=lambda one: one.size)
-        yield _latency(f"latency {TITLES[name]}", link, least)
+        yield _latency(f"latency {TITLES[name]}", link, min(slowest, key=lambda one: one.size))
     best = min(one.flops_per_s for one in measured)
     counted_on = machine.matmul_flops_per_s(work.element_bytes) * values["matmul"]
     yield _rate("matrix products", counted_on, best, ", on the slowest rank", format_compute)

@@ -187,8 +187,7 @@ class QueriesOfPass(Queries):
             return super().part(heads, rows)
         if not hasattr(self, "_parts"):
             self._parts = {}
-        length = self.query.shape[2]
-        name = heads.start, heads.stop, heads.step, *rows.indices(length)
+        name = heads.start, heads.stop, heads.step, *rows.indices(self.query.shape[2])
         found = self._parts.get(name)
         if found is None:
             query, grad_out, out, lse, scale = super().part(heads, rows)
