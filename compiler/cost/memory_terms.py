@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
@@ -347,24 +347,25 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
     beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
     whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
     of_each = (kept - whole) / max(most, 1)
-    first = lru_cache(partial(_first_layers, one))
     is_even = again or _has_kinds(work.shape)
+    layers_of = [] if is_even else _layer_by_layer(one)
+    sums = [*accumulate((size for size, _ in layers_of), initial=0.0)]
 
     def held_by(layers: float) -> float:
         if is_even:
             return of_each * layers
-        begun, rest = math.ceil(layers), kept - first(most)[0]
-        part = begun - layers
-        return part * first(begun - 1)[0] + (1 - part) * first(begun)[0] + rest if begun > 0 else rest
+        begun = max(1, math.ceil(layers))
+        return kept - sums[-1] + sums[begun] - (begun - layers) * (sums[begun] - sums[begun - 1])
 
+    behind, came = last_norm_bytes(work) + head_bytes(work, stage) * (not again), hidden_bytes(work)
     for each in static.reductions:
-        begun, held = last_norm_bytes(work) + head_bytes(work, stage) * (not again), float(most)
+        begun, held = behind, float(most)
         if each.layers <= most:
             place = max(0, math.ceil(each.layers) - 1)
             is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0
             part = _share_left(one, one.sparse if is_routed else one.dense, each)
             begun, held = (one_layer - (one.routed > is_routed) * beyond) * part * again, place + part
-            begun += hidden_bytes(work) * (each.layers > 0)
+            begun += came * (each.layers > 0)
         begun += waiting * (each.layers > 0)
         found = max(found, each.taken + held_by(held) + begun)
     # Sums that are there by then lie beside the layer that goes backward next, or is about to; so does the bucket.
@@ -377,7 +378,7 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
             layers = held if begins else left
             here = stage.layers[: math.ceil(layers)]
-            last = later if is_even else first(len(here))[1]
+            last = later if is_even else layers_of[len(here) - 1][1]
             if again:
                 is_largest = not one.routed or work.shape.routed(here)
                 last = whole - in_flight + later if is_largest else recomputed(here)
@@ -409,12 +410,25 @@ def _add_choices(one: _Held, kept: dict[str, float]) -> None:
     kept["mlp"] += router_bytes(one.work, one.stage) * one.copies
 
 
-def _first_layers(one: _Held, count: int) -> tuple[float, float]:
-    """What the first layers of a stage keep, where nothing is recomputed, and what the last of them has in flight."""
-    here = _Held.of(one.work, one.index, replace(one.stage, layers=one.stage.layers[:count]))
-    kept = _kept(here)
-    _add_choices(here, kept)
-    return sum(kept.values()), _in_flight(here, 0.0)
+def _layer_by_layer(one: _Held) -> list[tuple[float, float]]:
+    """What each layer of a stage keeps, where nothing is recomputed, and what it has in flight."""
+    work, shape, found = one.work, one.work.shape, dict[object, tuple[float, float]]()
+    attending, kinds = (
+        set(shape.attention_layers),
+        {layer: kind for kind, (own, _) in enumerate(shape.by_kind) for layer in own},
+    )
+    each = []
+    for layer in one.stage.layers:
+        alone = range(layer, layer + 1)
+        parts = tuple(place for place, part in enumerate(shape.parts) if part.count(alone))
+        sort = kinds.get(layer), parts, layer in attending, shape.routed(alone), shape.dense(alone)
+        if sort not in found:
+            here = _Held.of(work, one.index, replace(one.stage, layers=alone))
+            kept = _kept(here)
+            _add_choices(here, kept)
+            found[sort] = sum(kept.values()), _in_flight(here, 0.0)
+        each.append(found[sort])
+    return each
 
 
 def _whole_of(one: _Held, layers: range) -> float:

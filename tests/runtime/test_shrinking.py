@@ -126,6 +126,8 @@ def test_every_family_shrinks_for_many_ranks(family: str) -> None:
         more |= {key: 4 for key in ("linear_num_key_heads", "linear_num_heads") if key in tiny_config(family)}
     if "mlp_layer_types" in tiny_config(family):
         more |= {"mlp_layer_types": ["dense"] + ["sparse"] * 7}
+    if thetas := tiny_config(family).get("layer_rope_theta"):
+        more |= {"layer_rope_theta": thetas * 4}
     if family == "deepseek_v4":
         kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
         more = {"layer_types": [*kinds, *kinds, *kinds[1:]], "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 5}
