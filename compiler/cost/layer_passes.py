@@ -519,8 +519,7 @@ def _attention_gradients(work: Workload, *, chooses: bool) -> float:
     # In fp32, and where keys are as wide as values, another kernel takes what hides keys.
     if chooses and work.element_bytes < SUM_BYTES and sizes.key_dim != sizes.value_dim:
         heads = work.micro_batch * work.shape.num_attention_heads / work.tp
-        tile = min(SCORE_TILE, work.sequence_length // work.cp)
-        scores = 6.0 * SUM_BYTES * heads * tile**2
+        scores = 6.0 * SUM_BYTES * heads * min(SCORE_TILE, work.sequence_length // work.cp) ** 2
     if work.cp == 1:
         # In fp32 and as wide as keys, where keys are chosen.
         plain = SUM_BYTES / work.element_bytes * (queries + keys) + 2 * queries + outputs + scores
