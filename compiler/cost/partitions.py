@@ -313,9 +313,9 @@ class _Reducing(NamedTuple):
         return _fill(self.cut.shape, self.cut.stage, self.cut.of_row, self.bucket, self.in_backward)
 
     @property
-    def places(self) -> Sequence[_Spread] | None:
-        """`_spread`; behind backward they are not asked for where sums are of a shard."""
-        return _spread(self.cut) if self.in_backward or self.is_whole else None
+    def places(self) -> Sequence[_Spread]:
+        """The ranks of each parameter."""
+        return _spread(self.cut)
 
 
 def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[Reduction, ...]:
@@ -325,9 +325,7 @@ def reductions(work: Workload, stage: Stage, place: RankPlace | None = None) -> 
     in the type of the messages. What goes to those that share dense layers does so apart from dealt experts. A
     parameter that no bucket takes is reduced where it is.
     """
-    kept, in_backward = (_NOTHING, _NOTHING), reduces_in_backward(work)
-    if in_backward or work.gradient_bytes == work.element_bytes:  # sums of another type are of a shard
-        kept = _of_place(work, stage, place)
+    kept, in_backward = _of_place(work, stage, place), reduces_in_backward(work)
     dealt = -(-work.dealt_parameters(stage) // work.expert_shards)
     reducing = _Reducing(
         *(_cut(work, stage), largest_bucket(work), in_backward, work.zero_stage, work.element_bytes),
@@ -448,10 +446,8 @@ def _taken_at_stage_2(one: _Reducing, kept: tuple[_Kept, _Kept]) -> Iterator[tup
         yield apart + max(copied + beside[not whole], beside[1]), beside[1] + large
 
 
-def _is_own(bucket: _Bucket, places: Sequence[_Spread] | None, kept: tuple[_Kept, _Kept]) -> bool:
-    """Whether the rank owns a part of the first parameter of a bucket, where reductions tell ranks apart."""
-    if places is None:
-        return False
+def _is_own(bucket: _Bucket, places: Sequence[_Spread], kept: tuple[_Kept, _Kept]) -> bool:
+    """Whether the rank owns a part of the first parameter of a bucket."""
     at = places[bucket.first]
     return at.start <= kept[bucket.numels[1] > 0].rank < at.stop
 
@@ -463,14 +459,9 @@ def _copies(one: _Reducing, width: int) -> Iterator[int]:
     dense, dealt = (width * pieces + wider for pieces in in_pieces)
     for bucket in one.buckets:
         if bucket.is_large:
-            at = places[bucket.first] if places else _Spread(0, 0, 0, one.shard)
+            at = places[bucket.first]
             yield _large_copy(sum(bucket.numels), at.begin, at.shard, one.bucket, width, wider)
-        elif (
-            places
-            and one.is_whole
-            and places[bucket.first].start + 1 == places[bucket.stop - 1].stop
-            and not bucket.numels[1]
-        ):
+        elif one.is_whole and places[bucket.first].start + 1 == places[bucket.stop - 1].stop and not bucket.numels[1]:
             yield bucket.numels[0] * wider  # all of it goes to one rank
         else:
             yield max(bucket.numels[0] * dense, bucket.numels[1] * dealt)
