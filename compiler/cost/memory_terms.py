@@ -332,18 +332,12 @@ def _reduced_before_embedding(work: Workload, every: Sequence[Reduction]) -> flo
 
 
 def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float, static: _Static) -> float:
-    """What is there of activations at most when gradients are reduced in backward, and beside what was reduced.
+    """Activations and what reductions take beside them, at the largest moment in which gradients are reduced.
 
-    Args:
-        one: the stage.
-        kept: at its largest moment else.
-        one_layer: of a layer; where layers are recomputed the largest one, which is in `kept`.
-        in_flight: of it.
-        static: with the reductions.
+    `kept` is all that layers keep; where they are recomputed, with the largest `one_layer` and what it has `in_flight`.
     """
     work, stage, most, found = one.work, one.stage, len(one.stage.layers), 0.0
     waiting, again = waiting_gradient_bytes(work, stage), work.recomputes_layers
-    # Of what is recomputed there is one layer, and of it what is left.
     beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
     whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
     of_each = (kept - whole) / max(most, 1)
@@ -413,11 +407,8 @@ def _add_choices(one: _Held, kept: dict[str, float]) -> None:
 def _layer_by_layer(one: _Held) -> list[tuple[float, float]]:
     """What each layer of a stage keeps, where nothing is recomputed, and what it has in flight."""
     work, shape, found = one.work, one.work.shape, dict[object, tuple[float, float]]()
-    attending, kinds = (
-        set(shape.attention_layers),
-        {layer: kind for kind, (own, _) in enumerate(shape.by_kind) for layer in own},
-    )
-    each = []
+    kinds = {layer: kind for kind, (own, _) in enumerate(shape.by_kind) for layer in own}
+    attending, each = set(shape.attention_layers), []
     for layer in one.stage.layers:
         alone = range(layer, layer + 1)
         parts = tuple(place for place, part in enumerate(shape.parts) if part.count(alone))
