@@ -43,6 +43,8 @@ class _Of(enum.Enum):
     """An expert of all tokens that runs behind these, and goes backward before them."""
     SHARED_FIRST = enum.auto()
     MLP = enum.auto()
+    SUMMED = enum.auto()
+    """Of which each rank of tp has a part of the gradient: it waits for the end, where others are reduced before."""
     OTHERS = enum.auto()
 
 
@@ -201,6 +203,8 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     in_mlp = [f".{{layer}}.{name}." for name in modules_of(work.shape, MLP)]
 
     def of(row: Parameter) -> _Of:
+        if work.zero_stage == 1 and work.tp > 1 and (row.partial or (work.sequence_parallel and row.sequence_parallel)):
+            return _Of.SUMMED
         if row.expert_dim is not None:
             return _Of.ROUTED
         if beside is not None and beside in row.name:
@@ -457,12 +461,18 @@ def _copies(one: _Reducing, width: int) -> Iterator[int]:
     wider, places = one.message_bytes * (one.message_bytes > width), one.places
     in_pieces = (not one.is_whole or ranks > 1 for ranks in (one.cut.shards, one.cut.expert_shards))
     dense, dealt = (width * pieces + wider for pieces in in_pieces)
+
+    def is_one_slice(bucket: _Bucket) -> bool:
+        """Whether all of it goes to one rank: fp32 sums of several parameters are added to one by one."""
+        in_one = places[bucket.first].start + 1 == places[bucket.stop - 1].stop and not bucket.numels[1]
+        return in_one and (one.is_whole or bucket.stop - bucket.first == 1)
+
     for bucket in one.buckets:
         if bucket.is_large:
             at = places[bucket.first]
             yield _large_copy(sum(bucket.numels), at.begin, at.shard, one.bucket, width, wider)
-        elif one.is_whole and places[bucket.first].start + 1 == places[bucket.stop - 1].stop and not bucket.numels[1]:
-            yield bucket.numels[0] * wider  # all of it goes to one rank
+        elif is_one_slice(bucket):
+            yield bucket.numels[0] * wider
         else:
             yield max(bucket.numels[0] * dense, bucket.numels[1] * dealt)
 
@@ -527,14 +537,14 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     """
     every, found, of_layer = _flat(shape, stage, of_row), list[_Bucket](), Counter[int]()
     of_part = Counter[tuple[int, bool]]()
-    for one in every:
+    order: Iterable[int] = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
+    if in_backward:
+        order = [number for number in _backward(every) if every[number].of is not _Of.SUMMED]
+    for one in (every[number] for number in order):
         of_layer[one.layer] += one.numel
         of_part[one.layer, one.of is not _Of.OTHERS] += one.numel
     parts_left = Counter(of_part)
     left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
-    order: Iterable[int] = _backward(every)
-    if not in_backward:
-        order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
 
     def fill(layers: float, waiting: int, rest: int, by_experts: bool) -> int:
         """Elements that a bucket has taken."""
