@@ -7,9 +7,7 @@ from dataclasses import replace
 from parcompile.layout.pipeline import Stage
 from parcompile.layout.sequence import CpImplementation
 from parcompile.layout.shards import LOSS_CHUNK_ELEMENTS, MOST_PIECES, PIECE_BYTES, loss_chunk_tokens
-from parcompile.model import within
 from parcompile.model.blocks.experts import MoeShape
-from parcompile.model.blocks.indexer import Indexer
 from parcompile.model.catalogue import SCALED_INPUTS, WEIGHTED_IN_TYPE
 from parcompile.model.family import types_with
 from parcompile.model.layer_parts import ATTENTION, MLP, NORMS, tiled_norms
@@ -21,6 +19,7 @@ from .blocks import MEANS, added_bytes, has_mixture, head_bytes, table_gradient_
 from .collectives import hidden_bytes, norms_mlp_output, routed_layers, stream_bytes
 from .context_exchanges import SUM_BYTES, passes_of, runs_on_gpu, sizes_of
 from .kept import LayerBytes
+from .recurrent import chooses_keys
 from .workload import Workload
 
 # What the two ends of a forward take: the head with its loss, and the embedding.
@@ -470,7 +469,8 @@ def tile_bytes(work: Workload) -> float:
     of_tile = work.element_bytes * tokens * (2 * h + (_numbers(work) + 1) * width)
     taken = work.element_bytes * work.split_tokens / share * h
     of_norm = 0.0 if tiles_norms(work) else taken * (NORM_TENSORS * 4 / work.element_bytes - 1) * (norm_bytes(work) > 0)
-    attention = _attention_gradients(work, chooses=work.shape.part(Indexer) is not None) - taken
+    every = range(work.shape.num_hidden_layers)
+    attention = _attention_gradients(work, chooses=chooses_keys(work.shape, every)) - taken
     return max(of_norm, 2 * taken + of_tile + (4 + work.element_bytes) * numel, attention)
 
 
@@ -493,9 +493,7 @@ def attention_in_flight(work: Workload, stage: Stage, layer: LayerBytes) -> floa
         behind = 1.0 if _begins_bare(work) else 1 - 1 / max(norms, BLOCKS)
         gone += layer.stream * behind * (layer.stream > _ONE_INPUT * given) * work.split_tokens
         gone += layer.gathered / work.shape.blocks_per_layer * work.local_tokens
-    indexer = work.shape.part(Indexer)
-    chooses = indexer is not None and len(within(indexer.layers, stage.layers)) > 0
-    return _attention_gradients(work, chooses=chooses) - gone
+    return _attention_gradients(work, chooses=chooses_keys(work.shape, stage.layers)) - gone
 
 
 SCORE_TILE = 512

@@ -34,6 +34,12 @@ SHARED, CHUNKS, WHOLE = "heads>groups", "chunks>1", "whole chunks"
 """Questions about a module that carries a state: of a micro-batch, a sequence, a rank's part of it, heads, a piece."""
 
 
+def chooses_keys(shape: ModelShape, layers: range) -> bool:
+    """Whether an indexer chooses keys in some of these layers."""
+    indexer = shape.part(Indexer)
+    return indexer is not None and len(within(indexer.layers, layers)) > 0
+
+
 def scoring_bytes(work: Workload, stage: Stage) -> float:
     """What an indexer holds while it scores: its scores in fp32, and what is left of them above zero.
 
@@ -44,7 +50,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         length, queries = work.sequence_length, work.sequence_length // work.cp
         scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
         return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
-    if indexer is None or not within(indexer.layers, stage.layers):
+    if indexer is None or not chooses_keys(work.shape, stage.layers):
         return 0.0
     if indexer.block:  # what each query sees, twice
         return 2.0 * work.local_tokens * work.sequence_length
