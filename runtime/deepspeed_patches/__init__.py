@@ -49,7 +49,7 @@ Changed:
 - `checkpoint_engine` of an engine (runtime/checkpoint_engine/checkpoint_engine.py): all that `save_checkpoint` and
   `load_checkpoint` write and open goes through it, in runtime/engine.py and runtime/state_dict_factory.py; DeepSpeed's
   own unpickles any code. `_copy_recovery_script` writes beside it, and is left out. `load_universal_checkpoint`, true
-  with `checkpoint.load_universal`, would look for another form. `use_checkpoint_engine`, `checkpoint.deepspeed_engine`
+  with the key "load_universal", would look for another form. `use_checkpoint_engine`, `checkpoint.deepspeed_engine`
 - Weights are sharded over the plan's groups before DeepSpeed does it, which knows dp alone (`zero.Init` and its
   `_convert_to_zero_parameters`, runtime/zero/partition_parameters.py); then it leaves them as they are. `shard_weights`
 - `__avg_scatter_grads` of the optimizer of stage 3 (runtime/zero/stage3.py): with reduce-scatter gradients are divided
