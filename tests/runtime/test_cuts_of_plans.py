@@ -53,7 +53,7 @@ VARIED: tuple[dict[str, Any], ...] = (
     {},
     {"attention_bias": True},
     {"mlp_bias": True},
-    {"attention_bias": True, "mlp_bias": True},
+    {"attention_bias": True, "bias": True},
     {"use_bias": True},
     {"q_lora_rank": None},
     {"tie_word_embeddings": False},
