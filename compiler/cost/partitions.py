@@ -34,8 +34,8 @@ SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Of buckets at stages 1 and 2: as Megatron-LM has them where it overlaps, so that latency does not bound them."""
 
 
-class _Of(enum.Enum):
-    """What a parameter is of, as far as the order of backward is another than that of the model."""
+class _Role(enum.Enum):
+    """The part of a layer that a parameter belongs to: gradients do not come in the order of the model."""
 
     ROUTED = enum.auto()
     """Experts."""
@@ -44,7 +44,7 @@ class _Of(enum.Enum):
     SHARED_FIRST = enum.auto()
     MLP = enum.auto()
     SUMMED = enum.auto()
-    """Of which each rank of tp has a part of the gradient: it waits for the end, where others are reduced before."""
+    """Each rank of tp has a part of the gradient, which is summed at the end of the step."""
     OTHERS = enum.auto()
 
 
@@ -54,7 +54,7 @@ class _Flat(NamedTuple):
     numel: int
     is_dealt: bool
     kind: GroupKind
-    of: _Of
+    role: _Role
     layer: int
     """The place of its layer in the stage."""
 
@@ -70,8 +70,8 @@ class _Kept(NamedTuple):
     """The first that has these."""
 
 
-_OfRow = tuple[tuple[int, bool, GroupKind, _Of], ...]
-"""Of each row of trained parameters the elements of a rank, whether they are dealt, its group, and what it is of."""
+_OfRow = tuple[tuple[int, bool, GroupKind, _Role], ...]
+"""Of each row of trained parameters the elements of a rank, whether they are dealt, its group, and its role."""
 
 
 class _Cut(NamedTuple):
@@ -155,18 +155,18 @@ def _kept(cut: _Cut) -> tuple[_Runs, _Runs]:
 
 
 class _Spread(NamedTuple):
-    """The ranks among whose shards a parameter lies: the first, the one behind the last, where it begins in a shard."""
+    """The ranks that own a parameter, from `start` to before `stop`; it begins at `begin` of the first's shard."""
 
     start: int
     stop: int
     begin: int
     shard: int
-    """Elements of one."""
+    """Elements of a shard."""
 
 
 @lru_cache(maxsize=256)
 def _spread(cut: _Cut) -> Sequence[_Spread]:
-    """Of each parameter."""
+    """The ranks that own each parameter, in the model's order."""
     every, groups = _flat(cut.shape, cut.stage, cut.of_row), dict[tuple[bool, GroupKind], list[int]]()
     for number, one in enumerate(every):
         groups.setdefault((one.is_dealt, one.kind), []).append(number)
@@ -198,21 +198,21 @@ def _of_rows(work: Workload, stage: Stage) -> _OfRow:
     kinds = (group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay) for row in rows)
     experts = family_of(work.shape.model_type).experts
     beside = f".{experts.shared}." if experts is not None and experts.shared else None
-    shared = _Of.SHARED_FIRST if work.runs_shared_first else _Of.SHARED
+    shared = _Role.SHARED_FIRST if work.runs_shared_first else _Role.SHARED
 
     in_mlp = [f".{{layer}}.{name}." for name in modules_of(work.shape, MLP)]
 
-    def of(row: Parameter) -> _Of:
+    def role(row: Parameter) -> _Role:
         if work.zero_stage == 1 and work.tp > 1 and (row.partial or (work.sequence_parallel and row.sequence_parallel)):
-            return _Of.SUMMED
+            return _Role.SUMMED
         if row.expert_dim is not None:
-            return _Of.ROUTED
+            return _Role.ROUTED
         if beside is not None and beside in row.name:
             return shared
-        return _Of.MLP if any(inside in row.name for inside in in_mlp) else _Of.OTHERS
+        return _Role.MLP if any(inside in row.name for inside in in_mlp) else _Role.OTHERS
 
     each = zip(rows, layouts, kinds, strict=True)
-    return tuple((one.local_numel, one.ep > 1, kind, of(row)) for row, one, kind in each)
+    return tuple((one.local_numel, one.ep > 1, kind, role(row)) for row, one, kind in each)
 
 
 def largest_pieces(work: Workload, stage: Stage, place: RankPlace | None = None) -> tuple[int, int]:
@@ -346,14 +346,14 @@ def _reductions(one: _Reducing, kept: tuple[_Kept, _Kept]) -> tuple[Reduction, .
     width = one.gradient_bytes * (one.zero_stage == 1 and one.in_backward)
     return tuple(
         Reduction(
-            bucket.layers,
-            float(at),
-            float(behind),
-            width * bucket.rest,
-            bucket.stop - bucket.first == 1,
-            float(width * sum(bucket.numels) * (not bucket.is_large)),
-            bucket.by_experts,
-            bucket.left,
+            layers=bucket.layers,
+            taken=float(at),
+            behind=float(behind),
+            filled=width * bucket.rest,
+            is_single=bucket.stop - bucket.first == 1,
+            size=float(width * sum(bucket.numels) * (not bucket.is_large)),
+            by_experts=bucket.by_experts,
+            left=bucket.left,
         )
         for bucket, (at, behind) in each
     )
@@ -513,18 +513,18 @@ def _backward(every: Sequence[_Flat]) -> Sequence[int]:
     """The places of parameters in the order in which their gradients come."""
     routed = dict[int, list[int]]()
     for number, one in enumerate(every):
-        if one.of is _Of.ROUTED:
+        if one.role is _Role.ROUTED:
             routed.setdefault(one.layer, []).append(number)
 
     def place(number: int) -> tuple[int, float, int]:
         # What stands before the layers or behind them may be registered elsewhere.
         one = every[number]
-        if one.layer not in routed or one.of in (_Of.ROUTED, _Of.OTHERS):
+        if one.layer not in routed or one.role in (_Role.ROUTED, _Role.OTHERS):
             return one.layer, number, number
-        if one.of is _Of.SHARED:
+        if one.role is _Role.SHARED:
             return one.layer, routed[one.layer][-1] + 0.5, number
         # What is left of the block is the router.
-        return one.layer, routed[one.layer][0] - (0.25 if one.of is _Of.MLP else 0.5), number
+        return one.layer, routed[one.layer][0] - (0.25 if one.role is _Role.MLP else 0.5), number
 
     return sorted(range(len(every)), key=place, reverse=True)
 
@@ -539,10 +539,10 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
     of_part = Counter[tuple[int, bool]]()
     order: Iterable[int] = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
     if in_backward:
-        order = [number for number in _backward(every) if every[number].of is not _Of.SUMMED]
+        order = [number for number in _backward(every) if every[number].role is not _Role.SUMMED]
     for one in (every[number] for number in order):
         of_layer[one.layer] += one.numel
-        of_part[one.layer, one.of is not _Of.OTHERS] += one.numel
+        of_part[one.layer, one.role is not _Role.OTHERS] += one.numel
     parts_left = Counter(of_part)
     left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
 
@@ -560,13 +560,13 @@ def _fill(shape: ModelShape, stage: Stage, of_row: _OfRow, size: int, in_backwar
         if members and total + one.numel > size:
             layers = max(0.0, one.layer + left[one.layer] / of_layer[one.layer])
             rest = left[one.layer] * (one.numel <= size)
-            before += fill(layers * in_backward, one.numel, rest, one.of is _Of.ROUTED)
+            before += fill(layers * in_backward, one.numel, rest, one.role is _Role.ROUTED)
             filled, members, total = [0, 0], [], 0
         members.append(number)
         filled[one.is_dealt] += one.numel
         total += one.numel
         left[one.layer] -= one.numel
-        parts_left[one.layer, one.of is not _Of.OTHERS] -= one.numel
+        parts_left[one.layer, one.role is not _Role.OTHERS] -= one.numel
     if members:
         fill(0, 0, 0, False)
     if in_backward:

@@ -50,7 +50,7 @@ def scoring_bytes(work: Workload, stage: Stage) -> float:
         length, queries = work.sequence_length, work.sequence_length // work.cp
         scored = (queries * choice.heads * keys.count(length) for _, keys, choice in _choices(work.shape, stage.layers))
         return 3.0 * 4 * min(SCORES_AT_ONCE, max(scored, default=0))
-    if indexer is None or not chooses_keys(work.shape, stage.layers):
+    if indexer is None or not within(indexer.layers, stage.layers):
         return 0.0
     if indexer.block:  # what each query sees, twice
         return 2.0 * work.local_tokens * work.sequence_length
