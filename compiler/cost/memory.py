@@ -12,7 +12,8 @@ from parcompile.model.family import by_type
 from parcompile.model.tables.expression import evaluate
 
 from .parameters import trained_tensors
-from .partitions import keeps_whole_sums, kept_numel, largest_bucket, largest_pieces, left_at_step, taken_at_end
+from .partitions import partition
+from .reductions import keeps_whole_sums, kept_numel, largest_bucket, left_at_step, taken_at_end
 from .workload import RankPlace, Workload
 
 FP64_BYTES = 8
@@ -22,7 +23,7 @@ FP64_BYTES = 8
 class StaticMemory(NamedTuple):
     """Bytes that a rank of one stage holds, as DeepSpeed's engine allocates them.
 
-    Stage 2 shards gradients like the optimizer state, or keeps whole parameters of them (`partitions`); stage 3 shards
+    Stage 2 shards gradients like the optimizer state, or keeps whole parameters of them (`reductions`); stage 3 shards
     also weights, of which those that are gathered are no part of it.
 
     Weights and the padding of the flattened group are in the type of the weights; the optimizer holds fp32 master
@@ -236,7 +237,9 @@ def optimizer_step_bytes(
         # Gradients and bucket stay; those of a group are copied for the optimizer, and Adam's part comes beside. Of
         # gathered weights the small ones stay.
         return MASTER_BYTES * largest + adam - work.element_bytes * gathered_numels(work, stage)[2]
-    norm = FP64_BYTES * max(map(min, largest_pieces(work, stage, place), (shard - dealt, dealt)))
+    owned = partition(work, stage)
+    pieces = owned.largest if place is None else owned.largest_pieces(place)
+    norm = FP64_BYTES * max(map(min, pieces, (shard - dealt, dealt)))
     if work.zero_stage == 2 and not keeps_whole_sums(work):
         return max(adam, norm) - bucket  # the optimizer takes the sums themselves
     gradients = held_memory(work, stage, 0, numel, place).gradient_bytes

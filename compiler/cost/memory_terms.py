@@ -60,7 +60,6 @@ from .memory import (
     static_terms,
 )
 from .parameters import is_even
-from .partitions import Reduction, head_in_bucket, reduces_in_backward, reductions
 from .recurrent import (
     backward_bytes,
     choice_bytes,
@@ -71,6 +70,7 @@ from .recurrent import (
     let_go_bytes,
     scoring_bytes,
 )
+from .reductions import Reduction, head_in_bucket, reduces_in_backward, reductions
 from .workload import FRAMEWORKS, RankPlace, Workload
 
 

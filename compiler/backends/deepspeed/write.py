@@ -20,7 +20,7 @@ from typing import Any
 from parcompile.backends.artefacts import end_of_schedule, tree_of
 from parcompile.backends.statements import Facts
 from parcompile.cost.memory import bucket_numel
-from parcompile.cost.partitions import LARGEST_BUCKET
+from parcompile.cost.reductions import LARGEST_BUCKET
 from parcompile.plan import Plan
 from parcompile.spec import OPTIMIZER_KEYS, Spec
 from parcompile.spec.values import workload_of
