@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -352,13 +352,15 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
         return kept - sums[-1] + sums[begun] - (begun - layers) * (sums[begun] - sums[begun - 1])
 
     behind, came = last_norm_bytes(work) + head_bytes(work, stage) * (not again), hidden_bytes(work)
+    shares_left, has_routed = (_share_left(one, one.dense), _share_left(one, one.sparse)), one.routed > 0
+    is_routed = _are_routed(work.shape, stage.layers)
     for each in static.reductions:
         begun, held = behind, float(most)
         if each.layers <= most:
             place = max(0, math.ceil(each.layers) - 1)
-            is_routed = work.shape.routed(stage.layers[place : place + 1]) > 0
-            part = _share_left(one, one.sparse if is_routed else one.dense, each)
-            begun, held = (one_layer - (one.routed > is_routed) * beyond) * part * again, place + part
+            with_experts = is_routed[place] if is_routed else False
+            part = shares_left[with_experts](each)
+            begun, held = (one_layer - (has_routed > with_experts) * beyond) * part * again, place + part
             begun += came * (each.layers > 0)
         begun += waiting * (each.layers > 0)
         found = max(found, each.taken + held_by(held) + begun)
@@ -381,21 +383,34 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
     return found
 
 
-def _share_left(one: _Held, layer: LayerBytes, reduction: Reduction) -> float:
+@lru_cache(maxsize=64)
+def _are_routed(shape: ModelShape, layers: range) -> Sequence[bool]:
+    """Of each of these layers whether it has routed experts."""
+    return [shape.routed(range(layer, layer + 1)) > 0 for layer in layers]
+
+
+def _share_left(one: _Held, layer: LayerBytes) -> Callable[[Reduction], float]:
     """Of what a layer keeps that has begun, the share that is left when gradients are reduced.
 
     Norms behind a block go backward before it, those in front behind it; a single one in front of both at the end. When
     the gradient of an MLP's first projection comes, what it kept is gone.
     """
-    (attention, mlp), norms = reduction.left, one.work.shape.norms.per_layer
-    behind = norms_mlp_output(one.work.shape)
-    streams = 1.0 if norms <= 1 else (norms - behind if mlp else norms // 2 - behind) / norms
+    norms, behind = one.work.shape.norms.per_layer, norms_mlp_output(one.work.shape)
     of_state = kept_bytes(one.work) / one.tokens if one.states and not layer.attention else 0.0
     first = 1 / 3 if one.work.shape.mlp.gated else 1 / 2
-    mlp = max(0.0, mlp - first) / (1 - first)
-    left = layer.stream * streams + (layer.attention + of_state) * attention + layer.mlp * mlp
-    left += layer.gathered * ((mlp > 0) + (attention > 0)) / 2
-    return left / (layer.total + of_state) if reduction.layers > 0 and layer.total else 0.0
+    total = (layer.total + of_state) * (layer.total > 0)
+
+    def share(reduction: Reduction) -> float:
+        if reduction.layers <= 0 or not total:
+            return 0.0
+        attention, mlp = reduction.left
+        streams = 1.0 if norms <= 1 else (norms - behind if mlp else norms // 2 - behind) / norms
+        mlp = max(0.0, mlp - first) / (1 - first)
+        left = layer.stream * streams + (layer.attention + of_state) * attention + layer.mlp * mlp
+        left += layer.gathered * ((mlp > 0) + (attention > 0)) / 2
+        return left / total
+
+    return share
 
 
 def _add_choices(one: _Held, kept: dict[str, float]) -> None:
