@@ -181,6 +181,7 @@ def rotary_table_bytes(shape: ModelShape, element_bytes: int) -> float:
     return float(sum(size * numbers.get(name, 0) for name, size in rows.items()))
 
 
+@lru_cache(maxsize=64)
 def norm_bytes(shape: ModelShape, element_bytes: int) -> float:
     """What a norm of a layer keeps of a token beyond what goes into it: of a model whose stream passes norms alone."""
     for _, sort in sorts(shape, range(shape.num_hidden_layers)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
@@ -202,6 +203,7 @@ class _Static(NamedTuple):
     gathered_weights: float
     reductions: tuple[Reduction, ...]
     """In a backward pass."""
+    moments: _Moments
     in_bucket: float
     """Bytes of gradients that lie in the bucket alone when the last layer goes backward."""
 
@@ -217,6 +219,7 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
         kind = (numel, len(stage.layers), routed_layers(work.shape, stage), stage.has_embedding, stage.has_head)
         alike = kind if _has_kinds(work.shape) else stage
         if alike not in known:
+            reduced = reductions(work, stage, place) if eager and reduces_in_backward(work) else ()
             known[alike] = _Static(
                 kind,
                 numel,
@@ -224,7 +227,8 @@ def _static(work: Workload, place: RankPlace | None) -> list[_Static]:
                 bucket,
                 optimizer_step_bytes(work, stage, numel, bucket, place) if eager else 0.0,
                 work.element_bytes * sum(gathered_numels(work, stage)[::2]),
-                reductions(work, stage, place) if eager and reduces_in_backward(work) else (),
+                reduced,
+                _moments(work.shape, stage.layers, reduced),
                 head_in_bucket(work, stage) if eager else 0.0,
             )
         found.append(known[alike])
@@ -341,7 +345,7 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
     beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
     whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
     of_each = (kept - whole) / max(most, 1)
-    is_even = again or _has_kinds(work.shape)
+    is_even = again or _has_kinds(work.shape) or work.shape.stack.runs is not None
     layers_of = [] if is_even else _layer_by_layer(one)
     sums = [*accumulate((size for size, _ in layers_of), initial=0.0)]
 
@@ -352,45 +356,94 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
         return kept - sums[-1] + sums[begun] - (begun - layers) * (sums[begun] - sums[begun - 1])
 
     behind, came = last_norm_bytes(work) + head_bytes(work, stage) * (not again), hidden_bytes(work)
-    shares_left, has_routed = (_share_left(one, one.dense), _share_left(one, one.sparse)), one.routed > 0
-    is_routed = _are_routed(work.shape, stage.layers)
-    for each in static.reductions:
-        begun, held = behind, float(most)
-        if each.layers <= most:
-            place = max(0, math.ceil(each.layers) - 1)
-            with_experts = is_routed[place] if is_routed else False
-            part = shares_left[with_experts](each)
-            begun, held = (one_layer - (has_routed > with_experts) * beyond) * part * again, place + part
-            begun += came * (each.layers > 0)
-        begun += waiting * (each.layers > 0)
-        found = max(found, each.taken + held_by(held) + begun)
+    share_left = _share_left(one, one.dense), _share_left(one, one.sparse)
+    of_layer = [one_layer - (one.routed > 0 and not with_experts) * beyond for with_experts in (False, True)]
+    for each in static.moments.begun:
+        if each.place is None:
+            begun, held = behind, float(most)
+        else:
+            part = share_left[each.with_experts](each.left) * each.is_in_layer
+            begun, held = of_layer[each.with_experts] * part * again + came * each.is_in_layer, each.place + part
+        found = max(found, each.taken + held_by(held) + begun + waiting * each.is_in_layer)
     # Sums that are there by then lie beside the layer that goes backward next, or is about to; so does the bucket.
     later = _in_flight(one, 0.0)
     recomputed = lru_cache(partial(_whole_of, one))
-    for each, following in pairwise(static.reductions):
+    for beside, layers in static.moments.between:
+        here = stage.layers[: math.ceil(layers)]
+        last = later if is_even else layers_of[len(here) - 1][1]
+        if again:
+            is_largest = not one.routed or work.shape.routed(here)
+            last = whole - in_flight + later if is_largest else recomputed(here)
+        found = max(found, waiting + beside + held_by(layers) + last)
+    return found
+
+
+class _Begun(NamedTuple):
+    """A reduction in the middle of a layer, or before the first of them goes backward."""
+
+    taken: float
+    """Bytes beside layers, bucket and sums."""
+    is_in_layer: bool
+    """Whether any layer still holds what it keeps."""
+    place: int | None
+    """Of the layer that has begun; None: none has."""
+    left: tuple[float, float]
+    with_experts: bool
+
+
+class _Moments(NamedTuple):
+    """Of a backward pass those in which most may be held: none of them is less than another in every respect."""
+
+    begun: Sequence[_Begun]
+    between: Sequence[tuple[float, float]]
+    """Between two reductions: bytes beside what the layers hold that are left, and their number."""
+
+
+@lru_cache(maxsize=256)
+def _moments(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) -> _Moments:
+    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float]]()
+    for each in reductions:
+        place = max(0, math.ceil(each.layers) - 1) if each.layers <= most else None
+        with_experts = place is not None and shape.routed(layers[place : place + 1]) > 0
+        begun.append(_Begun(each.taken, each.layers > 0, place, each.left, with_experts))
+    for each, following in pairwise(reductions):
         held = min(each.layers, most)
         left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
         begins = begins and not each.by_experts
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
-            layers = held if begins else left
-            here = stage.layers[: math.ceil(layers)]
-            last = later if is_even else layers_of[len(here) - 1][1]
-            if again:
-                is_largest = not one.routed or work.shape.routed(here)
-                last = whole - in_flight + later if is_largest else recomputed(here)
-            beside = waiting + each.behind - each.filled * (not begins)
-            found = max(found, beside + held_by(layers) + last)
+            between.append((each.behind - each.filled * (not begins), held if begins else left))
+    if _has_kinds(shape):  # else layers differ
+        between = _largest(between, lambda one, other: one[1] <= other[1])
+    return _Moments(_largest(begun, _is_less), between)
+
+
+_Moment = TypeVar("_Moment", bound=tuple[object, ...])
+
+
+def _largest(moments: Iterable[_Moment], is_less: Callable[[_Moment, _Moment], bool]) -> list[_Moment]:
+    """Those that are not less than one which takes as much."""
+    found = list[_Moment]()
+    for one in sorted(moments, key=itemgetter(0), reverse=True):
+        if not any(is_less(one, other) for other in found):
+            found.append(one)
     return found
 
 
-@lru_cache(maxsize=64)
-def _are_routed(shape: ModelShape, layers: range) -> Sequence[bool]:
-    """Of each of these layers whether it has routed experts."""
-    return [shape.routed(range(layer, layer + 1)) > 0 for layer in layers]
+def _is_less(one: _Begun, other: _Begun) -> bool:
+    """Whether no more of the layers is left."""
+    if one.place is None or other.place is None:
+        return one.place is other.place and one.is_in_layer == other.is_in_layer
+    return (
+        one.place <= other.place
+        and one.left[0] <= other.left[0]
+        and one.left[1] <= other.left[1]
+        and one.is_in_layer <= other.is_in_layer
+        and one.with_experts == other.with_experts
+    )
 
 
-def _share_left(one: _Held, layer: LayerBytes) -> Callable[[Reduction], float]:
-    """Of what a layer keeps that has begun, the share that is left when gradients are reduced.
+def _share_left(one: _Held, layer: LayerBytes) -> Callable[[tuple[float, float]], float]:
+    """Of what a layer keeps that has begun, the share that is left, by those of its parameters (`Reduction.left`).
 
     Norms behind a block go backward before it, those in front behind it; a single one in front of both at the end. When
     the gradient of an MLP's first projection comes, what it kept is gone.
@@ -398,17 +451,14 @@ def _share_left(one: _Held, layer: LayerBytes) -> Callable[[Reduction], float]:
     norms, behind = one.work.shape.norms.per_layer, norms_mlp_output(one.work.shape)
     of_state = kept_bytes(one.work) / one.tokens if one.states and not layer.attention else 0.0
     first = 1 / 3 if one.work.shape.mlp.gated else 1 / 2
-    total = (layer.total + of_state) * (layer.total > 0)
 
-    def share(reduction: Reduction) -> float:
-        if reduction.layers <= 0 or not total:
-            return 0.0
-        attention, mlp = reduction.left
+    def share(parameters: tuple[float, float]) -> float:
+        attention, mlp = parameters
         streams = 1.0 if norms <= 1 else (norms - behind if mlp else norms // 2 - behind) / norms
         mlp = max(0.0, mlp - first) / (1 - first)
         left = layer.stream * streams + (layer.attention + of_state) * attention + layer.mlp * mlp
         left += layer.gathered * ((mlp > 0) + (attention > 0)) / 2
-        return left / total
+        return left / (layer.total + of_state) if layer.total else 0.0
 
     return share
 
