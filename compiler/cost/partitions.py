@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from parcompile.layout.pipeline import Stage
-from parcompile.layout.shards import GroupKind, group_kind, padded_numel
+from parcompile.layout.shards import GroupKind, group_kind, padded_numel, tensor_layout
 from parcompile.model import Parameter
 from parcompile.model.derived_rows import parameter_table
 from parcompile.model.families import family_of
@@ -60,8 +60,6 @@ class Kept(NamedTuple):
     """The first that has these."""
 
 
-_OfRow = tuple[tuple[int, bool, GroupKind, Role], ...]
-"""Of each row of trained parameters the elements of a rank, whether they are dealt, its group, and its role."""
 _NOTHING = Kept(0, -1, -1, -1)
 _Runs = Sequence[tuple[int, Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
@@ -131,16 +129,60 @@ class Partition:
         return dense, dealt
 
 
+class _Cut(NamedTuple):
+    """What a partition depends on: few of what makes layouts of a search differ."""
+
+    shape: ModelShape
+    stage: Stage
+    tp: int
+    ep: int
+    expert_tp: int | None
+    vocab_divisible_by: int
+    muon: bool
+    no_weight_decay: str | None
+    sums_partial: bool
+    """Parts of gradients on the ranks of tp are summed at the end of a step."""
+    sums_norms: bool
+    runs_shared_first: bool
+    shards: int
+    expert_shards: int
+
+
+@lru_cache(maxsize=64)
 def partition(work: Workload, stage: Stage) -> Partition:
     """The parameters of a stage and their owners."""
-    return _partition(work.shape, stage, _of_rows(work, stage), work.shards, work.expert_shards)
+    at_end = work.zero_stage == 1 and work.tp > 1
+    return _partition(
+        _Cut(
+            work.shape,
+            stage,
+            work.tp,
+            work.ep,
+            work.expert_tp,
+            work.vocab_divisible_by,
+            work.muon,
+            work.no_weight_decay,
+            at_end,
+            at_end and work.sequence_parallel,
+            work.runs_shared_first,
+            work.shards,
+            work.expert_shards,
+        )
+    )
 
 
 @lru_cache(maxsize=256)
-def _partition(shape: ModelShape, stage: Stage, of_row: _OfRow, shards: int, expert_shards: int) -> Partition:
-    _, order = _trained(shape, stage)
+def _partition(cut: _Cut) -> Partition:
+    rows, order = _trained(cut.shape, cut.stage)
+    of_row, role = list[tuple[int, bool, GroupKind, Role]](), _roles(cut)
+    for row in rows:
+        layout = tensor_layout(
+            row, cut.tp, ep=cut.ep, expert_tp=cut.expert_tp, vocab_divisible_by=cut.vocab_divisible_by
+        )
+        kind = group_kind(row, muon=cut.muon, no_weight_decay=cut.no_weight_decay)
+        of_row.append((layout.local_numel, layout.ep > 1, kind, role(row)))
     new = tuple.__new__  # as `Flat(...)`, of thousands of parameters for each layout of a search
-    return Partition([new(Flat, (*of_row[row], layer)) for row, layer in order], shards, expert_shards)
+    return Partition([new(Flat, (*of_row[row], layer)) for row, layer in order], cut.shards, cut.expert_shards)
 
 
 def _of_rank(runs: _Runs, rank: int) -> Kept:
@@ -158,28 +200,21 @@ def _swept(every: Sequence[Flat], changes: Mapping[int, Sequence[int]]) -> _Runs
     return runs
 
 
-@lru_cache(maxsize=256)
-def _of_rows(work: Workload, stage: Stage) -> _OfRow:
-    rows, _ = _trained(work.shape, stage)
-    layouts = map(work.layout, rows)
-    kinds = (group_kind(row, muon=work.muon, no_weight_decay=work.no_weight_decay) for row in rows)
-    experts = family_of(work.shape.model_type).experts
+def _roles(cut: _Cut) -> Callable[[Parameter], Role]:
+    experts = family_of(cut.shape.model_type).experts
     beside = f".{experts.shared}." if experts is not None and experts.shared else None
-    shared = Role.SHARED_FIRST if work.runs_shared_first else Role.SHARED
-
-    in_mlp = [f".{{layer}}.{name}." for name in modules_of(work.shape, MLP)]
+    in_mlp = [f".{{layer}}.{name}." for name in modules_of(cut.shape, MLP)]
 
     def role(row: Parameter) -> Role:
-        if work.zero_stage == 1 and work.tp > 1 and (row.partial or (work.sequence_parallel and row.sequence_parallel)):
+        if (cut.sums_partial and row.partial) or (cut.sums_norms and row.sequence_parallel):
             return Role.SUMMED
         if row.expert_dim is not None:
             return Role.ROUTED
         if beside is not None and beside in row.name:
-            return shared
+            return Role.SHARED_FIRST if cut.runs_shared_first else Role.SHARED
         return Role.MLP if any(inside in row.name for inside in in_mlp) else Role.OTHERS
 
-    each = zip(rows, layouts, kinds, strict=True)
-    return tuple((one.local_numel, one.ep > 1, kind, role(row)) for row, one, kind in each)
+    return role
 
 
 @lru_cache(maxsize=64)
