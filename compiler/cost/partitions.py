@@ -24,7 +24,7 @@ from parcompile.model.shape import ModelShape
 from .workload import RankPlace, Workload
 
 
-class Role(enum.Enum):
+class Role(enum.IntEnum):
     """The part of a layer that a parameter belongs to: gradients do not come in the order of the model."""
 
     ROUTED = enum.auto()
@@ -60,6 +60,8 @@ class Kept(NamedTuple):
     """The first that has these."""
 
 
+_OfRow = tuple[tuple[int, bool, GroupKind, Role], ...]
+"""Of each row of trained parameters the elements of a rank, whether they are dealt, its group, and its role."""
 _NOTHING = Kept(0, -1, -1, -1)
 _Runs = Sequence[tuple[int, Kept]]
 """What ranks have, each from a rank on: neighbours that have the same are one entry, of a million ranks few."""
@@ -130,7 +132,7 @@ class Partition:
 
 
 class _Cut(NamedTuple):
-    """What a partition depends on: few of what makes layouts of a search differ."""
+    """What the parameters of a rank depend on: few of what makes layouts of a search differ."""
 
     shape: ModelShape
     stage: Stage
@@ -144,45 +146,23 @@ class _Cut(NamedTuple):
     """Parts of gradients on the ranks of tp are summed at the end of a step."""
     sums_norms: bool
     runs_shared_first: bool
-    shards: int
-    expert_shards: int
 
 
 @lru_cache(maxsize=64)
 def partition(work: Workload, stage: Stage) -> Partition:
     """The parameters of a stage and their owners."""
-    at_end = work.zero_stage == 1 and work.tp > 1
-    return _partition(
-        _Cut(
-            work.shape,
-            stage,
-            work.tp,
-            work.ep,
-            work.expert_tp,
-            work.vocab_divisible_by,
-            work.muon,
-            work.no_weight_decay,
-            at_end,
-            at_end and work.sequence_parallel,
-            work.runs_shared_first,
-            work.shards,
-            work.expert_shards,
-        )
-    )
+    at_end, shape = work.zero_stage == 1 and work.tp > 1, work.shape
+    sums = at_end, at_end and work.sequence_parallel, work.runs_shared_first
+    kinds = work.muon, work.no_weight_decay
+    cut = _Cut(shape, stage, work.tp, work.ep, work.expert_tp, work.vocab_divisible_by, *kinds, *sums)
+    return _partition(shape, stage, _of_rows(cut), work.shards, work.expert_shards)
 
 
 @lru_cache(maxsize=256)
-def _partition(cut: _Cut) -> Partition:
-    rows, order = _trained(cut.shape, cut.stage)
-    of_row, role = list[tuple[int, bool, GroupKind, Role]](), _roles(cut)
-    for row in rows:
-        layout = tensor_layout(
-            row, cut.tp, ep=cut.ep, expert_tp=cut.expert_tp, vocab_divisible_by=cut.vocab_divisible_by
-        )
-        kind = group_kind(row, muon=cut.muon, no_weight_decay=cut.no_weight_decay)
-        of_row.append((layout.local_numel, layout.ep > 1, kind, role(row)))
+def _partition(shape: ModelShape, stage: Stage, of_row: _OfRow, shards: int, expert_shards: int) -> Partition:
+    _, order = _trained(shape, stage)
     new = tuple.__new__  # as `Flat(...)`, of thousands of parameters for each layout of a search
-    return Partition([new(Flat, (*of_row[row], layer)) for row, layer in order], cut.shards, cut.expert_shards)
+    return Partition([new(Flat, (*of_row[row], layer)) for row, layer in order], shards, expert_shards)
 
 
 def _of_rank(runs: _Runs, rank: int) -> Kept:
@@ -198,6 +178,18 @@ def _swept(every: Sequence[Flat], changes: Mapping[int, Sequence[int]]) -> _Runs
         numel = sum([every[number].numel for number in here])
         runs.append((rank, Kept(numel, min(here, default=-1), max(here, default=-1), rank)))
     return runs
+
+
+@lru_cache(maxsize=256)
+def _of_rows(cut: _Cut) -> _OfRow:
+    rows, _ = _trained(cut.shape, cut.stage)
+    layouts = [
+        tensor_layout(row, cut.tp, ep=cut.ep, expert_tp=cut.expert_tp, vocab_divisible_by=cut.vocab_divisible_by)
+        for row in rows
+    ]
+    kinds = [group_kind(row, muon=cut.muon, no_weight_decay=cut.no_weight_decay) for row in rows]
+    each = zip(layouts, kinds, map(_roles(cut), rows), strict=True)
+    return tuple((one.local_numel, one.ep > 1, kind, role) for one, kind, role in each)
 
 
 def _roles(cut: _Cut) -> Callable[[Parameter], Role]:
