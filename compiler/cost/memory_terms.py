@@ -409,7 +409,7 @@ def _moments(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) 
     for each, following in pairwise(reductions):
         held = min(each.layers, most)
         left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
-        begins = begins and not each.by_experts
+        begins = begins and not each.by_dealt
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
             between.append((each.behind - each.filled * (not begins), held if begins else left))
     if _has_kinds(shape):  # else layers differ

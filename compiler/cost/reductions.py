@@ -94,8 +94,8 @@ class Reduction(NamedTuple):
     """Whether it is of one parameter."""
     size: float
     """Bytes of gradients that lie in the bucket alone by then: at stage 1."""
-    by_experts: bool
-    """Whether the gradient that does not fit is that of experts, whose layer has passed its largest moment."""
+    by_dealt: bool
+    """Whether the gradient that does not fit is that of dealt experts, whose layer has passed its largest moment."""
     left: tuple[float, float]
     """Of the layer that has begun, the share of attention's parameters and norms that is not reduced, and that of the
     MLP's."""
@@ -159,7 +159,7 @@ def _reductions(one: _Reducing, kept: tuple[Kept, Kept]) -> tuple[Reduction, ...
             filled=width * bucket.rest,
             is_single=bucket.stop - bucket.first == 1,
             size=float(width * sum(bucket.numels) * (not bucket.is_large)),
-            by_experts=bucket.by_experts,
+            by_dealt=bucket.by_dealt,
             left=bucket.left,
         )
         for bucket, (at, behind) in each
@@ -312,8 +312,8 @@ class _Bucket(NamedTuple):
     """Elements of the last one's layer that are not reduced yet."""
     left: tuple[float, float]
     """Of that layer, the shares that are left of attention and norms, and of the MLP."""
-    by_experts: bool
-    """Whether the gradient that does not fit is of experts."""
+    by_dealt: bool
+    """Whether the gradient that does not fit is of dealt experts."""
 
 
 def _backward(every: Sequence[Flat]) -> Sequence[int]:
@@ -353,13 +353,13 @@ def _fill(owned: Partition, size: int, in_backward: bool) -> Sequence[_Bucket]:
     parts_left = Counter(of_part)
     left, filled, total, members, before = Counter(of_layer), [0, 0], 0, list[int](), 0
 
-    def fill(layers: float, waiting: int, rest: int, by_experts: bool) -> int:
+    def fill(layers: float, waiting: int, rest: int, by_dealt: bool) -> int:
         """Elements that a bucket has taken."""
         is_large, numels = total > size, (filled[0], filled[1])
         place = max(0, math.ceil(layers) - 1)
         attention, mlp = (parts_left[place, part] / max(of_part[place, part], 1) for part in (False, True))
         ends = min(members), max(members) + 1
-        found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp), by_experts))
+        found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp), by_dealt))
         return 0 if is_large else total
 
     for number in order:
@@ -367,7 +367,7 @@ def _fill(owned: Partition, size: int, in_backward: bool) -> Sequence[_Bucket]:
         if members and total + one.numel > size:
             layers = max(0.0, one.layer + left[one.layer] / of_layer[one.layer])
             rest = left[one.layer] * (one.numel <= size)
-            before += fill(layers * in_backward, one.numel, rest, one.role is Role.ROUTED)
+            before += fill(layers * in_backward, one.numel, rest, one.is_dealt)
             filled, members, total = [0, 0], [], 0
         members.append(number)
         filled[one.is_dealt] += one.numel

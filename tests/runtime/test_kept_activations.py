@@ -389,6 +389,18 @@ SP = {"sequence_parallel": True}
         ("opt", {"cp": 2}, {**BF16, **FULL, "global_batch_size": 4}, 1, {"vocab_size": 128256}),
         ("biogpt", {"cp": 4, "dp": 2}, {**FP32, "micro_batch_size": 2, "global_batch_size": 8}, 1, {}),
         ("cohere", {}, BF16, 1, {"vocab_size": 4000}),  # a norm behind the last layer that takes the mean away
+        (
+            "hrm_text",
+            {"cp": 2},
+            {**FP32, "sequence_length": 4096, "global_batch_size": 1},
+            1,
+            {},
+        ),  # stacks that run several times
+        # Experts whose first gradient starts a reduction are still to go through their activation.
+        (
+            *("qwen3_moe", {"dp": 2}),
+            *({**LONG, **FULL, "global_batch_size": 2}, 1, {"moe_intermediate_size": 6144}),
+        ),
     ],
 )
 def test_peaks_are_those_that_preflight_counts(
