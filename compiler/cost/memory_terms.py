@@ -240,6 +240,11 @@ def _has_kinds(shape: ModelShape) -> bool:
     return is_even(shape) and not shape.parts and shape.stack.runs is None
 
 
+def _are_alike(shape: ModelShape) -> bool:
+    """Whether layers of a stage differ by their MLPs alone, or are counted together."""
+    return _has_kinds(shape) or shape.stack.runs is not None or shape.stack.layers_per_module > 1
+
+
 def _recomputing(whole: Workload, word: str) -> Workload:
     return whole if word == whole.recompute else replace(whole, recompute=word)
 
@@ -293,10 +298,12 @@ _BEGUN = 0.9
 def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, float], float]:
     """What is held of activations, by part, at the largest moment of a step, and when gradients are reduced in it."""
     work, stage = one.work, one.stage
-    in_flight = _in_flight(one, static.bucket if work.zero_stage == 2 else 0.0)
+    bucket = static.bucket if work.zero_stage == 2 else 0.0
     if work.recomputes_layers:
-        kept, one_layer, in_flight = _recomputed(one, in_flight)
+        in_turn = work.zero_stage == 2 or work.micro_batches <= _FIRST_AND_LAST
+        kept, one_layer, in_flight = _recomputed(one, bucket, static.reductions if in_turn else ())
     else:
+        in_flight = _in_flight(one, bucket)
         kept, one_layer = _kept(one), (one.sparse if one.routed else one.dense).total * one.tokens
     _add_choices(one, kept)
     if one.eager:
@@ -345,12 +352,11 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
     beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
     whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
     of_each = (kept - whole) / max(most, 1)
-    is_even = again or _has_kinds(work.shape) or work.shape.stack.runs is not None
-    layers_of = [] if is_even else _layer_by_layer(one)
-    sums = [*accumulate((size for size, _ in layers_of), initial=0.0)]
+    layers_of = [] if _are_alike(work.shape) else _layer_by_layer(one)
+    sums = [*accumulate((layer.size for layer in layers_of), initial=0.0)]
 
     def held_by(layers: float) -> float:
-        if is_even:
+        if again or not layers_of:
             return of_each * layers
         begun = max(1, math.ceil(layers))
         return kept - sums[-1] + sums[begun] - (begun - layers) * (sums[begun] - sums[begun - 1])
@@ -362,18 +368,24 @@ def _while_reducing(one: _Held, kept: float, one_layer: float, in_flight: float,
         if each.place is None:
             begun, held = behind, float(most)
         else:
-            part = share_left[each.with_experts](each.left) * each.is_in_layer
-            begun, held = of_layer[each.with_experts] * part * again + came * each.is_in_layer, each.place + part
+            here = layers_of[each.place] if layers_of else None
+            part = (here.share_left if here else share_left[each.with_experts])(each.left) * each.is_in_layer
+            begun = (here.size if here else of_layer[each.with_experts]) * part * again + came * each.is_in_layer
+            held = each.place + part
         found = max(found, each.taken + held_by(held) + begun + waiting * each.is_in_layer)
     # Sums that are there by then lie beside the layer that goes backward next, or is about to; so does the bucket.
     later = _in_flight(one, 0.0)
     recomputed = lru_cache(partial(_whole_of, one))
-    for beside, layers in static.moments.between:
-        here = stage.layers[: math.ceil(layers)]
-        last = later if is_even else layers_of[len(here) - 1][1]
-        if again:
-            is_largest = not one.routed or work.shape.routed(here)
-            last = whole - in_flight + later if is_largest else recomputed(here)
+    for beside, layers, stop in static.moments.between:
+        there = math.ceil(layers)
+        if layers_of:
+            last = max(layer.size * again + layer.in_flight for layer in layers_of[min(stop, there - 1) : there])
+            last -= behind_mlp_bytes(work) * again
+        elif again:
+            is_largest = not one.routed or work.shape.routed(stage.layers[:there])
+            last = whole - in_flight + later if is_largest else recomputed(stage.layers[:there])
+        else:
+            last = later
         found = max(found, waiting + beside + held_by(layers) + last)
     return found
 
@@ -395,13 +407,13 @@ class _Moments(NamedTuple):
     """Of a backward pass those in which most may be held: none of them is less than another in every respect."""
 
     begun: Sequence[_Begun]
-    between: Sequence[tuple[float, float]]
-    """Between two reductions: bytes beside what the layers hold that are left, and their number."""
+    between: Sequence[tuple[float, float, int]]
+    """Between two reductions: bytes beside what the layers hold that are left, their number, and what is left then."""
 
 
 @lru_cache(maxsize=256)
 def _moments(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) -> _Moments:
-    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float]]()
+    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float, int]]()
     for each in reductions:
         place = max(0, math.ceil(each.layers) - 1) if each.layers <= most else None
         with_experts = place is not None and shape.routed(layers[place : place + 1]) > 0
@@ -411,8 +423,9 @@ def _moments(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) 
         left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
         begins = begins and not each.by_dealt
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
-            between.append((each.behind - each.filled * (not begins), held if begins else left))
-    if _has_kinds(shape):  # else layers differ
+            beside = each.behind - each.filled * (not begins)
+            between.append((beside, held if begins else left, max(0, math.ceil(following.layers) - 1)))
+    if _are_alike(shape):
         between = _largest(between, lambda one, other: one[1] <= other[1])
     return _Moments(_largest(begun, _is_less), between)
 
@@ -469,9 +482,9 @@ def _add_choices(one: _Held, kept: dict[str, float]) -> None:
     kept["mlp"] += router_bytes(one.work, one.stage) * one.copies
 
 
-def _layer_by_layer(one: _Held) -> list[tuple[float, float]]:
-    """What each layer of a stage keeps, where nothing is recomputed, and what it has in flight."""
-    work, shape, found = one.work, one.work.shape, dict[object, tuple[float, float]]()
+def _each_layer(one: _Held) -> list[_Held]:
+    """Each layer of a stage alone; those of a sort are one."""
+    shape, found = one.work.shape, dict[object, _Held]()
     kinds = {layer: kind for kind, (own, _) in enumerate(shape.by_kind) for layer in own}
     attending, each = set(shape.attention_layers), []
     for layer in one.stage.layers:
@@ -479,18 +492,40 @@ def _layer_by_layer(one: _Held) -> list[tuple[float, float]]:
         parts = tuple(place for place, part in enumerate(shape.parts) if part.count(alone))
         sort = kinds.get(layer), parts, layer in attending, shape.routed(alone), shape.dense(alone)
         if sort not in found:
-            here = _Held.of(work, one.index, replace(one.stage, layers=alone))
-            kept = _kept(here)
-            _add_choices(here, kept)
-            found[sort] = sum(kept.values()), _in_flight(here, 0.0)
+            found[sort] = _Held.of(one.work, one.index, replace(one.stage, layers=alone))
         each.append(found[sort])
     return each
+
+
+class _Layer(NamedTuple):
+    """A layer alone."""
+
+    size: float
+    """What it keeps; where it is recomputed, when it is computed again."""
+    in_flight: float
+    share_left: Callable[[tuple[float, float]], float]
+
+
+def _layer_by_layer(one: _Held) -> list[_Layer]:
+    """The layers of a stage, of which those of a sort are one."""
+
+    def layer(alone: _Held) -> _Layer:
+        share_left = _share_left(alone, alone.largest)
+        if one.work.recomputes_layers:
+            return _Layer(*_recomputed(alone, 0.0)[1:], share_left)
+        kept = _kept(alone)
+        _add_choices(alone, kept)
+        return _Layer(sum(kept.values()), _in_flight(alone, 0.0), share_left)
+
+    each = _each_layer(one)
+    found = {sort: layer(alone) for sort, alone in {id(alone): alone for alone in each}.items()}
+    return [found[id(alone)] for alone in each]
 
 
 def _whole_of(one: _Held, layers: range) -> float:
     """What the largest of some layers of a stage takes when it is computed again, and goes backward."""
     left = _Held.of(one.work, one.index, replace(one.stage, layers=layers))
-    _, one_layer, in_flight = _recomputed(left, _in_flight(left, 0.0))
+    _, one_layer, in_flight = _recomputed(left, 0.0)
     return one_layer + in_flight - behind_mlp_bytes(one.work)
 
 
@@ -558,34 +593,22 @@ def _in_flight(one: _Held, bucket: float) -> float:
     return parts_in_flight(work, one.largest, in_flight) if work.parts_again else in_flight
 
 
-def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:
+def _recomputed(
+    one: _Held, bucket: float, reductions: Sequence[Reduction] = ()
+) -> tuple[dict[str, float], float, float]:
     """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
-    work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
-    layers, together = bool(stage.layers), work.shape.stack.layers_per_module
-    # Of layers that are one module all: one of them has its experts.
-    recomputed = (one.largest, *[one.dense] * (together - 1))
-    kept: dict[str, float] = {
-        part: sum(getattr(each, part) for each in recomputed) * tokens * layers
-        for part in ("stream", "attention", "gathered", "mlp")
-    }
-    kept["mlp"] += one.largest.layer * layers
-    kept["attention"] += hiding_bytes(work, stage) * one.eager
-    carried = kept_bytes(work) if one.states else 0.0
-    if uses(work.shape, stage.layers):
-        # A layer with a shared block has all of them.
-        kept["attention"] += carried
-    elif work.shape.stack.blocks is not None:
-        # A layer is one block: the largest counts.
-        kept["attention"] = max(kept["attention"] * (one.attending > 0), carried)
-        kept["mlp"] *= one.dense_layers + one.routed > 0
-        kept["attention" if kept["mlp"] > kept["attention"] else "mlp"] = 0.0
-    else:
-        beside = one.attending == len(stage.layers)
-        kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
-    kept["stream"] += max((size for _, size in kept_apart(work, one.with_blocks, BESIDE)), default=0.0)
+    alone, in_flight, stack = one, _in_flight(one, bucket), one.work.shape.stack
+    if not _are_alike(one.work.shape) and len(one.stage.layers) > 1:
+        # Layers that go backward behind a reduction count with it.
+        first = max(0, math.ceil(min(reductions[0].layers, len(one.stage.layers))) - 1) if reductions else 0
+        each = {id(layer): layer for layer in _each_layer(one)[first:]}.values()
+        every = ((layer, _in_flight(layer, bucket)) for layer in each)
+        alone, in_flight = max(every, key=lambda pair: sum(_again(pair[0]).values()) + pair[1])
+    work, stage, tokens, held, layers = one.work, one.stage, one.tokens, one.copies, bool(one.stage.layers)
+    kept = _again(alone)
     one_layer = sum(kept.values())
     inputs = input_bytes(work)
-    modules = (len(stage.layers) - one.untrained) / together
+    modules = (len(stage.layers) - one.untrained) / stack.layers_per_module
     kept["stream"] += kept_layers(work, modules, held) * inputs
     if work.shape.residual.streams:
         # Of that one layer, which its first mixture keeps.
@@ -595,7 +618,7 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
-        if one.attending and not work.moves_activations:
+        if alone.attending and not work.moves_activations:
             # What the layer that is computed again takes and attends to is among what all layers keep.
             attended = kept_attention(work) * tokens
             taken = inputs * (keeps_input(work) and not work.shape.residual.streams)
@@ -603,6 +626,33 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
             kept["stream"] -= taken
             one_layer -= attended + taken
     return kept, one_layer, in_flight
+
+
+def _again(one: _Held) -> dict[str, float]:
+    """What the largest layer keeps, by part, when it is computed again; of a module of several all of them."""
+    work, layers = one.work, bool(one.stage.layers)
+    # One of them has its experts.
+    recomputed = (one.largest, *[one.dense] * (work.shape.stack.layers_per_module - 1))
+    kept: dict[str, float] = {
+        part: sum(getattr(each, part) for each in recomputed) * one.tokens * layers
+        for part in ("stream", "attention", "gathered", "mlp")
+    }
+    kept["mlp"] += one.largest.layer * layers
+    kept["attention"] += hiding_bytes(work, one.stage) * one.eager
+    carried = kept_bytes(work) if one.states else 0.0
+    if uses(work.shape, one.stage.layers):
+        # A layer with a shared block has all of them.
+        kept["attention"] += carried
+    elif work.shape.stack.blocks is not None:
+        # A layer is one block: the largest counts.
+        kept["attention"] = max(kept["attention"] * (one.attending > 0), carried)
+        kept["mlp"] *= one.dense_layers + one.routed > 0
+        kept["attention" if kept["mlp"] > kept["attention"] else "mlp"] = 0.0
+    else:
+        beside = one.attending == len(one.stage.layers)
+        kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
+    kept["stream"] += max((size for _, size in kept_apart(work, one.with_blocks, BESIDE)), default=0.0)
+    return kept
 
 
 def _add_runs(one: _Held, kept: dict[str, float], logits: float, numel: int) -> None:
