@@ -41,6 +41,7 @@ from .layer_passes import (
     kept_attention,
     kept_layers,
     last_norm_bytes,
+    leaving_bytes,
     loss_chunk_bytes,
     norm_in_flight,
     parts_in_flight,
@@ -477,6 +478,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
         in_flight = max(in_flight, entering_bytes(work))
     if one.eager:
         layer = one.sparse if one.routed else one.dense
+        if not one.routed and work.mlp_tiles == 1 and work.shape.stack.blocks is None:
+            in_flight = max(in_flight, leaving_bytes(work, one.stage))
         if norms_mlp_output(work.shape):  # that norm is gone
             in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
         of_others = norm_in_flight(work, layer), attention_in_flight(work, one.stage, layer), streams_in_flight(work)

@@ -389,6 +389,12 @@ SP = {"sequence_parallel": True}
         ("opt", {"cp": 2}, {**BF16, **FULL, "global_batch_size": 4}, 1, {"vocab_size": 128256}),
         ("biogpt", {"cp": 4, "dp": 2}, {**FP32, "micro_batch_size": 2, "global_batch_size": 8}, 1, {}),
         ("cohere", {}, BF16, 1, {"vocab_size": 4000}),  # a norm behind the last layer that takes the mean away
+        ("ctrl", {"pp": 2}, LONG, 0, {}),  # an activation that keeps its result alone
+        # The projection out of an MLP that is narrower than what stands around it.
+        ("gpt_bigcode", {"tp": 2, "pp": 2, **SP}, {**FP32, "micro_batch_size": 2, "global_batch_size": 4}, 0, {}),
+        ("modernbert-decoder", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {}),
+        ("phi", {"tp": 4, "pp": 2}, FP32, 0, {}),
+        ("olmo", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {"intermediate_size": 2048}),  # a norm on its way forward
     ],
 )
 def test_peaks_are_those_that_preflight_counts(
