@@ -205,8 +205,14 @@ layer keeps; counted by preflight."""
 
 
 def row_copies(work: Workload) -> float:
-    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
-    return (work.expert_slices + 1) / work.tp if work.ep > 1 else _copies_of_all(work)
+    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent.
+
+    Beside these are rows that it sent nowhere, for experts that give back what they take.
+    """
+    moe = work.shape.moe
+    if work.ep == 1 or moe is None:
+        return _copies_of_all(work)
+    return (work.expert_slices + moe.num_choices / moe.num_experts) / work.tp
 
 
 def _copies_of_all(work: Workload) -> float:
@@ -216,7 +222,7 @@ def _copies_of_all(work: Workload) -> float:
 
 def dealt_rows(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token with experts that are dealt, of what it keeps with all of them."""
-    if work.ep == 1 or not layer.mlp or (moe := work.busiest_shape.moe) is None:
+    if work.ep == 1 or not layer.mlp or (moe := work.shape_of_rows.moe) is None:
         return layer
     copies = row_copies(work) - _copies_of_all(work)
     more = work.element_bytes * copies * moe.num_experts_per_token * work.shape.expert_features
@@ -228,7 +234,7 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
     Experts may take more on their way forward, when a `bucket` that backward passes make is not there.
     """
-    moe = work.busiest_shape.moe
+    moe = work.shape_of_rows.moe
     if routed and moe is not None:
         found, shared = _of_experts(work, moe, bucket), moe.shared_intermediate_size / work.tp
         return _beside_shared(work, found, shared) if shared and work.shape.stack.layers_per_module == 1 else found
@@ -307,7 +313,8 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
         last = work.element_bytes * (rows * (h + width) + experts * width * h)
         weighting = (IN_FLIGHT_COPIES * weighted + cast) * rows * h
         return max(of_weight, max(weighting, max(gates, last) - came) + given)
-    came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
+    came = work.element_bytes * rows * h
+    own = came / slices * moe.num_choices / moe.num_experts
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
     running, back = 4 * came - own, 2 * came + own * (1 + (slices > 1))

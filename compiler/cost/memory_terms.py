@@ -114,7 +114,7 @@ class _Held:
     def of(cls, work: Workload, index: int, stage: Stage | None = None) -> _Held:
         """Of a step with what the stage recomputes, or of some layers of the stage."""
         stage = work.stages[index] if stage is None else stage
-        shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
+        shape, routed = work.shape_of_rows, routed_layers(work.shape, stage) > 0
         cut = (work.tp, work.sequence_parallel, work.element_bytes)
         if work.framework == "deepspeed":
 
