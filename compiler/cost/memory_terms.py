@@ -292,7 +292,7 @@ def _at_peak(one: _Held, logits: float, static: _Static) -> tuple[dict[str, floa
     work, stage = one.work, one.stage
     in_flight = _in_flight(one, static.bucket if work.zero_stage == 2 else 0.0)
     if work.recomputes_layers:
-        kept, one_layer, in_flight = _recomputed(one, in_flight)
+        kept, one_layer, in_flight = _recomputed(one, *_largest_again(one, in_flight))
     else:
         kept, one_layer = _kept(one), (one.sparse if one.routed else one.dense).total * one.tokens
     _add_choices(one, kept)
@@ -426,7 +426,7 @@ def _layer_by_layer(one: _Held) -> list[tuple[float, float]]:
 def _whole_of(one: _Held, layers: range) -> float:
     """What the largest of some layers of a stage takes when it is computed again, and goes backward."""
     left = _Held.of(one.work, one.index, replace(one.stage, layers=layers))
-    _, one_layer, in_flight = _recomputed(left, _in_flight(left, 0.0))
+    _, one_layer, in_flight = _recomputed(left, *_largest_again(left, _in_flight(left, 0.0)))
     return one_layer + in_flight - behind_mlp_bytes(one.work)
 
 
@@ -496,9 +496,30 @@ def _in_flight(one: _Held, bucket: float) -> float:
     return parts_in_flight(work, one.largest, in_flight) if work.parts_again else in_flight
 
 
-def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:
-    """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
-    work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
+def _largest_again(one: _Held, in_flight: float) -> tuple[_Held, float]:
+    """The layer of a stage that takes most when it is computed again, and what it has in flight.
+
+    Where some carry a state, and others attend, they may have unlike MLPs; what the layers behind one keep is gone by
+    then. Other stages are such a layer themselves.
+    """
+    stack, stage = one.work.shape.stack, one.stage
+    if not one.states or stack.blocks or stack.shared_blocks or stack.layers_per_module > 1:
+        return one, in_flight
+    unlike = {sorts(one.work.busiest_shape, range(layer, layer + 1)): layer for layer in stage.layers}
+    every = (_Held.of(one.work, one.index, replace(stage, layers=range(layer, layer + 1))) for layer in unlike.values())
+    found = [(each, _in_flight(each, 0.0)) for each in every]
+    return max(found, key=lambda pair: sum(_one_again(pair[0]).values()) + pair[1] - _kept_behind(one, pair[0]))
+
+
+def _kept_behind(one: _Held, largest: _Held) -> float:
+    """What layers of a stage keep that stand behind one which is computed again, of a micro-batch."""
+    behind = range(largest.stage.layers.stop, one.stage.layers.stop)
+    return sum(size * count for size, count in kept_tensors(one.work, behind)) * (not one.work.moves_activations)
+
+
+def _one_again(one: _Held) -> dict[str, float]:
+    """What the largest layer keeps when it is computed again."""
+    work, stage, tokens = one.work, one.stage, one.tokens
     layers, together = bool(stage.layers), work.shape.stack.layers_per_module
     # Of layers that are one module all: one of them has its experts.
     recomputed = (one.largest, *[one.dense] * (together - 1))
@@ -521,6 +542,14 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         beside = one.attending == len(stage.layers)
         kept["attention"] = kept["attention"] + carried if beside else max(kept["attention"], carried)
     kept["stream"] += max((size for _, size in kept_apart(work, one.with_blocks, BESIDE)), default=0.0)
+    return kept
+
+
+def _recomputed(one: _Held, largest: _Held, in_flight: float) -> tuple[dict[str, float], float, float]:
+    """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
+    work, stage, tokens, held = one.work, one.stage, one.tokens, one.copies
+    layers, together = bool(stage.layers), work.shape.stack.layers_per_module
+    kept = _one_again(largest)
     one_layer = sum(kept.values())
     inputs = input_bytes(work)
     modules = (len(stage.layers) - one.untrained) / together
@@ -533,13 +562,16 @@ def _recomputed(one: _Held, in_flight: float) -> tuple[dict[str, float], float, 
         kept["attention"] += kept_layers(work, one.attending, held) * kept_attention(work) * tokens
         kept["attention"] += kept_layers(work, one.states, held) * exchanged_bytes(work)
         kept["mlp"] += in_flight - behind_mlp_bytes(work)
-        if one.attending and not work.moves_activations:
+        if largest.attending and not work.moves_activations:
             # What the layer that is computed again takes and attends to is among what all layers keep.
             attended = kept_attention(work) * tokens
             taken = inputs * (keeps_input(work) and not work.shape.residual.streams)
             kept["attention"] -= attended
             kept["stream"] -= taken
             one_layer -= attended + taken
+        behind = _kept_behind(one, largest)
+        kept["stream"] -= behind
+        one_layer -= behind
     return kept, one_layer, in_flight
 
 

@@ -395,6 +395,7 @@ SP = {"sequence_parallel": True}
         ("modernbert-decoder", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {}),
         ("phi", {"tp": 4, "pp": 2}, FP32, 0, {}),
         ("olmo", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {"intermediate_size": 2048}),  # a norm on its way forward
+        ("qwen3_next", {"tp": 2}, {**BF16, **FULL}, 0, {}),  # layers with a state, and others with experts
         # Rows for experts that give back what they take are sent to nobody.
         ("longcat_flash", {"pp": 2, "dp": 2, "ep": 2}, {**FP32, "global_batch_size": 4}, 0, {}),
     ],
