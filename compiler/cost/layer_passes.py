@@ -205,8 +205,14 @@ layer keeps; counted by preflight."""
 
 
 def row_copies(work: Workload) -> float:
-    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent."""
-    return (work.expert_slices + 1) / work.tp if work.ep > 1 else _copies_of_all(work)
+    """Dealt experts get the rows of all ranks with slices of them; a tensor-parallel rank gets back those it sent.
+
+    Beside these are rows that it sent nowhere, for experts that give back what they take.
+    """
+    moe = work.shape.moe
+    if work.ep == 1 or moe is None:
+        return _copies_of_all(work)
+    return (work.expert_slices + moe.num_choices / moe.num_experts) / work.tp
 
 
 def _copies_of_all(work: Workload) -> float:
@@ -216,7 +222,7 @@ def _copies_of_all(work: Workload) -> float:
 
 def dealt_rows(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token with experts that are dealt, of what it keeps with all of them."""
-    if work.ep == 1 or not layer.mlp or (moe := work.busiest_shape.moe) is None:
+    if work.ep == 1 or not layer.mlp or (moe := work.shape_of_rows.moe) is None:
         return layer
     copies = row_copies(work) - _copies_of_all(work)
     more = work.element_bytes * copies * moe.num_experts_per_token * work.shape.expert_features
@@ -228,7 +234,7 @@ def in_flight_bytes(work: Workload, *, routed: bool, bucket: float = 0.0) -> flo
 
     Experts may take more on their way forward, when a `bucket` that backward passes make is not there.
     """
-    moe = work.busiest_shape.moe
+    moe = work.shape_of_rows.moe
     if routed and moe is not None:
         found, shared = _of_experts(work, moe, bucket), moe.shared_intermediate_size / work.tp
         return _beside_shared(work, found, shared) if shared and work.shape.stack.layers_per_module == 1 else found
@@ -307,7 +313,8 @@ def _of_experts(work: Workload, moe: MoeShape, bucket: float) -> float:
         last = work.element_bytes * (rows * (h + width) + experts * width * h)
         weighting = (IN_FLIGHT_COPIES * weighted + cast) * rows * h
         return max(of_weight, max(weighting, max(gates, last) - came) + given)
-    came, own = work.element_bytes * rows * h, work.element_bytes * rows / slices * h
+    came = work.element_bytes * rows * h
+    own = came / slices * moe.num_choices / moe.num_experts
     # While experts run, rows stand as they came, and are given back, weighted and put in order; this rank's own are not
     # back. Then what came and what was computed of it are there still, and slices' sums before and behind their way.
     running, back = 4 * came - own, 2 * came + own * (1 + (slices > 1))
@@ -376,6 +383,33 @@ def entering_bytes(work: Workload) -> float:
     return work.element_bytes * (work.split_tokens * of_token + weights)
 
 
+def leaving_bytes(work: Workload, stage: Stage) -> float:
+    """What goes forward through the projection that leaves a dense MLP, beyond what the layer keeps.
+
+    Its result, and the sum of it, of which a layer with one norm makes two, or of a layer that is computed again the
+    gradient that came; what a second norm keeps a copy in fp32 of. Under sequence parallelism a rank's own tokens of
+    these and of what was gathered for the MLP, beside the result of all; several rows of it that travel whole, and what
+    CPUs exchange, are laid out anew. Some layers name what attention gave until they end, and a model what it looked up
+    of tokens and positions.
+    """
+    row, share = work.split_tokens * work.shape.hidden_size, work.tp if work.sequence_parallel else 1
+    own: float = 2 + (work.shape.model_type in NAMED_ATTENTION)
+    if stage.has_embedding and not work.recomputes_layers and not work.shape.positions.rotary:
+        own += share + 1
+    if work.shape.norms.per_layer > 1:
+        own += work.element_bytes < 4 and norm_bytes(work) > 0
+    else:
+        own += share == 1 and not work.recomputes_layers
+    if share > 1:
+        anew = work.micro_batch > 1 or not runs_on_gpu(work)
+        own += share * (1 + (anew and not _pieces(work))) + work.recomputes_layers
+    return work.element_bytes * row * own / share
+
+
+NAMED_ATTENTION = types_with("names_attention")
+"""Model types whose layers name what attention gave until they end."""
+
+
 def parts_left(work: Workload, layer: LayerBytes) -> LayerBytes:
     """What a layer keeps for each token where parts of it are computed again: what goes into each, a rank's own tokens.
 
@@ -416,12 +450,17 @@ def norm_in_flight(work: Workload, layer: LayerBytes) -> float:
     """What is in flight while the norm in front of the MLP goes backward, when the MLP and its input are gone.
 
     An RMSNorm of transformers computes five tensors in fp32, and has let go of what its weight multiplies; gradients of
-    its output and of the sum are there, too. A norm in front of attention and MLP goes backward when both are gone, one
-    behind the MLP when all of the layer is there.
+    its output and of the sum are there, too. One kernel that norms a copy in fp32 has most on its way forward: its
+    result in fp32, beside what the copy is of and the gradient that came. A norm in front of attention and MLP goes
+    backward when both are gone, one behind the MLP when all of the layer is there.
     """
+    share = work.tp if work.sequence_parallel else 1
+    if work.shape.model_type in FUSED_NORMS and work.element_bytes < 4:
+        entered = layer.gathered / work.shape.blocks_per_layer * (1 - 1 / share)
+        given = work.split_tokens / share * work.shape.hidden_size * (4 + 2 * work.element_bytes)
+        return given - (layer.mlp + entered) * work.local_tokens
     if not computes_norms(work) or tiles_norms(work):
         return 0.0
-    share = work.tp if work.sequence_parallel else 1
     tensors = CENTRED_NORM_TENSORS if _is_centred(work) else NORM_TENSORS
     here = work.split_tokens / share * work.shape.hidden_size * tensors * 4
     if not _is_centred(work):  # what the weight multiplies is as wide as that gradient, or in fp32

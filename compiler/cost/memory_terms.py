@@ -42,6 +42,7 @@ from .layer_passes import (
     kept_attention,
     kept_layers,
     last_norm_bytes,
+    leaving_bytes,
     loss_chunk_bytes,
     norm_in_flight,
     parts_in_flight,
@@ -114,7 +115,7 @@ class _Held:
     def of(cls, work: Workload, index: int, stage: Stage | None = None) -> _Held:
         """Of a step with what the stage recomputes, or of some layers of the stage."""
         stage = work.stages[index] if stage is None else stage
-        shape, routed = work.busiest_shape, routed_layers(work.shape, stage) > 0
+        shape, routed = work.shape_of_rows, routed_layers(work.shape, stage) > 0
         cut = (work.tp, work.sequence_parallel, work.element_bytes)
         if work.framework == "deepspeed":
 
@@ -577,6 +578,8 @@ def _in_flight(one: _Held, bucket: float) -> float:
         in_flight = max(in_flight, entering_bytes(work))
     if one.eager:
         layer = one.sparse if one.routed else one.dense
+        if not one.routed and work.mlp_tiles == 1 and work.shape.stack.blocks is None:
+            in_flight = max(in_flight, leaving_bytes(work, one.stage))
         if norms_mlp_output(work.shape):  # that norm is gone
             in_flight -= layer.stream / work.shape.norms.per_layer * work.split_tokens
         of_others = norm_in_flight(work, layer), attention_in_flight(work, one.stage, layer), streams_in_flight(work)
@@ -597,13 +600,13 @@ def _recomputed(
     one: _Held, bucket: float, reductions: Sequence[Reduction] = ()
 ) -> tuple[dict[str, float], float, float]:
     """Each layer's input is kept; one layer at a time is recomputed whole: all that is kept, that layer, its flight."""
-    alone, in_flight, stack = one, _in_flight(one, bucket), one.work.shape.stack
+    alone, in_flight, gone, stack = one, _in_flight(one, bucket), 0.0, one.work.shape.stack
     if not _are_alike(one.work.shape) and len(one.stage.layers) > 1:
         # Layers that go backward behind a reduction count with it.
         first = max(0, math.ceil(min(reductions[0].layers, len(one.stage.layers))) - 1) if reductions else 0
-        each = {id(layer): layer for layer in _each_layer(one)[first:]}.values()
-        every = ((layer, _in_flight(layer, bucket)) for layer in each)
-        alone, in_flight = max(every, key=lambda pair: sum(_again(pair[0]).values()) + pair[1])
+        last = {id(layer): (layer, place) for place, layer in enumerate(_each_layer(one)) if place >= first}
+        every = ((layer, _in_flight(layer, bucket), _kept_behind(one, place)) for layer, place in last.values())
+        alone, in_flight, gone = max(every, key=lambda each: sum(_again(each[0]).values()) + each[1] - each[2])
     work, stage, tokens, held, layers = one.work, one.stage, one.tokens, one.copies, bool(one.stage.layers)
     kept = _again(alone)
     one_layer = sum(kept.values())
@@ -625,7 +628,15 @@ def _recomputed(
             kept["attention"] -= attended
             kept["stream"] -= taken
             one_layer -= attended + taken
+        kept["stream"] -= gone
+        one_layer -= gone
     return kept, one_layer, in_flight
+
+
+def _kept_behind(one: _Held, place: int) -> float:
+    """What layers of a stage keep of a micro-batch that stand behind one which is computed again."""
+    behind = one.stage.layers[place + 1 :]
+    return sum(size * count for size, count in kept_tensors(one.work, behind)) * (not one.work.moves_activations)
 
 
 def _again(one: _Held) -> dict[str, float]:

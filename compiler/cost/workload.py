@@ -225,6 +225,13 @@ class Workload:
         return _with_rows(self.shape, self.imbalance)
 
     @property
+    def shape_of_rows(self) -> ModelShape:
+        """The same with the rows that ep ranks exchange: none for experts that give back what they take."""
+        moe = self.shape.moe
+        share = 1.0 if moe is None or self.ep == 1 else moe.num_experts / moe.num_choices
+        return _with_rows(self.shape, self.imbalance * share)
+
+    @property
     def runs_shared_first(self) -> bool:
         """Whether a shared expert runs before the others, or while rows travel to them: so it goes backward last."""
         experts = family_of(self.shape.model_type).experts

@@ -389,13 +389,8 @@ SP = {"sequence_parallel": True}
         ("opt", {"cp": 2}, {**BF16, **FULL, "global_batch_size": 4}, 1, {"vocab_size": 128256}),
         ("biogpt", {"cp": 4, "dp": 2}, {**FP32, "micro_batch_size": 2, "global_batch_size": 8}, 1, {}),
         ("cohere", {}, BF16, 1, {"vocab_size": 4000}),  # a norm behind the last layer that takes the mean away
-        (
-            "hrm_text",
-            {"cp": 2},
-            {**FP32, "sequence_length": 4096, "global_batch_size": 1},
-            1,
-            {},
-        ),  # stacks that run several times
+        # Stacks that run several times.
+        ("hrm_text", {"cp": 2}, {**FP32, "sequence_length": 4096, "global_batch_size": 1}, 1, {}),
         # Layers that carry a state take most when they are computed again; those that attend are reduced before.
         (
             *("qwen3_5_text", {"cp": 4, "dp": 4}),
@@ -406,6 +401,15 @@ SP = {"sequence_parallel": True}
             *("qwen3_moe", {"dp": 2}),
             *({**LONG, **FULL, "global_batch_size": 2}, 1, {"moe_intermediate_size": 6144}),
         ),
+        ("ctrl", {"pp": 2}, LONG, 0, {}),  # an activation that keeps its result alone
+        # The projection out of an MLP that is narrower than what stands around it.
+        ("gpt_bigcode", {"tp": 2, "pp": 2, **SP}, {**FP32, "micro_batch_size": 2, "global_batch_size": 4}, 0, {}),
+        ("modernbert-decoder", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {}),
+        ("phi", {"tp": 4, "pp": 2}, FP32, 0, {}),
+        ("olmo", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {"intermediate_size": 2048}),  # a norm on its way forward
+        ("qwen3_next", {"tp": 2}, {**BF16, **FULL}, 0, {}),  # layers with a state, and others with experts
+        # Rows for experts that give back what they take are sent to nobody.
+        ("longcat_flash", {"pp": 2, "dp": 2, "ep": 2}, {**FP32, "global_batch_size": 4}, 0, {}),
     ],
 )
 def test_peaks_are_those_that_preflight_counts(
