@@ -39,7 +39,7 @@ NAMED_BY_LISTS = {
     "preflight/stand_in",
 }
 PRIVATE_NAMES = {
-    "__compatible_ops__": "ops/__init__.py",
+    "build_shm_op": "comm/torch.py",
     "cdb": "comm/comm.py",
     "_WORLD_GROUP": "utils/groups.py",
     "get_grad_norm_direct": "runtime/zero/stage_1_and_2.py",
