@@ -102,7 +102,7 @@ def mutants(text: str) -> Iterator[Mutant]:
 
 
 def check(text: str, folder: Path) -> Checked:
-    """What is too large is told changes, and a search of a second or two advises it: an eighth of the mutants has it."""
+    """What is too large is told changes, and advised by a search of a second or two: an eighth of the mutants is."""
     advised = zlib.crc32(text.encode()) // 3 % 8 == 0
     with ExitStack() as without:
         if not advised:
