@@ -22,7 +22,7 @@ PRELOAD = (
     *("transformers.trainer", "peft", "datasets", "trl.trainer.base_trainer", "trl.trainer.sft_trainer"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
 )
-"""What engines, trainers and tests import, most of it late, takes 10 seconds; the fork server does it once for all ranks.
+"""What engines, trainers and tests import, most of it late, takes 10 seconds; the fork server does it once for all.
 
 Names that it does not find it passes over: classes of a family that is kept elsewhere are imported by each rank.
 """
