@@ -177,7 +177,7 @@ def measured(plan: Plan, rank: int) -> tuple[float, int, StepMeasurement]:
             step = run_step(model, mesh, tracker)
         peaks = peak_bytes(mesh, step)
         del model
-    gc.collect()
+        gc.collect()
     return *peaks, step
 
 

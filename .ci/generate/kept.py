@@ -386,7 +386,7 @@ def saved(plan: Plan, rank: int) -> Saved:
             batch = batch_of(mesh)
             with META, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 model(**batch)
-    gc.collect()
+        gc.collect()
     for storage, one in ends.items():
         if storage not in seen:
             found[0].append(one)

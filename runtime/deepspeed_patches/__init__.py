@@ -5,7 +5,7 @@ lists; `probe` looks for the names before an engine is made.
 
 Changed:
 
-- `ops.__compatible_ops__` (ops/__init__.py): the CPU accelerator would compile an operator at start-up.
+- `comm.torch.build_shm_op` (comm/torch.py): the CPU accelerator would compile an operator at start-up.
   `forbid_jit_builds`
 - `comm.comm.cdb`, `utils.groups.mpu`, `utils.groups._WORLD_GROUP` and the tables of expert groups (module globals):
   they outlive the process groups that they are of. `forget_groups`

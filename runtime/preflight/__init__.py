@@ -5,8 +5,6 @@ Which ranks are looked at, and everything that is compared on each of them, stan
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import os
 import traceback
@@ -39,7 +37,7 @@ from parcompile.units import format_bytes
 from .counting import Counts, MessageCounter, Tally, by_group
 from .cuda_tracker import tracker_of
 from .findings import Finding, Report, Verdict, device_findings, group_in_words
-from .stand_in import device_of_plan, stand_in
+from .stand_in import device_of_plan, older_objects_left_alone, stand_in
 from .step import RUN, Builder, Documents, Held, Ranges, StepMeasurement, build_sharded, joined, run_step
 
 BUILDER = "--model FILE.py:FUNCTION"
@@ -92,7 +90,7 @@ def preflight(
             raise RunError(f"rank {rank} is not in a world of {plan.world_size}: ranks are 0 … {plan.world_size - 1}")
     stepping = looked_at if ranks is not None else distinct_ranks(plan)
     sent: dict[int, Counts] = {}
-    with _older_objects_left_alone(), device_of_plan(plan) as (device, why_not):
+    with older_objects_left_alone(), device_of_plan(plan) as (device, why_not):
         findings = [
             finding
             for rank in tracked(looked_at, "building and running ranks")
@@ -107,18 +105,6 @@ def preflight(
     if plan.spec.parallelism.pp > 1:
         notes.append("pp: each stage is run alone; its messages are counted, what comes in has shapes and no values")
     return Report(plan.spec.name, plan.world_size, looked_at, tuple(findings), tuple(notes), sent)
-
-
-@contextlib.contextmanager
-def _older_objects_left_alone() -> Iterator[None]:
-    """Steps collect garbage several times. Going through all that torch and DeepSpeed hold took half of a preflight."""
-    import deepspeed
-
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _rank(

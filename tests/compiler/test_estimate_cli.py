@@ -19,6 +19,8 @@ from parcompile.cost.memory import static_memory
 from parcompile.cost.step import step_terms
 from parcompile.spec.values import workload_of
 
+pytestmark = pytest.mark.usefixtures("one_search_for_a_spec")
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -16,6 +16,8 @@ from parcompile.rules import all_rules
 from parcompile.text import Result
 from parcompile.text.fixes import apply_edit
 
+pytestmark = pytest.mark.usefixtures("one_search_for_a_spec")
+
 NEGATIVE, POSITIVE = list(cases("negative")), list(cases("positive"))
 
 

@@ -17,10 +17,12 @@ _FAMILIES = sorted({name.removesuffix("_text").replace("-", "_") for name in RUN
 PRELOAD = (
     *("torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx", "functorch.compile"),
     *("transformers.models.auto", "transformers.models.llama.modeling_llama", "accelerate"),
-    *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "parcompile.runtime"),
+    *("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("parcompile.runtime", "torch._dynamo.repro.after_dynamo", "pytest"),
+    *("transformers.trainer", "peft", "datasets", "trl.trainer.base_trainer", "trl.trainer.sft_trainer"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
 )
-"""What an engine imports, most of it late, takes 8 seconds; the fork server does it once for all ranks of all tests.
+"""What engines, trainers and tests import, most of it late, takes 10 seconds; the fork server does it once for all.
 
 Names that it does not find it passes over: classes of a family that is kept elsewhere are imported by each rank.
 """

@@ -11,7 +11,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from ranks import run_ranks
+from training_runs import make_plan, train_with_engine
 
+from parcompile.plan import Plan
 from parcompile.runtime import deepspeed_patches
 from parcompile.runtime.deepspeed_patches.norm import norm_at_once
 from parcompile.runtime.engine import initialization
@@ -39,7 +42,7 @@ NAMED_BY_LISTS = {
     "preflight/stand_in",
 }
 PRIVATE_NAMES = {
-    "__compatible_ops__": "ops/__init__.py",
+    "build_shm_op": "comm/torch.py",
     "cdb": "comm/comm.py",
     "_WORLD_GROUP": "utils/groups.py",
     "get_grad_norm_direct": "runtime/zero/stage_1_and_2.py",
@@ -104,6 +107,16 @@ def test_deepspeed_still_has_what_is_read(name: str) -> None:
     defining = Path(deepspeed.__file__).parent / PRIVATE_NAMES[name]
     assert re.search(rf"\b{name}\b", defining.read_text(encoding="utf-8"))
     assert re.search(rf"\b{name}\b", deepspeed_patches.__doc__ or "")
+
+
+def asked(rank: int, plan: Plan) -> bool:
+    train_with_engine(rank, plan, steps=1)
+    return "__compatible_ops__" in vars(deepspeed.ops)
+
+
+@pytest.mark.ranks
+def test_a_rank_asks_no_op_whether_it_could_be_compiled() -> None:
+    assert run_ranks(1, asked, make_plan(1, {})) == [False]
 
 
 def test_every_name_is_looked_for_before_an_engine_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

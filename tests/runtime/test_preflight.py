@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
@@ -257,6 +258,19 @@ def test_an_estimate_of_memory_that_is_20_percent_low_is_named(monkeypatch: pyte
     found = faults(preflight(plan_of("tp2"), [0]))
     assert set(found) == {"activations of a micro-batch", "peak of the step"}
     assert "10% are allowed" in found["activations of a micro-batch"]
+
+
+def test_collections_of_a_step_leave_older_objects_alone_and_what_was_frozen_stays() -> None:
+    plan = plan_of("tp2")
+    with stand_in(plan, 0):
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        preflight(plan, [0])
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
 
 
 def test_first_last_stages_and_corners_are_chosen() -> None:

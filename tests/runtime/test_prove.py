@@ -680,7 +680,6 @@ def test_a_red_cell_without_a_script_says_why() -> None:
     [
         ("deepspeed", {"stage": 3, "cp": 2}, "stage"),
         ("transformers", {"family": "qwen3", "tp": 2, "accumulation": 2}, "accumulation"),
-        (ADAPTER, {"dp": 2, "mistake": "no all-reduce", "masks": "uneven"}, "mistake"),
         ("deepspeed", {"tp": 2, "accumulation": 2}, None),
         ("parcompile", {"family": "mixtral", "dp": 2, "ep": 2, "pp": 2, "aux_loss": True}, None),
     ],
@@ -699,18 +698,17 @@ def test_a_script_of_upstream_alone_shows_a_red_cell(
         assert f"without its {off}: equal" in found.get("script", ""), found
 
 
-def test_the_hash_of_the_code_is_that_of_the_engines_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, codes = tmp_path / "ranks", list[str]()
+def test_the_hash_of_the_code_is_that_of_the_engines_own(
+    engines: Callable[[str], Engine], plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, codes = tmp_path / "ranks", [engines(str(EXAMPLE)).code]
     shutil.copytree(Path(server.__file__).parent, ranks, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr("parcompile.runtime.prove.engine._RANKS", ranks)
-    for changed in (None, ranks / "engines" / "deepspeed_engine.py", ranks / "comparison.py"):
-        if changed:
-            changed.write_text(changed.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    for changed in (ranks / "engines" / "deepspeed_engine.py", ranks / "comparison.py"):
+        changed.write_text(changed.read_text(encoding="utf-8") + "\n", encoding="utf-8")
         with Engine(str(EXAMPLE)) as engine:
             codes.append(engine.code)
-    with Engine(ADAPTER) as engine:
-        codes.append(engine.code)
-    assert (codes[0] == codes[1], len(set(codes))) == (True, 3)
+    assert (codes[0] == codes[1], len({*codes, plain.code})) == (True, 3)
 
 
 def alive(pid: int) -> bool:
@@ -802,6 +800,7 @@ def test_the_command_says_what_it_found(tmp_path: Path, command: Callable[..., R
     shown = ["--scripts", str(scripts)]
     said = command("--engine", ADAPTER, "--cell", "dp=2,mistake=no all-reduce,masks=uneven", *shown)
     assert sorted(file.name for file in scripts.iterdir()) == ["mistakes.py", "mistakes_1.py"]
+    assert "without its mistake: equal" in (scripts / "mistakes_1.py").read_text(encoding="utf-8")
     assert said.exception is None or said.exit_code == 1
     assert "red          llama dp 2 masks uneven mistake no all-reduce" in said.output
     assert "fewest features: llama dp 2 mistake no all-reduce" in said.output

@@ -112,17 +112,52 @@ def join_and_hear_late(folder: Path, plan: Plan, first: int) -> None:
     time.sleep(BOUND)
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+@contextlib.contextmanager
+def jobs_in(folder: Path) -> Iterator[Callable[..., Ranks]]:
     jobs: list[Ranks] = []
 
     def make(*args: Any, **more: Any) -> Ranks:
-        jobs.append(Ranks(tmp_path / str(len(jobs)), *args, **{"PARCOMPILE_SILENT_TIMEOUT": str(SILENT), **more}))
+        jobs.append(Ranks(folder / str(len(jobs)), *args, **{"PARCOMPILE_SILENT_TIMEOUT": str(SILENT), **more}))
         return jobs[-1]
 
     yield make
     for job in jobs:
         job.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    with jobs_in(tmp_path) as make:
+        yield make
+
+
+STOPPED = [(0, False), (1, False), (0, True)]
+"""Which rank is stopped, and whether all save."""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int, bool], Ranks]]:
+    """A job each, all at once: they do nothing until they have heard nothing for `SILENT` seconds."""
+    plan = make_plan(3, {}, training={"global_batch_size": 3})
+    with jobs_in(tmp_path_factory.mktemp("stopped")) as start:
+        jobs = {(rank, saves): start(3, train, plan, saves) for rank, saves in STOPPED}
+        for (rank, saves), job in jobs.items():
+            job.wait_for("saving" if saves else "step-3")
+            job.signal(rank, signal.SIGSTOP)
+        yield jobs
+
+
+PLACES = ["agree", "watch", "start_world"]
+"""Functions at which a first rank stops while all join."""
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
+    """A job each, all at once."""
+    handshake = {"PARCOMPILE_HANDSHAKE_TIMEOUT": str(SILENT)}
+    with jobs_in(tmp_path_factory.mktemp("joining")) as start:
+        plan = make_plan(2, {"tp": 2})
+        yield {where: start(2, join_and_stop, plan, where, **handshake if where == "agree" else {}) for where in PLACES}
 
 
 def others_end(job: Ranks, rank: int) -> str:
@@ -137,12 +172,9 @@ def others_end(job: Ranks, rank: int) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize(("rank", "saves"), [(0, False), (1, False), (0, True)])
-def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, rank: int, saves: bool) -> None:
-    plan = make_plan(3, {}, training={"global_batch_size": 3})
-    job = start(3, train, plan, saves)
-    job.wait_for("saving" if saves else "step-3")
-    job.signal(rank, signal.SIGSTOP)
+@pytest.mark.parametrize(("rank", "saves"), STOPPED)
+def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(stopped, rank: int, saves: bool) -> None:
+    job = stopped[rank, saves]
     line = others_end(job, rank)
     named = f"rank {rank} on host {socket.gethostname()} (process {job.processes[rank].pid})"
     # Who was stopped before the others had read its entry is known by its store alone.
@@ -184,10 +216,9 @@ def test_a_rank_whose_network_is_cut_ends_as_all_others_do(start) -> None:
     assert "Traceback" not in "".join(job.text(rank) for rank in range(3))
 
 
-@pytest.mark.parametrize("where", ["agree", "watch", "start_world"])
-def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(start, where: str) -> None:
-    seconds = {"PARCOMPILE_HANDSHAKE_TIMEOUT": str(SILENT)} if where == "agree" else {}
-    job = start(2, join_and_stop, make_plan(2, {"tp": 2}), where, **seconds)
+@pytest.mark.parametrize("where", PLACES)
+def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(joining, where: str) -> None:
+    job = joining[where]
     assert job.end(1, within=BOUND) == [1]
     with contextlib.suppress(ProcessLookupError):
         job.signal(0, signal.SIGKILL)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import faulthandler
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -62,6 +63,7 @@ def serve(engine: str) -> None:
     except Exception as error:
         print(json.dumps({"error": without_folders(f"{type(error).__name__}: {error}")}), file=answers)
         return
+    gc.freeze()  # the first collection of each forked rank would copy all of it, page by page
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     first = {"versions": versions_of(adapter), "wheels": wheels_of(adapter), "code": code_of()}
     print(json.dumps({**first, "features": features_of(adapter)}), file=answers)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -74,7 +75,7 @@ def shims(cell: Cell) -> tuple[str, ...]:
 
 def build(model: nn.Module, cell: Cell) -> _Run:
     """Engine of a cell on this rank."""
-    deepspeed.ops.__compatible_ops__ = dict.fromkeys(getattr(deepspeed.ops, "__compatible_ops__", {}), False)
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # none: asking of each whether it could be compiled takes long
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed("gloo")
     return _Pipeline(model, cell) if cell["pp"] > 1 else _Run(model, cell)
