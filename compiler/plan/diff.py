@@ -33,6 +33,11 @@ ADAPTABLE = (
 )
 """Parts of the layout of files that may differ: the runtime then cuts weights and optimizer states anew."""
 
+_OF_SEVERAL = ("layers of the stages", "order of tp and pp", "order of ep and dp")
+"""What a layout has only with several ranks of an axis: that axis differs where one of two has none."""
+_LEFT_OUT = {"ep": "1", "expert_tp": "as tp"}
+"""What a layout means by none of its own."""
+
 
 class Resume(str, enum.Enum):
     """How a checkpoint of the first plan gets into a run of the second."""
@@ -94,8 +99,8 @@ def layout_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
             if keys:
                 changes = "; ".join(f"{key} {_of(before, key)} → {_of(after, key)}" for key in keys)
                 found[name] = f"the models differ: {changes}"
-        elif was != value:
-            found[name] = f"{name} {_word(was)} → {_word(value)}"
+        elif was != value and not (None in (was, value) and name in _OF_SEVERAL):
+            found[name] = f"{name} {_word(was, name)} → {_word(value, name)}"
     return found
 
 
@@ -104,9 +109,10 @@ def _of(config: Mapping[str, Any], key: str) -> str:
     return json.dumps(config[key], ensure_ascii=False) if key in config else "left out"
 
 
-def _word(value: Any) -> str:
-    """A value of a spec in a sentence; text stays without quotes."""
-    return value if isinstance(value, str) else "none" if value is None else json.dumps(value, ensure_ascii=False)
+def _word(value: Any, name: str = "") -> str:
+    """A value of a layout in a sentence; text stays without quotes."""
+    value = _LEFT_OUT.get(name, "none") if value is None else value
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _layers(plan: Plan) -> str:

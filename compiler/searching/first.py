@@ -161,7 +161,7 @@ def first_spec(
     }
     validation = schema.validate(base, "spec")
     if not validation.valid:
-        raise ValueError(validation.diagnostics[0].message)
+        raise ValueError(": ".join(filter(None, (validation.diagnostics[0].message, validation.diagnostics[0].help))))
     base = schema.whole(base, "spec")
     try:
         space = narrow_space(base, folder)

@@ -8,6 +8,7 @@ rate, that of the cosine 0 in the first, and the cosine begins to fall one step 
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parcompile.backends.deepspeed.lax import is_on
 from parcompile.backends.deepspeed.write import ds_config
 from parcompile.doctor.records import FOLDER as RECORDS_FOLDER
 from parcompile.layout.groups import EXPERT_DP
 from parcompile.plan import Plan, load_plan
-from parcompile.runtime.checkpoint.agreement import on_all_ranks
+from parcompile.runtime.checkpoint.agreement import on_all_ranks, on_rank_0
 from parcompile.runtime.checkpoint.manifest import refuse_inside
 from parcompile.runtime.checkpoint.saved_models import let_engine_save
 from parcompile.runtime.data import PlanLoader
@@ -55,6 +57,9 @@ from .loop import attach_loop, guard_backward, let_batch_grow
 from .metering import STOP_AFTER, FiniteWatch
 from .router_bias import attach_biases, keep_biases
 from .unsharded import sum_once
+
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""What sections of DeepSpeed's configuration write with (deepspeed/monitor)."""
 
 
 class PlanSchedule:
@@ -246,6 +251,7 @@ def initialize(
 def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | None = None) -> nn.Module:
     """The model as DeepSpeed gets it: injected, compared with the original, recomputing what the plan says."""
     check_names()
+    _look_for_monitors(plan)
     if plan.spec.takes_cpu_adam:
         _load_cpu_adam(mesh)
     if model is None:
@@ -281,6 +287,27 @@ def prepare(plan: Plan, mesh: Mesh, model: nn.Module | None, self_check: bool | 
     if self_check is not False and rules is None and (check is None or not check.crosses_all):
         check_small_copy(mesh)
     return model
+
+
+def _look_for_monitors(plan: Plan) -> None:
+    """Packages of DeepSpeed's monitors that are enabled, which write on rank 0 alone.
+
+    Raises:
+        RunError: one is not installed there; every rank raises.
+    """
+    enabled = [name for name in _MONITORS if is_on(f"{name}.enabled", plan.spec.deepspeed.get(name, {}).get("enabled"))]
+
+    def look() -> None:
+        for name in enabled:
+            if importlib.util.find_spec(_MONITORS[name]) is None:
+                raise RunError(
+                    f"deepspeed.{name} of the spec is enabled, and {_MONITORS[name]} is not installed on "
+                    f"{socket.gethostname()}: pip install {_MONITORS[name]}, or remove deepspeed.{name} "
+                    "and compile the spec again"
+                )
+
+    if enabled:
+        on_rank_0(look)
 
 
 def _load_cpu_adam(mesh: Mesh) -> None:

@@ -70,10 +70,22 @@ def test_reasons_are_written_as_a_configuration_writes_values(tmp_path) -> None:
     assert found.runtime.reasons == (f"the models differ: {said}",)
 
 
-def test_what_only_one_of_two_layouts_has_is_none_in_the_other() -> None:
-    assert layout_differences({"ep": None, "tp": 1}, {"ep": 2, "tp": 1}) == {"ep": "ep none → 2"}
+def test_what_only_one_of_two_layouts_has_is_said_in_words() -> None:
+    assert layout_differences({"ep": None, "tp": 1}, {"ep": 2, "tp": 1}) == {"ep": "ep 1 → 2"}
+    folded = {"ep": 2, "expert_tp": None}, {"ep": 2, "expert_tp": 1}
+    assert layout_differences(*folded) == {"expert_tp": "expert_tp as tp → 1"}
     no_decay = {"without weight decay": None}, {"without weight decay": "norms"}
     assert list(layout_differences(*no_decay).values()) == ["without weight decay none → norms"]
+
+
+def test_one_stage_has_no_stages_to_speak_of(tmp_path) -> None:
+    plain, staged = {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}
+    there = compared(tmp_path, before={"parallelism": plain}, parallelism=staged)
+    back = compared(tmp_path, before={"parallelism": staged}, parallelism=plain)
+    assert there.runtime.resume is back.runtime.resume is Resume.CUT_ANEW
+    assert there.runtime.reasons[0] == "pp 1 → 2"
+    assert back.runtime.reasons[0] == "pp 2 → 1"
+    assert not [one for one in (*there.runtime.reasons, *back.runtime.reasons) if "none" in one]
 
 
 def test_a_checkpoint_that_keeps_the_whole_configuration_is_still_of_the_same_model() -> None:

@@ -320,15 +320,42 @@ def test_what_is_switched_off_is_not_lost() -> None:
     }
 
 
-@pytest.mark.parametrize("section", ["autotuning", "data_efficiency", "hybrid_engine"])
-def test_sections_that_break_a_plan_are_carried_where_they_are_off(section: str) -> None:
+@pytest.mark.parametrize(
+    ("section", "switch"),
+    [
+        *((section, "enabled") for section in ("autotuning", "data_efficiency", "hybrid_engine")),
+        ("compile", "deepcompile"),
+    ],
+)
+def test_sections_that_break_a_plan_are_carried_where_they_are_off(section: str, switch: str) -> None:
     """Autotuning ended a run behind its fifth step, with exit code 0."""
     common = {"train_batch_size": 8, "optimizer": ADAM}
     for enabled in (True, 1):  # DeepSpeed takes any number for a switch
-        result = imported({**common, section: {"enabled": enabled}})
-        assert [one.option for one in result.of(Outcome.LOST)] == [f"{section}.enabled"]
+        result = imported({**common, section: {switch: enabled}})
+        assert [one.option for one in result.of(Outcome.LOST)] == [f"{section}.{switch}"]
         assert section not in result.spec.get("deepspeed", {})
-    assert imported({**common, section: {"enabled": False}}).of(Outcome.LOST) == []
+    assert imported({**common, section: {switch: False}}).of(Outcome.LOST) == []
+
+
+def test_text_switches_a_section_as_its_reader_in_deepspeed_has_it() -> None:
+    """pydantic reads "false" as false, a plain dictionary as any other text."""
+    from deepspeed.runtime.config import get_hybrid_engine_config
+
+    common = {"train_batch_size": 8, "optimizer": ADAM}
+    for text in ("false", "off", "NO", "true", "1"):
+        is_on = get_hybrid_engine_config({"hybrid_engine": {"enabled": text}}).enabled
+        assert bool(imported({**common, "hybrid_engine": {"enabled": text}}).of(Outcome.LOST)) == is_on
+        assert imported({**common, "autotuning": {"enabled": text}}).of(Outcome.LOST)
+
+
+@pytest.mark.parametrize("lost", ["checkpoint.writer.type", "weight_quantization.enabled"])
+def test_keys_that_do_nothing_in_a_plan_are_lost(lost: str) -> None:
+    """DeepSpeed's writers ended a run in a KeyError where torchrun had started it."""
+    section, _, rest = lost.partition(".")
+    part, _, key = rest.rpartition(".")
+    result = imported({"train_batch_size": 8, "optimizer": ADAM, section: {part: {key: 1}} if part else {key: True}})
+    assert [one.option for one in result.of(Outcome.LOST)] == [lost]
+    assert section not in result.spec.get("deepspeed", {})
 
 
 def test_an_answer_does_not_replace_what_the_file_says() -> None:

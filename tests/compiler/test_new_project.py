@@ -394,7 +394,14 @@ def test_a_spec_that_a_full_disk_cuts_off_is_not_left(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rate_that_is_no_number_is_refused(run: Run) -> None:
-    done = run("new", "project", "--model", "gpt2", "--lr", "nan")
-    assert (done.exit_code, "nan is not a finite number above 0" in done.output) == (2, True)
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        ("nan", "nan is not a finite number above 0"),
+        ("1e99", "training.optimizer.lr: 1e+99 is too large: write at most 1000"),
+    ],
+)
+def test_a_rate_that_is_none_is_refused(run: Run, rate: str, said: str) -> None:
+    done = run("new", "project", "--model", "gpt2", "--lr", rate)
+    assert (done.exit_code, said in done.output) == (2, True)
     assert not Path("project").exists()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -284,33 +284,59 @@ class TestLaunch:
         ]
         assert self.called(stage)["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] is None
 
+    HEARD = (
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n    time.sleep(0.5)\n    pathlib.Path('saved').touch()\n    sys.exit(75)\n"
+    )
+    FIRST_ONLY_NOTED = "def note(*_):\n    signal.signal({0}, save)\n    pathlib.Path('noted').touch()\n"
+    RANKS: ClassVar[dict[str, tuple[str, int, int]]] = {
+        "saves": ("signal.signal({0}, save)\n", 1, 75),
+        "is ended": ("signal.signal({0}, signal.SIG_DFL)\n", 1, 0),
+        "goes on": (f"{FIRST_ONLY_NOTED}signal.signal({{0}}, note)\n", 2, 0),
+    }
+    """What a rank does at a signal, how many signals there are, and the exit code; 0: as a shell tells of a signal."""
+
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    def test_a_signal_to_the_script_reaches_every_process_of_the_launcher(self, stage, number) -> None:
-        # As DeepSpeed's runner on one node, which ends at a signal and leaves what it started to itself.
-        rank = (
-            "import pathlib, signal, sys, time\n"
-            "def save(*_):\n    time.sleep(0.5)\n    pathlib.Path('saved').touch()\n    sys.exit()\n"
-            f"signal.signal({int(number)}, save)\npathlib.Path('started').touch()\ntime.sleep(600)\n"
-        )
-        runner = (
-            f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {rank!r}]).wait()\n"
-        )
-        (stage / "bin" / "deepspeed").write_text(runner)
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_a_signal_to_the_script_reaches_the_ranks_and_their_code_the_script(self, stage, rank, number) -> None:
+        """As DeepSpeed's runner on one node, which ends at a signal and leaves what it started to itself."""
+        does, signals, code = self.RANKS[rank]
+        ranks = f"{self.HEARD}{does.format(int(number))}pathlib.Path('started').touch()\ntime.sleep(600)\n"
+        program = f"#!{sys.executable}\nimport subprocess, sys\n"
+        hands_on = "sys.exit(subprocess.Popen([sys.executable, '-c', {0!r}]).wait() % 256)\n"
+        launcher = "import subprocess, sys\n" + hands_on.format(ranks)
+        (stage / "bin" / "deepspeed").write_text(program + hands_on.format(launcher))
+        with self.launched(stage, number) as running:
+            self.wait_for(stage / "started")
+            for _ in range(signals):
+                running.send_signal(number)
+                self.wait_for(stage / "noted" if signals == 2 else stage)
+            assert running.wait(timeout=600) == (code or 128 + number)
+        assert (stage / "saved").exists() == (rank != "is ended")
+
+    def test_a_signal_before_there_are_ranks_ends_the_launcher(self, stage) -> None:
+        program = f"#!{sys.executable}\nimport pathlib, time\npathlib.Path('started').touch()\ntime.sleep(600)\n"
+        (stage / "bin" / "deepspeed").write_text(program)
+        with self.launched(stage, signal.SIGTERM) as running:
+            self.wait_for(stage / "started")
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(timeout=600) == 128 + signal.SIGTERM
+
+    def launched(self, stage, number: int) -> subprocess.Popen[bytes]:
+        """The script of a plan for one node. Under nohup, or in the background of a shell, it would ignore signals."""
         plan = compile_tree(spec_tree(1, 4, parallelism={"tp": 2}, cluster={"accelerator": "cpu"}), stage)
         write(render(plan), stage / "out")
         environment = {"PATH": f"{stage / 'bin'}:{os.environ['PATH']}"}
         script = [str(stage / "out" / "launch" / "deepspeed.sh"), "train.py"]
-        # Under nohup, or in the background of a shell, a process ignores signals from its start.
         heeded = functools.partial(signal.signal, number, signal.SIG_DFL)
-        quiet = subprocess.DEVNULL
-        with subprocess.Popen(script, cwd=stage, env=environment, stderr=quiet, preexec_fn=heeded) as running:
-            for _ in range(6000):
-                if (stage / "started").exists():
-                    break
-                time.sleep(0.05)
-            running.send_signal(number)
-            assert running.wait(timeout=600) == 128 + number
-        assert (stage / "saved").exists()
+        return subprocess.Popen(script, cwd=stage, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heeded)
+
+    @staticmethod
+    def wait_for(file) -> None:
+        end = time.monotonic() + 300
+        while not file.exists():
+            assert time.monotonic() < end, file
+            time.sleep(0.02)
 
     def test_deepspeed_on_several_nodes_hands_on_its_hostfile_and_environment(self, stage, plan) -> None:
         write(render(plan), stage / "out")

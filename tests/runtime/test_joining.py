@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +43,29 @@ def test_live_groups_are_the_planned_ones() -> None:
         planned = {name: list(plan.groups.of_rank(name, rank)) for name in plan.groups.names}
         assert found["groups"] == planned
         assert planned["kv-replica"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+def initialize_without(_: int, plan: Plan, package: str) -> tuple[str, bool]:
+    """What a run hears of a package that is not installed."""
+    from parcompile.runtime import initialize
+
+    real = importlib.util.find_spec
+    without = {"find_spec": lambda name, *at: None if name == package else real(name, *at)}
+    with mock.patch.multiple(importlib.util, **without), pytest.raises(RunError) as raised:
+        initialize(plan=plan)
+    return str(raised.value), raised.value.everywhere
+
+
+@pytest.mark.parametrize("section", ["tensorboard", "wandb", "comet"])
+def test_a_monitor_of_deepspeed_that_is_not_installed_is_named_on_every_rank(section: str) -> None:
+    """DeepSpeed imports it on rank 0 alone, while it makes the engine."""
+    plan = make_plan(2, {}, extra={"deepspeed": {section: {"enabled": True}, "csv_monitor": {"enabled": "false"}}})
+    package = {"comet": "comet_ml"}.get(section, section)
+    said = set(run_ranks(2, initialize_without, plan, package))
+    ((text, everywhere),) = said
+    assert everywhere
+    assert text.startswith(f"rank 0: deepspeed.{section} of the spec is enabled, and {package} is not installed on ")
+    assert f"pip install {package}, or remove deepspeed.{section}" in text
 
 
 def join_one_after_the_other(_: int, plans: list[Plan], port: int | None) -> list[tuple[int, int]]:

@@ -21,10 +21,10 @@ DECIDED_BY: Mapping[str, str] = _STORED["decided_by"]
 """Keys that the plan writes itself, and where the spec says so."""
 
 FORBIDDEN: Mapping[str, str] = _STORED["forbidden"]
-"""Keys that break a plan, and why."""
+"""Keys, by their dotted paths, that break a plan or do nothing in it, and why."""
 
 SWITCHED: Mapping[str, str] = _STORED["switched"]
-"""Sections that break a plan, or do nothing in it, where they are enabled, and why."""
+"""Switches, by their dotted paths, whose sections break a plan or do nothing in it where they are on, and why."""
 
 FORBIDDEN_ZERO: Mapping[str, str] = _STORED["forbidden_zero"]
 """Keys of zero_optimization that break a plan, and why."""
@@ -45,7 +45,7 @@ def refusal(path: tuple[Any, ...]) -> str | None:
         return FORBIDDEN_ZERO.get(path[1]) if len(path) > 1 else None
     if path[0] in DECIDED_BY:
         return f"{DECIDED_BY[path[0]]} sets it"
-    return FORBIDDEN.get(path[0])
+    return FORBIDDEN.get(path[0]) or FORBIDDEN.get(".".join(path[:2]))
 
 
 DEFAULTS: Mapping[str, Any] = _STORED["defaults"]

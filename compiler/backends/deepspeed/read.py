@@ -24,6 +24,7 @@ from parcompile.schema import load
 from parcompile.spec import OPTIMIZER_KEYS
 from parcompile.text.typed import Reader, integer, number
 
+from .lax import is_on
 from .table import find, newest
 from .write import ds_config
 
@@ -299,8 +300,10 @@ def read_further(source: Source, draft: Draft, name: str, *, left_to: str) -> No
         source.ignore(name, "DeepSpeed does the same without it")
     elif reason is not None:
         source.lose(name, reason)
-    elif path[0] in deepspeed.SWITCHED and source.given.get(f"{path[0]}.enabled"):
-        source.lose(name, deepspeed.SWITCHED[path[0]], changes=path[0] == "data_efficiency")
+    elif switch := next(
+        (one for one in deepspeed.SWITCHED if one.startswith(f"{path[0]}.") and is_on(one, source.given.get(one))), None
+    ):
+        source.lose(name, deepspeed.SWITCHED[switch], changes=path[0] == "data_efficiency")
     else:
         draft.carry(source, name, ("deepspeed", *path))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from parcompile.backends.deepspeed import refusal
 from parcompile.backends.deepspeed import table as words
+from parcompile.backends.deepspeed.lax import How, Read, as_written, read
 from parcompile.backends.deepspeed.table import (
     ANY,
     BOUNDS,
@@ -44,7 +45,6 @@ from parcompile.text.json_text import FILL_IN, a_template
 
 from . import LIGHTNING, UsageOptions, text_diagnostics, usage_context
 from .constructors import wrong_parameters, wrong_paths, wrong_type
-from .lax import How, Read, as_written, read
 
 AUTO = "auto"
 _REMARKS = frozenset({"comment", "comments", "note", "notes", "readme", "description", "$schema"})

@@ -18,6 +18,7 @@ from parcompile.backends.deepspeed import (
     has_effect,
     reach,
 )
+from parcompile.backends.deepspeed.lax import is_on
 from parcompile.diagnostics import Path
 from parcompile.layout.groups import DENSE_AXES, Axis, expert_grid
 from parcompile.layout.shards import keeps_places
@@ -53,14 +54,16 @@ def wrong_scale(spec: Resolution) -> str | None:
 
 def fighting_keys(spec: Resolution) -> Iterator[tuple[Path, str, str, str]]:
     """Further DeepSpeed keys that fight the plan: what to say of each, what to write, and what decides it."""
-    for key in spec.get("deepspeed"):
-        path, owner = ("deepspeed", key), DECIDED_BY.get(key, "")
-        if owner and spec.given(*path):
-            yield path, f"{key} is decided by {owner}", f"set {owner} instead", owner
-        elif key in FORBIDDEN and spec.given(*path):
-            yield path, f"{key}: {FORBIDDEN[key]}", "remove it", ""
-        elif key in SWITCHED and spec.if_given(*path, "enabled"):
-            yield path, f"{key}: {SWITCHED[key]}", "remove it", ""
+    for name, owner in DECIDED_BY.items():
+        if spec.given("deepspeed", name):
+            yield ("deepspeed", name), f"{name} is decided by {owner}", f"set {owner} instead", owner
+    for name, why in FORBIDDEN.items():
+        if spec.given(*(path := ("deepspeed", *name.split(".")))):
+            yield path, f"{name}: {why}", "remove it", ""
+    for name, why in SWITCHED.items():
+        path = ("deepspeed", *name.split("."))
+        if is_on(name, spec.if_given(*path)):
+            yield path[:2], f"{name.removesuffix('.enabled')}: {why}", "remove it", ""
     zero = spec.get("deepspeed", "zero_optimization")
     for key in zero if isinstance(zero, Mapping) else ():
         inner = ("deepspeed", "zero_optimization", key)

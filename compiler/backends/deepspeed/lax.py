@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from parcompile.backends.deepspeed.table import broken
+from .table import broken, find, newest
 
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
@@ -181,3 +181,9 @@ def as_written(value: Any, facts: Mapping[str, Any]) -> Read:
             return Read(How.REFUSED, why="entry")
         return _within(Read(How.SAME, value), facts)
     return read(value, facts)
+
+
+def is_on(path: str, value: Any) -> bool:
+    """Whether a switch is on, as DeepSpeed reads what stands at its dotted path; it refuses what it cannot read."""
+    key = find(newest(), *path.split("."))
+    return bool(value) and (key is None or key.loose or read(value, key.facts).value is not False)
