@@ -15,8 +15,8 @@ from parcompile.layout.pipeline import Stage
 from parcompile.layout.shards import MASTER_BYTES, page_locked_pieces
 from parcompile.units import format_bytes
 
+from .held import kept_tensors
 from .memory import gathers_anew, untrained_bytes
-from .memory_terms import kept_tensors
 from .workload import Workload
 
 HOST_BYTES_PER_S = (8e9, 25e9, 50e9)
