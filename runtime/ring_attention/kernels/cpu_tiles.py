@@ -299,11 +299,16 @@ def _mask(rows: int, columns: int, ahead: int, band: Band, dtype: torch.dtype, t
 
 
 def _heads_at_once(query: Tensor, key: Tensor, band: Band) -> Iterator[tuple[int, slice, slice]]:
-    """A row of the batch, and its query and key/value heads, as many as fill a tile."""
+    """A row of the batch, and its query and key/value heads, as many as fill a tile.
+
+    Where tensors have no values the first stand for all: no others have larger tiles, and each takes their memory.
+    """
     share = query.shape[1] // key.shape[1]
     for row in range(query.shape[0]):
         for heads in spans(0, key.shape[1], _kv_heads_at_once(query, key, band)):
             yield row, slice(heads.start * share, heads.stop * share), heads
+            if query.is_meta:
+                return
 
 
 def _kv_heads_at_once(query: Tensor, key: Tensor, band: Band) -> int:
