@@ -39,6 +39,7 @@ install: $(VENV)/.project
 
 demo: install
 	$(BIN)/parcompile $(SPEC) -o $(DEMO)
+	@rm -rf $(DEMO)/checkpoints  # those of an earlier demo: it begins anew
 	$(RANKS) $(BIN)/deepspeed --num_gpus 4 --master_port $$($(BIN)/python examples/free_port.py) -q \
 		examples/train.py --plan $(DEMO)
 	@echo

@@ -54,6 +54,12 @@ def train(options: argparse.Namespace) -> None:
     output = options.output or (options.plan if options.plan.is_dir() else options.plan.parent)
     checkpoints = output / "checkpoints"
     steps = training.train_steps if options.steps is None else options.steps
+    if options.resume is None and (checkpoints / "latest").exists():
+        raise RunError(
+            f"{checkpoints} holds checkpoints of an earlier run, of which nothing would be read: go on with --resume, "
+            "or name another --output",
+            everywhere=True,
+        )
     if steps is None:
         raise RunError("the plan has no train_steps: say how many with --steps", everywhere=True)
 

@@ -124,6 +124,19 @@ def test_an_odd_number_is_refused_before_anything_starts(
     assert f"{option} {value}: expected " in capsys.readouterr().err
 
 
+def test_a_run_does_not_begin_anew_over_the_checkpoints_of_another(tmp_path: Path) -> None:
+    plan = compiled(tmp_path / "plan")
+    begun = ("--plan", str(plan), "--output", str(tmp_path / "run"), "--steps")
+    train(tmp_path / "first", *begun, "2")
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    codes, said = run_forked(tmp_path, 4, EXAMPLES / "train.py", *begun, "1")
+    assert 0 not in codes
+    assert said.count(f"{tmp_path / 'run' / 'checkpoints'} holds checkpoints of an earlier run") == 1
+    assert "go on with --resume, or name another --output" in said
+    assert "Traceback" not in said
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+
+
 def test_a_missing_checkpoint_is_one_clear_message(tmp_path: Path) -> None:
     plan = compiled(tmp_path / "plan")
     codes, said = run_forked(tmp_path, 4, EXAMPLES / "train.py", "--plan", str(plan), "--steps", "1", "--resume")
