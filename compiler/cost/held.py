@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from parcompile.layout.pipeline import Stage
 from parcompile.model import within
@@ -203,8 +203,8 @@ def recomputed(one: Held, bucket: float, reductions: Sequence[Reduction] = ()) -
     if not are_alike(one.work.shape) and len(one.stage.layers) > 1:
         # Layers that go backward behind a reduction count with it.
         first = max(0, math.ceil(min(reductions[0].layers, len(one.stage.layers))) - 1) if reductions else 0
-        last = {id(layer): (layer, place) for place, layer in enumerate(each_layer(one)) if place >= first}
-        every = ((layer, in_flight_of(layer, bucket), _kept_behind(one, place)) for layer, place in last.values())
+        each = each_sort(one, one.stage.layers[first:]).values()
+        every = ((layer, in_flight_of(layer, bucket), _kept_behind(one, layer)) for layer in each)
         alone, in_flight, gone = max(every, key=lambda each: sum(_again(each[0]).values()) + each[1] - each[2])
     work, stage, tokens, held, layers = one.work, one.stage, one.tokens, one.copies, bool(one.stage.layers)
     kept = _again(alone)
@@ -232,9 +232,9 @@ def recomputed(one: Held, bucket: float, reductions: Sequence[Reduction] = ()) -
     return kept, one_layer, in_flight
 
 
-def _kept_behind(one: Held, place: int) -> float:
+def _kept_behind(one: Held, alone: Held) -> float:
     """What layers of a stage keep of a micro-batch that stand behind one which is computed again."""
-    behind = one.stage.layers[place + 1 :]
+    behind = range(alone.stage.layers.stop, one.stage.layers.stop)
     return sum(size * count for size, count in kept_tensors(one.work, behind)) * (not one.work.moves_activations)
 
 
@@ -265,19 +265,28 @@ def _again(one: Held) -> dict[str, float]:
     return kept
 
 
-def each_layer(one: Held) -> list[Held]:
-    """Each layer of a stage alone; those of a sort are one."""
-    shape, found = one.work.shape, dict[object, Held]()
+@lru_cache(maxsize=64)
+def layer_sorts(shape: ModelShape) -> Sequence[int]:
+    """Of each layer of a model a number, which those that keep the same share."""
+    numbers, found = dict[object, int](), list[int]()
     kinds = {layer: kind for kind, (own, _) in enumerate(shape.by_kind) for layer in own}
-    attending, each = set(shape.attention_layers), []
-    for layer in one.stage.layers:
+    attending = set(shape.attention_layers)
+    for layer in range(shape.num_hidden_layers):
         alone = range(layer, layer + 1)
         parts = tuple(place for place, part in enumerate(shape.parts) if part.count(alone))
         sort = kinds.get(layer), parts, layer in attending, shape.routed(alone), shape.dense(alone)
-        if sort not in found:
-            found[sort] = Held.of(one.work, one.index, replace(one.stage, layers=alone))
-        each.append(found[sort])
-    return each
+        found.append(numbers.setdefault(sort, len(numbers)))
+    return found
+
+
+def each_sort(one: Held, layers: range) -> dict[int, Held]:
+    """One layer of each sort among some of a stage, alone: the last of them."""
+    numbers = layer_sorts(one.work.shape)
+    last = {numbers[layer]: layer for layer in layers}
+    return {
+        sort: Held.of(one.work, one.index, replace(one.stage, layers=range(layer, layer + 1)))
+        for sort, layer in last.items()
+    }
 
 
 def kept_tensors(work: Workload, layers: range) -> list[tuple[float, float]]:

@@ -127,7 +127,7 @@ class Partition:
     @cached_property
     def largest(self) -> tuple[int, int]:
         """Elements of the largest parameter, of which a shard may have less: of dense layers, and of dealt experts."""
-        dense, dealt = (max((one.numel for one in self.every if one.is_dealt == which), default=0) for which in (0, 1))
+        dense, dealt = (max([one.numel for one in self.every if one.is_dealt == which], default=0) for which in (0, 1))
         return dense, dealt
 
 

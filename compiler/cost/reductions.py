@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -242,7 +242,7 @@ def _taken_at_stage_2(one: _Reducing, kept: tuple[Kept, Kept]) -> Iterator[tuple
 
     def begun(place: int) -> int:
         """Bytes of sums that are there when the gradient of a parameter has come, beside those that are counted."""
-        there = sum(size * (place <= last) for size, last in sums)
+        there = sum([size * (place <= last) for size, last in sums])
         if one.several:
             return there * whole
         return there - sum(size for size, _ in sums)
@@ -344,10 +344,11 @@ def _fill(owned: Partition, size: int, in_backward: bool) -> Sequence[_Bucket]:
     """
     every, found, of_layer = owned.every, list[_Bucket](), Counter[int]()
     of_part = Counter[tuple[int, bool]]()
-    order: Iterable[int] = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
     if in_backward:
         order = [number for number in _backward(every) if every[number].role is not Role.SUMMED]
-    for one in (every[number] for number in order):
+    else:
+        order = sorted(range(len(every)), key=lambda number: every[number].is_dealt)
+    for one in [every[number] for number in order]:
         of_layer[one.layer] += one.numel
         of_part[one.layer, one.role is not Role.OTHERS] += one.numel
     parts_left = Counter(of_part)
@@ -357,7 +358,7 @@ def _fill(owned: Partition, size: int, in_backward: bool) -> Sequence[_Bucket]:
         """Elements that a bucket has taken."""
         is_large, numels = total > size, (filled[0], filled[1])
         place = max(0, math.ceil(layers) - 1)
-        attention, mlp = (parts_left[place, part] / max(of_part[place, part], 1) for part in (False, True))
+        attention, mlp = [parts_left[place, part] / max(of_part[place, part], 1) for part in (False, True)]
         ends = min(members), max(members) + 1
         found.append(_Bucket(layers, *ends, numels, waiting, is_large, before, rest, (attention, mlp), by_dealt))
         return 0 if is_large else total

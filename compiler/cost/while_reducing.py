@@ -14,7 +14,7 @@ from parcompile.model.shape import ModelShape
 
 from .blocks import head_bytes
 from .collectives import hidden_bytes, norms_mlp_output
-from .held import Held, add_choices, all_kept, are_alike, each_layer, in_flight_of, recomputed
+from .held import Held, add_choices, all_kept, are_alike, each_sort, in_flight_of, layer_sorts, recomputed
 from .kept import LayerBytes
 from .layer_passes import behind_mlp_bytes, last_norm_bytes, waiting_gradient_bytes
 from .recurrent import kept_bytes
@@ -53,8 +53,9 @@ def while_reducing(one: Held, kept: float, one_layer: float, in_flight: float, m
     beyond = (one.sparse.mlp - one.dense.mlp) * one.tokens
     whole = one_layer + in_flight - behind_mlp_bytes(work) if again else 0.0
     of_each = (kept - whole) / max(most, 1)
-    layers_of = [] if are_alike(work.shape) else _layer_by_layer(one)
-    sums = [*accumulate((layer.size for layer in layers_of), initial=0.0)]
+    layers_of = {} if are_alike(work.shape) else _layers_of(one)
+    numbers = layer_sorts(work.shape)
+    sums = [*accumulate([layers_of[numbers[layer]].size for layer in stage.layers], initial=0.0)] if layers_of else []
 
     def held_by(layers: float) -> float:
         if again or not layers_of:
@@ -69,18 +70,18 @@ def while_reducing(one: Held, kept: float, one_layer: float, in_flight: float, m
         if each.place is None:
             begun, held = behind, float(most)
         else:
-            here = layers_of[each.place] if layers_of else None
-            part = (here.share_left if here else share_left[each.with_experts])(each.left) * each.is_in_layer
-            begun = (here.size if here else of_layer[each.with_experts]) * part * again + came * each.is_in_layer
+            here = layers_of.get(each.sort)
+            part = (here.share_left if here else share_left[each.sort])(each.left) * each.is_in_layer
+            begun = (here.size if here else of_layer[each.sort]) * part * again + came * each.is_in_layer
             held = each.place + part
         found = max(found, each.taken + held_by(held) + begun + waiting * each.is_in_layer)
     # Sums that are there by then lie beside the layer that goes backward next, or is about to; so does the bucket.
     later = in_flight_of(one, 0.0)
     whole_of = lru_cache(partial(_whole_of, one))
-    for beside, layers, stop in moments.between:
+    for beside, layers, next_sorts in moments.between:
         there = math.ceil(layers)
         if layers_of:
-            last = max(layer.size * again + layer.in_flight for layer in layers_of[min(stop, there - 1) : there])
+            last = max([layers_of[sort].size * again + layers_of[sort].in_flight for sort in next_sorts])
             last -= behind_mlp_bytes(work) * again
         elif again:
             is_largest = not one.routed or work.shape.routed(stage.layers[:there])
@@ -101,45 +102,55 @@ class _Begun(NamedTuple):
     place: int | None
     """Of the layer that has begun; None: none has."""
     left: tuple[float, float]
-    with_experts: bool
+    sort: int
+    """Of that layer; where layers differ by their MLPs alone, whether it has experts."""
 
 
 class Moments(NamedTuple):
     """Of a backward pass those in which most may be held: none of them is less than another in every respect."""
 
     begun: Sequence[_Begun]
-    between: Sequence[tuple[float, float, int]]
-    """Between two reductions: bytes beside what the layers hold that are left, their number, and what is left then."""
+    between: Sequence[tuple[float, float, frozenset[int]]]
+    """Between two reductions: bytes beside what the layers hold that are left, their number, and the sorts of those
+    that go backward before the second."""
 
 
 @lru_cache(maxsize=256)
 def moments_of(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) -> Moments:
     """The moments of a stage's backward pass in which most may be held."""
-    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float, int]]()
+    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float, frozenset[int]]]()
+    every = layer_sorts(shape)
+    sorts = every[layers.start : layers.stop]
+    if are_alike(shape):
+        with_experts = {every[layer]: shape.routed(range(layer, layer + 1)) for layer in layers}
+        sorts = [with_experts[sort] for sort in sorts]
     for each in reductions:
         place = max(0, math.ceil(each.layers) - 1) if each.layers <= most else None
-        with_experts = place is not None and shape.routed(layers[place : place + 1]) > 0
-        begun.append(_Begun(each.taken, each.layers > 0, place, each.left, with_experts))
+        sort = sorts[place] if sorts and place is not None else 0
+        begun.append(_Begun(each.taken, each.layers > 0, place, each.left, sort))
     for each, following in pairwise(reductions):
         held = min(each.layers, most)
         left, begins = math.ceil(held) - 1, held - math.ceil(held) + 1 > _BEGUN
         begins = begins and not each.by_dealt
         if math.ceil(following.layers) <= left > 0 or (begins and held > 0):
-            beside = each.behind - each.filled * (not begins)
-            between.append((beside, held if begins else left, max(0, math.ceil(following.layers) - 1)))
-    if are_alike(shape):
-        between = _largest(between, lambda one, other: one[1] <= other[1])
-    return Moments(_largest(begun, _is_less), between)
+            beside, count = each.behind - each.filled * (not begins), held if begins else left
+            there = math.ceil(count)
+            stop = min(max(0, math.ceil(following.layers) - 1), there - 1)
+            between.append((beside, count, frozenset(() if are_alike(shape) else sorts[stop:there])))
+    return Moments(
+        _largest(begun, _is_less), _largest(between, lambda one, other: one[1] <= other[1] and one[2] == other[2])
+    )
 
 
+_COMPARED = 9
 _Moment = TypeVar("_Moment", bound=tuple[object, ...])
 
 
 def _largest(moments: Iterable[_Moment], is_less: Callable[[_Moment, _Moment], bool]) -> list[_Moment]:
-    """Those that are not less than one which takes as much."""
+    """Those that are not less than one of the few next to them that take as much; of many layers some too many."""
     found = list[_Moment]()
     for one in sorted(moments, key=itemgetter(0), reverse=True):
-        if not any(is_less(one, other) for other in found):
+        if not any(is_less(one, other) for other in found[:-_COMPARED:-1]):
             found.append(one)
     return found
 
@@ -153,7 +164,7 @@ def _is_less(one: _Begun, other: _Begun) -> bool:
         and one.left[0] <= other.left[0]
         and one.left[1] <= other.left[1]
         and one.is_in_layer <= other.is_in_layer
-        and one.with_experts == other.with_experts
+        and one.sort == other.sort
     )
 
 
@@ -187,8 +198,8 @@ class _Layer(NamedTuple):
     share_left: Callable[[tuple[float, float]], float]
 
 
-def _layer_by_layer(one: Held) -> list[_Layer]:
-    """The layers of a stage, of which those of a sort are one."""
+def _layers_of(one: Held) -> dict[int, _Layer]:
+    """A layer of each sort of a stage."""
 
     def layer(alone: Held) -> _Layer:
         share_left = _share_left(alone, alone.largest)
@@ -198,9 +209,7 @@ def _layer_by_layer(one: Held) -> list[_Layer]:
         add_choices(alone, kept)
         return _Layer(sum(kept.values()), in_flight_of(alone, 0.0), share_left)
 
-    each = each_layer(one)
-    found = {sort: layer(alone) for sort, alone in {id(alone): alone for alone in each}.items()}
-    return [found[id(alone)] for alone in each]
+    return {sort: layer(alone) for sort, alone in each_sort(one, one.stage.layers).items()}
 
 
 def _whole_of(one: Held, layers: range) -> float:

@@ -147,19 +147,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int
         yield jobs
 
 
-PLACES = ["agree", "watch", "start_world"]
-"""Functions at which a first rank stops while all join."""
-
-
-@pytest.fixture(scope="module")
-def joining(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
-    """A job each, all at once."""
-    handshake = {"PARCOMPILE_HANDSHAKE_TIMEOUT": str(SILENT)}
-    with jobs_in(tmp_path_factory.mktemp("joining")) as start:
-        plan = make_plan(2, {"tp": 2})
-        yield {where: start(2, join_and_stop, plan, where, **handshake if where == "agree" else {}) for where in PLACES}
-
-
 def others_end(job: Ranks, rank: int) -> str:
     """The one line that the others say when a rank is stopped; then it is continued, ends too, and adds nothing."""
     others = [one for one in range(job.size) if one != rank]
@@ -216,9 +203,10 @@ def test_a_rank_whose_network_is_cut_ends_as_all_others_do(start) -> None:
     assert "Traceback" not in "".join(job.text(rank) for rank in range(3))
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(joining, where: str) -> None:
-    job = joining[where]
+@pytest.mark.parametrize("where", ["agree", "watch", "start_world"])
+def test_a_first_rank_that_is_stopped_while_all_join_ends_the_others(start, where: str) -> None:
+    seconds = {"PARCOMPILE_HANDSHAKE_TIMEOUT": str(SILENT)} if where == "agree" else {}
+    job = start(2, join_and_stop, make_plan(2, {"tp": 2}), where, **seconds)
     assert job.end(1, within=BOUND) == [1]
     with contextlib.suppress(ProcessLookupError):
         job.signal(0, signal.SIGKILL)
