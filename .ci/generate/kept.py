@@ -579,7 +579,8 @@ def _read(kind: str, series: int, groups: Sequence[str]) -> Read:
         whole = _draws(f"{seed} whole", kind, precision, wrong, WHOLE)
         unseen = [one for some in (draws, whole) for _ in range(UNSEEN) for one in next(some, [])]
         judged = [one for one in (GROUPS, *((one,) for one in FURTHER)) if one[0] in groups]
-        offs = [off(found[word], one, own) for own in judged for one in of_group(unseen, own[0])]
+        of_ends = [one for one in unseen if one.sort.first]
+        offs = [off(found[word], one, own) for own in judged for one in (of_ends if own[0] in ENDS else unseen)]
         if any(abs(one) > NEAR for one in offs):
             wrong.append(f"{word}: off by {[f'{one:+.2%}' for one in sorted(offs, key=abs)[-3:]]} of {len(offs)}")
         found["always"] = answered_alike(layers, found.get("always"))

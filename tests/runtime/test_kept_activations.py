@@ -341,6 +341,11 @@ def test_states_of_a_type_or_kind_without_rows_keep_what_those_do_that_are_most_
     assert state_bytes(unknown, cut, 2) == pytest.approx(known, rel=0.2)
 
 
+def test_a_type_that_is_read_anew_keeps_what_is_stored() -> None:
+    kept = script("generate/kept")
+    assert kept.read("llama", kept.GROUPS).wrong == []
+
+
 @pytest.mark.parametrize("family", [name for name in (*FAMILIES, *VARIANTS) if "index" in str(tiny_config(name))])
 def test_every_layer_that_takes_a_choice_keeps_what_hides_keys(family: str) -> None:
     shape = shape_from_config(tiny_config(family))
