@@ -6,6 +6,7 @@ The functions are transformers' own, in fp32; 1e-5 relative is some twenty times
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from typing import Any
 
@@ -315,13 +316,15 @@ def test_a_layout_without_stretches_has_no_chain() -> None:
         Chain.of(CpLayout.STRIPED, None)  # type: ignore[arg-type]
 
 
-def test_transformers_own_models_in_the_same_process_stay_as_they_are() -> None:
+def test_transformers_own_models_in_the_same_process_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions that stand in front of transformers' are for injected layers only."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
     from parcompile.runtime.inject.mechanisms.recurrent import _put_in_front
 
     plan = family_plan("qwen3_5_text", 1, {})
+    # Another test of this process may have put ours in front before.
+    monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", inspect.unwrap(file.torch_chunk_gated_delta_rule))
     model, ids = drawn_model(plan), documents_of_model()[0]
     before, rule = model(input_ids=ids).logits, file.torch_chunk_gated_delta_rule
     _put_in_front(file.Qwen3_5GatedDeltaNet)
