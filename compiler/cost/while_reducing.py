@@ -23,8 +23,6 @@ from .workload import Workload
 
 _BEGUN = 0.9
 """Of a layer in whose backward pass gradients are reduced, what has to be left of it that its largest moment is too."""
-
-
 FIRST_AND_LAST = 2
 """Micro-batches of a step in which none is between the first and the last."""
 
@@ -106,19 +104,28 @@ class _Begun(NamedTuple):
     """Of that layer; where layers differ by their MLPs alone, whether it has experts."""
 
 
+class _Between(NamedTuple):
+    """A moment between two reductions."""
+
+    beside: float
+    """Bytes beside what the layers hold that are left."""
+    layers: float
+    """The number of these."""
+    next_sorts: frozenset[int]
+    """Of layers that go backward before the second reduction; none where layers differ by their MLPs alone."""
+
+
 class Moments(NamedTuple):
-    """Of a backward pass those in which most may be held: none of them is less than another in every respect."""
+    """Of a backward pass those in which most may be held: most that are less than another in every respect are gone."""
 
     begun: Sequence[_Begun]
-    between: Sequence[tuple[float, float, frozenset[int]]]
-    """Between two reductions: bytes beside what the layers hold that are left, their number, and the sorts of those
-    that go backward before the second."""
+    between: Sequence[_Between]
 
 
 @lru_cache(maxsize=256)
 def moments_of(shape: ModelShape, layers: range, reductions: Sequence[Reduction]) -> Moments:
     """The moments of a stage's backward pass in which most may be held."""
-    most, begun, between = len(layers), list[_Begun](), list[tuple[float, float, frozenset[int]]]()
+    most, begun, between = len(layers), list[_Begun](), list[_Between]()
     every = layer_sorts(shape)
     sorts = every[layers.start : layers.stop]
     if are_alike(shape):
@@ -136,27 +143,31 @@ def moments_of(shape: ModelShape, layers: range, reductions: Sequence[Reduction]
             beside, count = each.behind - each.filled * (not begins), held if begins else left
             there = math.ceil(count)
             stop = min(max(0, math.ceil(following.layers) - 1), there - 1)
-            between.append((beside, count, frozenset(() if are_alike(shape) else sorts[stop:there])))
-    return Moments(
-        _largest(begun, _is_less), _largest(between, lambda one, other: one[1] <= other[1] and one[2] == other[2])
-    )
+            between.append(_Between(beside, count, frozenset(() if are_alike(shape) else sorts[stop:there])))
+    return Moments(_largest(begun, _has_begun_later), _largest(between, _lies_later))
 
 
-_COMPARED = 9
+_COMPARED = 8
+"""Moments that one is compared with: with all of them, models of very many layers would take long."""
 _Moment = TypeVar("_Moment", bound=tuple[object, ...])
 
 
 def _largest(moments: Iterable[_Moment], is_less: Callable[[_Moment, _Moment], bool]) -> list[_Moment]:
-    """Those that are not less than one of the few next to them that take as much; of many layers some too many."""
+    """Those that take more than others, or at which more is left: `is_less` tells of the latter."""
     found = list[_Moment]()
     for one in sorted(moments, key=itemgetter(0), reverse=True):
-        if not any(is_less(one, other) for other in found[:-_COMPARED:-1]):
+        if not any(is_less(one, other) for other in found[-_COMPARED:]):
             found.append(one)
     return found
 
 
-def _is_less(one: _Begun, other: _Begun) -> bool:
-    """Whether no more of the layers is left."""
+def _lies_later(one: _Between, other: _Between) -> bool:
+    """Whether no more of the layers is left at the one moment than at the other."""
+    return one.layers <= other.layers and one.next_sorts == other.next_sorts
+
+
+def _has_begun_later(one: _Begun, other: _Begun) -> bool:
+    """Whether no more of the layers is left at the one moment than at the other."""
     if one.place is None or other.place is None:
         return one.place is other.place and one.is_in_layer == other.is_in_layer
     return (

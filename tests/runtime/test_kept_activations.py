@@ -411,6 +411,7 @@ SP = {"sequence_parallel": True}
         ("gpt_bigcode", {"tp": 2, "pp": 2, **SP}, {**FP32, "micro_batch_size": 2, "global_batch_size": 4}, 0, {}),
         ("modernbert-decoder", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {}),
         ("phi", {"tp": 4, "pp": 2}, FP32, 0, {}),
+        ("stablelm", {"tp": 4, "pp": 2}, FP32, 0, {}),
         ("olmo", {"tp": 4, "pp": 2}, {**BF16, **FULL}, 0, {"intermediate_size": 2048}),  # a norm on its way forward
         ("qwen3_next", {"tp": 2}, {**BF16, **FULL}, 0, {}),  # layers with a state, and others with experts
         # Rows for experts that give back what they take are sent to nobody.

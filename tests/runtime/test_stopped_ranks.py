@@ -112,39 +112,17 @@ def join_and_hear_late(folder: Path, plan: Plan, first: int) -> None:
     time.sleep(BOUND)
 
 
-@contextlib.contextmanager
-def jobs_in(folder: Path) -> Iterator[Callable[..., Ranks]]:
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     jobs: list[Ranks] = []
 
     def make(*args: Any, **more: Any) -> Ranks:
-        jobs.append(Ranks(folder / str(len(jobs)), *args, **{"PARCOMPILE_SILENT_TIMEOUT": str(SILENT), **more}))
+        jobs.append(Ranks(tmp_path / str(len(jobs)), *args, **{"PARCOMPILE_SILENT_TIMEOUT": str(SILENT), **more}))
         return jobs[-1]
 
     yield make
     for job in jobs:
         job.kill()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    with jobs_in(tmp_path) as make:
-        yield make
-
-
-STOPPED = [(0, False), (1, False), (0, True)]
-"""Which rank is stopped, and whether all save."""
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[int, bool], Ranks]]:
-    """A job each, all at once: they do nothing until they have heard nothing for `SILENT` seconds."""
-    plan = make_plan(3, {}, training={"global_batch_size": 3})
-    with jobs_in(tmp_path_factory.mktemp("stopped")) as start:
-        jobs = {(rank, saves): start(3, train, plan, saves) for rank, saves in STOPPED}
-        for (rank, saves), job in jobs.items():
-            job.wait_for("saving" if saves else "step-3")
-            job.signal(rank, signal.SIGSTOP)
-        yield jobs
 
 
 def others_end(job: Ranks, rank: int) -> str:
@@ -159,9 +137,12 @@ def others_end(job: Ranks, rank: int) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize(("rank", "saves"), STOPPED)
-def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(stopped, rank: int, saves: bool) -> None:
-    job = stopped[rank, saves]
+@pytest.mark.parametrize(("rank", "saves"), [(0, False), (1, False), (0, True)])
+def test_a_rank_that_is_stopped_while_it_trains_or_saves_ends_the_job(start, rank: int, saves: bool) -> None:
+    plan = make_plan(3, {}, training={"global_batch_size": 3})
+    job = start(3, train, plan, saves)
+    job.wait_for("saving" if saves else "step-3")
+    job.signal(rank, signal.SIGSTOP)
     line = others_end(job, rank)
     named = f"rank {rank} on host {socket.gethostname()} (process {job.processes[rank].pid})"
     # Who was stopped before the others had read its entry is known by its store alone.
